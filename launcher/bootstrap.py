@@ -1,0 +1,191 @@
+"""The first code of a Python worker: runs the script or module as `__main__`, as plain python would.
+
+Started by the agent as `python -u .../launcher/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
+launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
+it writes the error files for an exception that nobody caught, has a crash print where it happened, and wakes the
+rendezvous store when torch is about to be imported.
+"""
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # the launcher's own folder, before any other import could look there
+
+import builtins
+import importlib.machinery
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+
+def main() -> None:
+    kind, target, *args = sys.argv[1:]
+    executable = sys.orig_argv[0] if sys.orig_argv else sys.executable
+    sys.argv = [target, *args]
+    sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
+    _print_crashes()
+    if os.environ.get("RANK") == "0":
+        sys.meta_path.insert(0, _WakeStore())  # type: ignore[arg-type]  # a finder needs no more than find_spec
+    program = _module if kind == "module" else _script
+    try:
+        program(target)()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _fail(error)
+
+
+def _print_crashes() -> None:
+    import faulthandler
+
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        faulthandler.enable()
+
+
+# ---- running it ----------------------------------------------------------------------------------------------
+
+
+def _script(path: str) -> Callable[[], object]:
+    """Return what runs a file, or a folder or archive with a `__main__.py`."""
+    main = _new_main()
+    if os.path.isdir(path) or _is_archive(path):
+        import runpy
+
+        sys.path.insert(0, path)
+        run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # as CPython's own main
+        return lambda: run("__main__", False)
+    full = os.path.abspath(path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main.__file__ = full
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
+    with open(full, "rb") as file:
+        source = file.read()
+
+    def run_file() -> None:
+        exec(compile(source, full, "exec", dont_inherit=True), main.__dict__)
+
+    return run_file
+
+
+def _module(name: str) -> Callable[[], object]:
+    import runpy
+
+    _new_main()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+    return lambda: run(name, True)
+
+
+def _new_main() -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None, __cached__=None)
+    if sys.version_info < (3, 14):
+        module.__dict__["__annotations__"] = {}
+    _keep.append(sys.modules["__main__"])
+    sys.modules["__main__"] = module
+    return module
+
+
+_keep: list[types.ModuleType] = []  # this module must outlive its place in sys.modules
+
+
+def _is_archive(path: str) -> bool:
+    if path.endswith((".py", ".pyw")) or not os.path.isfile(path):
+        return False
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+# ---- when it fails -------------------------------------------------------------------------------------------
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Report an uncaught exception and end as plain python does, without a frame of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        _write_error_files(error)
+    except OSError as problem:  # a full disk must not hide the traceback
+        print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
+    hook = sys.excepthook
+    try:
+        hook(type(error), error, trace)
+    except BaseException as problem:
+        print("Error in sys.excepthook:", problem, file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+    # Raised again for its way of ending (status 1, or death by SIGINT), but already printed.
+    sys.excepthook = lambda *_: None
+    raise error
+
+
+def _write_error_files(error: BaseException) -> None:
+    """Write torch elastic's error file (unless its own `record` did) and beside it the facts for the report."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+    import time
+    import traceback
+
+    name = type(error).__qualname__
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    facts = {
+        "type": name,
+        "message": str(error),
+        "where": _innermost_own_frame(error),
+        "time": repr(time.monotonic()),
+    }
+    with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(facts, file)
+    if not os.path.exists(path):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump({"message": {"message": f"{name}: {error}", "extraInfo": extra}}, file)
+
+
+def _innermost_own_frame(error: BaseException) -> str:
+    """Return `file:line in function` of the deepest frame outside of installed packages and the library."""
+    import sysconfig
+    import traceback
+
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    own = [f for f in frames if not f.filename.startswith((*installed, "<"))]
+    for frame in reversed(own or frames):
+        return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+# ---- the store -----------------------------------------------------------------------------------------------
+
+
+class _WakeStore:
+    """Finds no module: on the first import of torch it knocks at the store's port and takes itself away.
+
+    The store's process imports torch as well, which takes seconds. It starts at the first connection, so a knock now
+    lets both imports run side by side, and a script without torch never costs a store.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)  # type: ignore[arg-type]  # see above
+        import socket
+
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        try:
+            socket.create_connection((address, int(port or "")), timeout=1).close()
+        except (OSError, ValueError):  # the script chose another address: init_process_group will tell
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""The command `dtrain`: options in, one JobSpec, a Controller, a report and an exit code. Only this file exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from launcher import __version__
+from launcher.config import Settings, read_settings
+from launcher.errors import DtrainError, UsageError
+from launcher.hosts import HostKind, choose_hosts
+from launcher.spec import Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+
+
+def main() -> None:
+    """Run the command line; the console script's entry."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except DtrainError as error:
+        _complain(str(error))
+        sys.exit(error.exit_code)
+
+
+def _complain(text: str) -> None:
+    click.echo("\n".join(f"dtrain: {line}" for line in text.splitlines()), err=True)
+
+
+# ---- options -------------------------------------------------------------------------------------------------
+
+
+def _option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """Declare an option with its environment variable: DTRAIN_ and the long name."""
+    long = next(name for name in names if name.startswith("--")).split("/")[0]
+    variable = "DTRAIN_" + long.lstrip("-").replace("-", "_").upper()
+    return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+
+
+def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_where = _all(
+    _option("--nnodes", type=int, metavar="N", help="How many hosts.  [default: all that are named, else 1]"),
+    _option(
+        "--nproc-per-node",
+        metavar="N|auto|gpu|cpu",
+        help="Workers on each host.  [default: the host's slots, else one for each GPU, else 1]",
+    ),
+    _option("--hosts", metavar="A[:SLOTS],B,...", help="Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME."),
+    _option("--simulate", is_flag=True, help="Divide this machine's GPUs and cores between --nnodes hosts."),
+    _option("--gpus-per-proc", type=int, metavar="K", help="Give each worker K GPUs and let it see only these."),
+    _option("--oversubscribe", is_flag=True, help="Allow more workers than GPUs."),
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
+    click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
+)
+
+_how = _all(
+    _option("-x", "--export", multiple=True, metavar="NAME[=VALUE]", help="A variable for the workers; globs too."),
+    _option("--workdir", metavar="DIR", help="The workers' working directory.  [default: this one]"),
+    _option("--python", metavar="PATH", help="The Python interpreter on the hosts.  [default: this one]"),
+    _option("--log-dir", default="runs", show_default=True, metavar="DIR", help="Where the output is kept."),
+    _option("--run-id", metavar="ID", help="The name of this run.  [default: made from the time]"),
+    _option("--start-timeout-s", type=float, default=60.0, show_default=True, help="Until all workers run."),
+    _option("--grace-s", type=float, default=10.0, show_default=True, help="From asking workers to end to KILL."),
+    _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
+    _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
+    _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
+    _option("--accept-new-host-keys", is_flag=True, help="Trust hosts that are in no known_hosts file, from now on."),
+    _option("--only-rank", metavar="R,R", help="Show only the output of these ranks; all of it is kept."),
+    click.option("-q", "--quiet", is_flag=True, help="Nothing of dtrain's own but errors."),
+    click.option("-v", "--verbose", is_flag=True, help="Also say where workers are placed and what was left behind."),
+)
+
+_command = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+
+
+class _Group(click.Group):
+    """Takes `_` for `-` in option names, and defaults from the settings file."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.default_map = {}
+        known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
+        settings = read_settings(Path.cwd(), known - {"help", "as_json"})
+        for name, command in self.commands.items():
+            ctx.default_map[name] = _defaults(command, settings, ctx)
+        return super().invoke(ctx)
+
+
+def _defaults(command: click.Command, settings: Settings, ctx: click.Context) -> dict[str, Any]:
+    """Check the settings that one command has options for; a wrong value is an error that names the file."""
+    defaults = {}
+    for param in command.params:
+        if param.name not in settings.values:
+            continue
+        value = settings.values[param.name]
+        if param.name in ("hosts", "only_rank") and isinstance(value, list):
+            value = ",".join(map(str, value))
+        try:
+            if isinstance(param, click.Option) and param.is_flag and not isinstance(value, bool):
+                raise click.BadParameter("must be true or false")
+            if isinstance(param, click.Option) and not param.is_flag and isinstance(value, bool | dict):
+                raise click.BadParameter(f"{value!r} is not a value for it")
+            param.type_cast_value(ctx, value if isinstance(value, list | bool) else str(value))
+        except click.ClickException as error:
+            raise UsageError(f"{settings.source}: {param.name}: {error.message}") from error
+        defaults[param.name] = value if isinstance(value, list | bool) else str(value)
+    return defaults
+
+
+@click.group(
+    cls=_Group,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") else name,
+        "max_content_width": 110,
+    },
+)
+@click.version_option(__version__, prog_name="dtrain")
+def cli() -> None:
+    """Start data-parallel training on every host with one command."""
+
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+@cli.command(context_settings=_PASS_ON, short_help="Start a script on all hosts and wait for its end.")
+@_where
+@_how
+@_command
+def run(command: tuple[str, ...], **options: Any) -> None:
+    """Start SCRIPT once for each worker on all hosts, and end with its exit code.
+
+    Options of dtrain come before SCRIPT; everything after it is the script's. Every option that shows an environment
+    variable can also be set by it, or in dtrain.toml or [tool.dtrain] of pyproject.toml.
+    """
+    from launcher.console import Console
+    from launcher.controller import Controller
+    from launcher.logfiles import LogFiles
+    from launcher.output import OutputThread
+    from launcher.report import report
+
+    spec = _spec(command, options)
+    _check_here(spec)
+    console = Console()
+    folder = spec.log_dir / spec.run_id
+    logs = LogFiles(folder, lambda reason: console.say(reason))
+    output = OutputThread(console, logs, only_ranks=_ranks(options["only_rank"]))
+    output.start()
+    talk = _Talk(quiet=options["quiet"], verbose=options["verbose"])
+    controller = Controller(spec, output, output.show_status if talk.progress else lambda _: None)
+    try:
+        outcome = controller.run()
+    finally:
+        output.close()
+    if talk.verbose and controller.job.placement is not None:
+        _complain(f"run {spec.run_id}: {outcome.world_size} workers on {outcome.hosts} hosts, {outcome.duration_s:.1f} s")
+    text = report(outcome, folder if logs.usable else None, lambda rank: output.tail(rank, 2))
+    if text and (not talk.quiet or outcome.exit_code != 0):
+        _complain(text)
+    sys.exit(outcome.exit_code)
+
+
+@cli.command(context_settings=_PASS_ON, short_help="Show which rank would run where; start nothing.")
+@_where
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@_command
+def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Show rank, host, GPU and cores of every worker that `dtrain run` would start. Starts nothing anywhere.
+
+    GPUs and cores of this machine are looked up; those of hosts reached by SSH are not known before a run asks them, so
+    their GPUs are assumed to be numbered from 0, and marked.
+    """
+    from launcher.plan import plan_as_json, plan_as_table, plan_workers
+
+    spec = _spec(command, options)
+    rows = plan_workers(spec)
+    click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
+
+
+# ---- from options to the job ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """How much dtrain says of itself."""
+
+    quiet: bool
+    verbose: bool
+
+    @property
+    def progress(self) -> bool:
+        return not self.quiet and os.isatty(2)
+
+
+def _spec(command: tuple[str, ...], options: dict[str, Any]) -> JobSpec:
+    hosts = choose_hosts(options["hosts"], nnodes=options["nnodes"], simulate=options["simulate"])
+    remote = any(host.kind is HostKind.SSH for host in hosts)
+    config = options.get("ssh_config")
+    return JobSpec(
+        command=_parse_command(command, module=options["module"], no_python=options["no_python"]),
+        hosts=hosts,
+        nproc=parse_nproc(options["nproc_per_node"]),
+        gpus_per_proc=options["gpus_per_proc"],
+        oversubscribe=options["oversubscribe"],
+        workdir=_workdir(options.get("workdir")),
+        python=options.get("python") or sys.executable,
+        export=tuple(parse_exports(options.get("export") or (), dict(os.environ), remote=remote).items()),
+        log_dir=Path(options.get("log_dir") or "runs"),
+        run_id=options.get("run_id") or new_run_id(),
+        start_timeout_s=options.get("start_timeout_s", 60.0),
+        grace_s=options.get("grace_s", 10.0),
+        master_addr=options.get("master_addr"),
+        master_port=options.get("master_port"),
+        ssh=SshOptions(
+            config=Path(config).expanduser() if config else None,
+            accept_new=options.get("accept_new_host_keys", False),
+        ),
+    )
+
+
+def _parse_command(words: tuple[str, ...], *, module: bool, no_python: bool) -> Command:
+    if not words:
+        raise UsageError("nothing to run: name a script, as in `dtrain run train.py`; see dtrain run --help")
+    if module and no_python:
+        raise UsageError("--module and --no-python exclude each other")
+    kind = CommandKind.MODULE if module else CommandKind.PROGRAM if no_python else CommandKind.SCRIPT
+    return Command(kind, words[0], words[1:])
+
+
+def _workdir(named: str | None) -> Path:
+    """Return the working directory by the name under which the user knows it: other hosts may have no such links."""
+    if named is not None:
+        return Path(named).expanduser().absolute()
+    shell = os.environ.get("PWD", "")
+    return Path(shell) if os.path.isabs(shell) and os.path.samefile(shell, ".") else Path.cwd()
+
+
+def _check_here(spec: JobSpec) -> None:
+    """Find a missing script before anything is started, where one of the hosts is this machine."""
+    if all(host.kind is HostKind.SSH for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
+        return
+    if not spec.workdir.is_dir():
+        raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")
+    script = spec.workdir / spec.command.target
+    if not script.exists():
+        hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
+        raise UsageError(f"the script {script} does not exist{hint}")
+
+
+def _ranks(text: str | None) -> frozenset[int] | None:
+    if text is None:
+        return None
+    try:
+        return frozenset(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--only-rank is {text!r}; it must be numbers such as 0 or 0,4") from error

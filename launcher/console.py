@@ -1,0 +1,178 @@
+"""The terminal: workers' lines with `[host:rank]` before them, progress bars, the status line, dtrain's own words.
+
+Whole lines only, bytes as they came. A `\\r` redraws a line: on a terminal the newest such line lives at the bottom;
+elsewhere only its last state is written, and now and then one between. Used by the output thread alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["Console"]
+
+MAX_LINE_BYTES = 1 << 16  # a longer line is cut into several
+REDRAW_S = 0.1
+REPEAT_S = 10.0  # how often an unfinished progress bar is written where there is no terminal
+ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_ERASE = b"\r\x1b[K"
+
+
+@dataclass
+class _Line:
+    """The unfinished line of one worker's stream."""
+
+    prefix: bytes
+    stream: int
+    text: bytes = b""
+    shown: bytes = b""  # its state when it was last written as progress
+    shown_at: float = 0.0
+    redrawn: bool = False  # a \r has been seen in it
+
+
+class Console:
+    """Writes to the descriptors `out` and `err`. With `impatient` set, one that is not ready is not waited for."""
+
+    def __init__(self, *, out: int = 1, err: int = 2, colour: bool | None = None) -> None:
+        self._fds = {1: out, 2: err}
+        self._terminal = {stream: os.isatty(fd) for stream, fd in self._fds.items()}
+        wanted = "NO_COLOR" not in os.environ if colour is None else colour
+        self._coloured = {stream: wanted and self._terminal[stream] for stream in self._fds}
+        self._lines: dict[tuple[int, int], _Line] = {}
+        self._status = b""  # what dtrain is doing
+        self._bottom = b""  # what is in the terminal's last line now
+        self._drawn_at = 0.0
+        self._changed: list[_Line] = []  # lines whose unfinished state is not shown yet
+        self._closed: set[int] = set()
+        self._dropped = False
+        self.impatient = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether `refresh` has something to do soon."""
+        return bool(self._changed)
+
+    def add_worker(self, rank: int, host: str) -> None:
+        for stream in (1, 2):
+            prefix = f"[{host}:{rank}] ".encode()
+            if self._coloured[stream]:
+                prefix = b"\x1b[%dm%b\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], prefix[:-1])
+            self._lines[rank, stream] = _Line(prefix, stream)
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Take bytes of a worker; whole lines appear at once."""
+        line = self._lines[rank, stream]
+        text = line.text + data
+        whole, newline, rest = text.rpartition(b"\n")
+        if newline:
+            if b"\r" in whole:
+                whole = b"\n".join(_last_state(part) for part in whole.split(b"\n"))
+            self._put(stream, line.prefix + whole.replace(b"\n", b"\n" + line.prefix) + b"\n")
+            line.redrawn = False
+        if b"\r" in rest:
+            line.redrawn = True
+            rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        while len(rest) > MAX_LINE_BYTES:
+            self._put(stream, line.prefix + rest[:MAX_LINE_BYTES] + b"\n")
+            rest = rest[MAX_LINE_BYTES:]
+        line.text = rest
+        if rest and line not in self._changed:
+            self._changed.append(line)
+
+    def say(self, text: str) -> None:
+        lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
+        self._put(2, lines.encode("utf-8", "backslashreplace"))
+
+    def show_status(self, text: str) -> None:
+        self._status = text.encode()
+        self._draw(b"dtrain: " + self._status if text else b"")
+
+    def refresh(self, now: float) -> None:
+        """Show unfinished lines: progress bars, prompts."""
+        if not self._changed or now - self._drawn_at < REDRAW_S:
+            return
+        self._drawn_at = now
+        if self._terminal[2]:
+            line = self._changed[-1]
+            self._draw(line.prefix + _last_state(line.text))
+            self._changed.clear()
+            return
+        for line in list(self._changed):
+            state = _last_state(line.text)
+            if not line.redrawn:
+                self._changed.remove(line)
+            elif state != line.shown and now - line.shown_at >= REPEAT_S:
+                if line.shown_at:
+                    self._put(line.stream, line.prefix + state + b"\n")
+                    line.shown = state
+                line.shown_at = now
+                self._changed.remove(line)
+
+    def finish(self) -> None:
+        """Write unfinished lines as they are and clear the last line."""
+        for line in self._lines.values():
+            state = _last_state(line.text)
+            if state and state != line.shown:
+                self._put(line.stream, line.prefix + state + b"\n")
+            line.text = b""
+        self._changed.clear()
+        self._draw(b"")
+
+    # ---- bytes out ----
+
+    def _put(self, stream: int, data: bytes) -> None:
+        if self._bottom:
+            self._draw(b"")
+        self._write(stream, data)
+
+    def _draw(self, text: bytes) -> None:
+        """Replace the terminal's last line."""
+        if not self._terminal[2] or text == self._bottom:
+            return
+        width = shutil.get_terminal_size().columns
+        shown = text.decode("utf-8", "replace")
+        if not self._coloured[2] and len(shown) >= width:
+            shown = shown[: width - 1]
+        self._write(2, (_ERASE if self._bottom else b"") + shown.encode())
+        self._bottom = text
+
+    def _write(self, stream: int, data: bytes) -> None:
+        fd = self._fds[stream]
+        if fd in self._closed:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                if not self._ready(fd):
+                    self._dropped = True
+                    return
+                view = view[os.write(fd, view[:ATOMIC_BYTES]) :]
+        except BlockingIOError:  # somebody made it non-blocking: wait as for a full pipe
+            self._write(stream, bytes(view))
+        except OSError as error:
+            self._closed.add(fd)
+            if stream == 1:
+                self.say(f"stdout is closed ({error.strerror}); the run goes on, its output is in the log files")
+
+    def _ready(self, fd: int) -> bool:
+        """Wait until `fd` takes bytes; when impatient, only half a second."""
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        waits = 0
+        while not poll.poll(100):
+            waits += 1
+            if self.impatient and (self._dropped or waits >= 5):
+                return False
+        return True
+
+
+def _last_state(text: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns (as far as the last redraw is at least as long)."""
+    if b"\r" not in text:
+        return text
+    parts = text.split(b"\r")
+    return next((part for part in reversed(parts) if part), b"")

@@ -1,0 +1,238 @@
+"""The controller: carries the job's commands out and brings it the events. The one loop of a run.
+
+For each host a thread connects and then reads: output goes straight to the output thread (whose full queue makes the
+reader wait, and with it the host), all else becomes an event. Another thread a host writes, so that a stuck host never
+holds the loop up. Only the loop touches the job.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from launcher.errors import DtrainError, HostError, ProtocolError
+from launcher.hosts import Host
+from launcher.job import Close, Command, Connected, Event, Job, Lost, Said, Signalled, Tell, Tick
+from launcher.outcome import Outcome
+from launcher.output import OutputThread
+from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Heartbeat, Output, StartWorker, encode
+from launcher.spec import JobSpec
+from launcher.transport import Stream, connect
+
+__all__ = ["Controller"]
+
+HEARTBEAT_S = 5.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Controller:
+    """Runs one job from the first connection to the outcome."""
+
+    def __init__(self, spec: JobSpec, output: OutputThread, show_progress: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._output = output
+        self._show_progress = show_progress
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._job = Job(spec, time.monotonic())
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    def run(self) -> Outcome:
+        """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        limit = threading.BoundedSemaphore(self._spec.ssh.connect_at_once)
+        with self._signals():
+            try:
+                for host in self._spec.hosts:
+                    link = _Link(host, self._spec, self._events, self._output, limit, deadline)
+                    self._links[host.name] = link
+                return self._loop()
+            finally:
+                for link in self._links.values():
+                    link.close()
+                deadline = time.monotonic() + 2.0
+                for link in self._links.values():
+                    link.finish(deadline)
+
+    def _loop(self) -> Outcome:
+        next_heartbeat = time.monotonic() + HEARTBEAT_S
+        while self._job.outcome is None:
+            self._show_progress(self._job.progress)
+            now = time.monotonic()
+            until = min(next_heartbeat, self._job.deadline() or next_heartbeat)
+            try:
+                event = self._events.get(timeout=max(0.0, until - now))
+            except queue.Empty:
+                event = Tick()
+            now = time.monotonic()
+            self._note(event)
+            self._carry_out(self._job.handle(event, now))
+            if now >= next_heartbeat:
+                next_heartbeat = now + HEARTBEAT_S
+                self._beat(now)
+        self._show_progress("")
+        return self._job.outcome
+
+    def _note(self, event: Event) -> None:
+        """Let the output side know what it needs: names for prefixes, files to write, when nobody may wait for it."""
+        if isinstance(event, Said) and isinstance(event.message, Exited) and event.message.error_file is not None:
+            self._output.error_file(event.message.rank, event.message.error_file)
+        elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
+            self._output.hurry()
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            link = self._links.get(command.host)
+            if link is None:
+                continue
+            if isinstance(command, Tell):
+                if isinstance(command.message, StartWorker):
+                    self._output.add_worker(command.message.rank, command.host)
+                link.tell(encode(command.message))
+            elif isinstance(command, Close):
+                link.close()
+
+    def _beat(self, now: float) -> None:
+        for link in self._links.values():
+            if link.waiting:  # nothing is read from it because the output is behind: that says nothing about the host
+                self._carry_out(self._job.handle(Said(link.host.name, Heartbeat(time=now)), now))
+            link.tell(encode(Heartbeat(time=now)))
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def enqueue(signum: int, _frame: object) -> None:
+            self._events.put(Signalled(signum))
+
+        before = {}
+        for signum in (*STOP_SIGNALS, *PASSED_SIGNALS):
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started by nohup
+            before[signum] = signal.signal(signum, enqueue)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+class _Link:
+    """The stream to one host with its two threads."""
+
+    def __init__(
+        self,
+        host: Host,
+        spec: JobSpec,
+        events: queue.SimpleQueue[Event],
+        output: OutputThread,
+        limit: threading.BoundedSemaphore,
+        deadline: float,
+    ) -> None:
+        self.host = host
+        self.waiting = False  # the reader waits for the output
+        self._spec = spec
+        self._events = events
+        self._output = output
+        self._limit = limit
+        self._deadline = deadline
+        self._stream: Stream | None = None  # set once, by the reader
+        self._closed = False
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"read {host.name}", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"write {host.name}", daemon=True)
+        self._reader.start()
+
+    def tell(self, data: bytes) -> None:
+        if self._stream is not None and not self._closed:
+            self._outgoing.put(data)
+
+    def close(self) -> None:
+        """End the stream once everything told is written; the connection itself is released by `finish`."""
+        if not self._closed:
+            self._closed = True
+            self._outgoing.put(None)
+
+    def finish(self, deadline: float) -> None:
+        """Wait for the agent's end, but not beyond `deadline`, and release the connection."""
+        stream = self._stream
+        if stream is None:  # never connected; an attempt under way has its own time limit
+            return
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        stream.finish(max(0.0, deadline - time.monotonic()))
+
+    # ---- in the reader's thread ----
+
+    def _read(self) -> None:
+        try:
+            with self._limit:
+                stream = connect(self.host, self._spec, self._deadline)
+        except HostError as error:
+            self._events.put(Lost(self.host.name, error.reason))
+            return
+        except DtrainError as error:
+            self._events.put(Lost(self.host.name, str(error)))
+            return
+        except OSError as error:
+            self._events.put(Lost(self.host.name, f"{error.filename or 'the agent'}: {error.strerror}"))
+            return
+        self._stream = stream
+        self._writer.start()
+        self._events.put(Connected(self.host.name, stream.our_address))
+        self._events.put(Lost(self.host.name, self._pump(stream)))
+
+    def _pump(self, stream: Stream) -> str:
+        """Read until the end; return why it ended."""
+        decoder = Decoder()
+        greeted = said_bye = False
+        try:
+            while data := stream.read():
+                for message in decoder.feed(data):
+                    greeted = True
+                    said_bye = said_bye or isinstance(message, Bye)
+                    if isinstance(message, Output):
+                        self.waiting = True
+                        self._output.write(message.rank, message.stream, message.data)
+                        self.waiting = False
+                    else:
+                        self._events.put(Said(self.host.name, message))  # type: ignore[arg-type]  # job ignores others
+        except ProtocolError as error:
+            return str(error)
+        except (OSError, EOFError) as error:
+            return f"the connection broke: {error or type(error).__name__}"
+        if said_bye:
+            return "ended"
+        return self._why_ended(stream, decoder, greeted)
+
+    def _why_ended(self, stream: Stream, decoder: Decoder, greeted: bool) -> str:
+        status, words = stream.finish(2.0)
+        last = [line.strip() for line in words.splitlines() if line.strip()]
+        if greeted:
+            how = "the connection closed" if status is None else f"its agent ended with status {status}"
+            return f"{how}{': ' + last[-1] if last else ''}"
+        python = self._spec.python
+        if status in (126, 127):
+            return f"there is no Python at {python}; name the one that has dtrain with --python"
+        if "No module named" in words:
+            return f"{python} there has no dtrain; install it: {python} -m pip install dtrain"
+        noise = decoder.noise.decode("utf-8", "replace").strip().splitlines()
+        said = (last or noise or ["it said nothing"])[-1]
+        return f"the agent did not start (status {status}): {said}"
+
+    # ---- in the writer's thread ----
+
+    def _write(self) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.write(PREAMBLE)
+            while (data := self._outgoing.get()) is not None:
+                self._stream.write(data)
+            self._stream.end()
+        except (OSError, EOFError):  # the reader sees the end as well, and says so
+            return

@@ -1,0 +1,180 @@
+"""What this host has to hand out: GPUs by NVML, without ever starting CUDA, and processors.
+
+Called by the agent on its own host. An inherited CUDA_VISIBLE_DEVICES (or HIP_VISIBLE_DEVICES) restricts the GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from launcher.errors import UsageError
+
+__all__ = ["Gpus", "cores", "cpu_limit", "find_gpus", "share"]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`.
+
+    `verified` is False where only the environment names them and no driver answered.
+    """
+
+    ids: tuple[str, ...] = ()
+    variable: str = "CUDA_VISIBLE_DEVICES"
+    verified: bool = False
+
+
+def find_gpus(env: Mapping[str, str]) -> Gpus:
+    """Return the GPUs that this process's children may use.
+
+    Raises UsageError where the inherited list names a GPU that the driver does not know.
+    """
+    known = _ask_driver()
+    variable = "CUDA_VISIBLE_DEVICES"
+    if known is None and "HIP_VISIBLE_DEVICES" in env:
+        variable = "HIP_VISIBLE_DEVICES"
+    inherited = env.get(variable)
+    if inherited is None:
+        return Gpus(() if known is None else tuple(known), variable, known is not None)
+    wanted = tuple(name.strip() for name in inherited.split(",") if name.strip())
+    if wanted in ((), ("-1",), ("NoDevFiles",)):
+        return Gpus((), variable, known is not None)
+    if known is None:
+        return Gpus(wanted, variable, False)
+    for name in wanted:
+        if not any(name in (gpu, str(index)) or alias.startswith(name) for gpu, (index, alias) in known.items()):
+            present = ", ".join(known) or "none"
+            raise UsageError(f"{variable}={inherited} names GPU {name}, but this host has: {present}")
+    return Gpus(wanted, variable, True)
+
+
+def _ask_driver() -> dict[str, tuple[int, str]] | None:
+    """Return id -> (index of the card, UUID) of every GPU or MIG slice, or None where there is no NVIDIA driver."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver on this host; saves the import below, which costs 50 ms
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # a library without its driver
+        return None
+    try:
+        return _list_devices()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _list_devices() -> dict[str, tuple[int, str]]:
+    from pynvml import (
+        NVMLError,
+        nvmlDeviceGetCount,
+        nvmlDeviceGetHandleByIndex,
+        nvmlDeviceGetUUID,
+    )
+
+    devices: dict[str, tuple[int, str]] = {}
+    for index in range(nvmlDeviceGetCount()):
+        try:
+            handle = nvmlDeviceGetHandleByIndex(index)
+            slices = _mig_slices(handle)
+            uuid = _text(nvmlDeviceGetUUID(handle))
+        except NVMLError:  # a card that fell off the bus: CUDA does not count it either
+            continue
+        if slices:
+            devices.update({name: (index, name) for name in slices})
+        else:
+            devices[str(index)] = (index, uuid)
+    return devices
+
+
+def _mig_slices(handle: object) -> list[str]:
+    from pynvml import (
+        NVMLError,
+        nvmlDeviceGetMaxMigDeviceCount,
+        nvmlDeviceGetMigDeviceHandleByIndex,
+        nvmlDeviceGetMigMode,
+        nvmlDeviceGetUUID,
+    )
+
+    try:
+        if not nvmlDeviceGetMigMode(handle)[0]:
+            return []
+        count = nvmlDeviceGetMaxMigDeviceCount(handle)
+    except (NVMLError, AttributeError):  # a card or driver without MIG
+        return []
+    slices = []
+    for index in range(count):
+        try:
+            slices.append(_text(nvmlDeviceGetUUID(nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
+        except NVMLError:  # no slice in this place
+            continue
+    return slices
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def cores() -> tuple[int, ...]:
+    """Return the processors that this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processors may be busy at a time: the affinity, or the cgroups' quota if that is less."""
+    limit = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroups(root):
+        quota, period = _quota(folder)
+        if quota > 0 and period > 0:
+            limit = min(limit, quota / period)
+    return max(1, math.floor(limit))
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """Return this process's cgroup folder and those above it (version 2, or version 1's cpu controller)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = root if not controllers else root / controllers
+        if not controllers or "cpu" in controllers.split(","):
+            below = top / path.lstrip("/")
+            folders += [below, *(p for p in below.parents if p == top or top in p.parents)]
+    return folders
+
+
+def _quota(folder: Path) -> tuple[float, float]:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+            return (0.0 if quota == "max" else float(quota)), float(period)
+        if (folder / "cpu.cfs_quota_us").exists():
+            return float((folder / "cpu.cfs_quota_us").read_text()), float((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):  # not readable from inside this container
+        return 0.0, 0.0
+    return 0.0, 0.0
+
+
+def share(things: tuple[T, ...], part: int, parts: int) -> tuple[T, ...]:
+    """Return the `part`-th of `parts` contiguous shares; the first ones are larger where it does not divide.
+
+    >>> [share(("0", "1", "2"), part, 2) for part in range(2)]
+    [('0', '1'), ('2',)]
+    """
+    size, more = divmod(len(things), parts)
+    start = part * size + min(part, more)
+    return things[start : start + size + (part < more)]

@@ -1,0 +1,47 @@
+"""The environment of a worker, as scripts written for torchrun expect it. Pure."""
+
+from __future__ import annotations
+
+from launcher.placement import Placement, WorkerPlace
+
+__all__ = ["worker_defaults", "worker_environment"]
+
+
+def worker_environment(
+    placement: Placement,
+    worker: WorkerPlace,
+    *,
+    run_id: str,
+    attempt: int,
+    max_restarts: int,
+    master_addr: str,
+    master_port: int,
+) -> dict[str, str]:
+    """Return what is set for a worker whatever it inherits; the agent adds TORCHELASTIC_ERROR_FILE."""
+    rank, world_size = str(worker.rank), str(placement.world_size)
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.per_host[worker.node_rank]),
+        "GROUP_RANK": str(worker.node_rank),
+        "GROUP_WORLD_SIZE": str(len(placement.per_host)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "DTRAIN_HOST": worker.host,
+    }
+    if worker.visible is not None:
+        env[worker.gpu_variable] = worker.visible
+    return env
+
+
+def worker_defaults(worker: WorkerPlace) -> dict[str, str]:
+    """Return what is set only where the worker does not inherit a value."""
+    return {"OMP_NUM_THREADS": str(worker.threads), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

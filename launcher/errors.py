@@ -1,0 +1,66 @@
+"""The launcher's errors. Only cli.py prints them and exits.
+
+DtrainError                 exit code 1
+├── UsageError              what was typed or configured cannot be run: exit code 2
+│   └── PlacementError      the workers do not fit on the hosts
+├── HostError               one host cannot be used: name, reason, the next step
+│   └── StartError          some hosts could not be made ready, all of them named
+├── StoreError              the rendezvous store could not be opened, or was lost
+└── ProtocolError           the bytes of a stream are not this version's protocol
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "DtrainError",
+    "HostError",
+    "PlacementError",
+    "ProtocolError",
+    "StartError",
+    "StoreError",
+    "UsageError",
+]
+
+
+class DtrainError(Exception):
+    """Root of the launcher's errors; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+
+class UsageError(DtrainError):
+    exit_code = 2
+
+
+class PlacementError(UsageError):
+    pass
+
+
+class HostError(DtrainError):
+    """One host cannot be used. `reason` ends with the next step where there is one."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        super().__init__(f"{host}: {reason}")
+        self.host = host
+        self.reason = reason
+
+
+class StartError(HostError):
+    """Hosts that could not be made ready; nothing was started on any host."""
+
+    def __init__(self, reasons: Mapping[str, str], total: int) -> None:
+        self.reasons = dict(reasons)
+        lines = "\n".join(f"  {host}: {reason}" for host, reason in self.reasons.items())
+        DtrainError.__init__(
+            self, f"{len(self.reasons)} of {total} hosts cannot start; no worker was started.\n{lines}"
+        )
+
+
+class StoreError(DtrainError):
+    pass
+
+
+class ProtocolError(DtrainError):
+    pass

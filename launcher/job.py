@@ -1,0 +1,577 @@
+"""The job: a pure state machine. Events go in with the time, commands come out; nothing here waits or touches a file.
+
+    joining -> (every host has answered) -> opening the store -> running -> stopping -> ended
+
+The controller owns it and calls `handle` from one loop. All decisions of a run are here: whether it can start, when it
+stops, what the cause was, and the exit code.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeAlias
+
+from launcher import __version__
+from launcher.environment import worker_defaults, worker_environment
+from launcher.errors import DtrainError, HostError, PlacementError, StartError, StoreError
+from launcher.hosts import Host, HostKind
+from launcher.outcome import Failure, FailureKind, Outcome
+from launcher.placement import HostOffer, Placement, place
+from launcher.protocol import (
+    PROTOCOL,
+    Bye,
+    Exited,
+    Facts,
+    Heartbeat,
+    Hello,
+    OpenStore,
+    Prepare,
+    Report,
+    SignalWorkers,
+    Started,
+    StartWorker,
+    Stop,
+    StoreFailed,
+    StoreOpened,
+)
+from launcher.protocol import Command as AgentCommand
+from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
+
+__all__ = ["Close", "Command", "Connected", "Event", "Job", "Lost", "Phase", "Said", "Signalled", "Tell", "Tick"]
+
+HEARTBEAT_TIMEOUT_S = 60.0
+ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
+
+# ---- events --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A stream to a host is open; `our_address` is this machine's address as that host sees it."""
+
+    host: str
+    our_address: str | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a host's agent, other than output."""
+
+    host: str
+    message: Report
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A host could not be reached, or its stream has ended; `reason` is for a person."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """Somebody signalled dtrain."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = Connected | Said | Lost | Signalled | Tick
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to a host's agent."""
+
+    host: str
+    message: AgentCommand
+
+
+@dataclass(frozen=True)
+class Close:
+    """Give a host up: close its stream, or stop trying to open it."""
+
+    host: str
+
+
+Command: TypeAlias = Tell | Close
+
+# ---- state ---------------------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    JOINING = auto()
+    OPENING_STORE = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    ENDED = auto()
+
+
+class _HostPhase(Enum):
+    CONNECTING = auto()
+    GREETING = auto()  # connected, no word yet
+    CHECKING = auto()  # asked whether the job can start there
+    READY = auto()
+    GONE = auto()
+
+
+@dataclass
+class _HostState:
+    host: Host
+    phase: _HostPhase = _HostPhase.CONNECTING
+    facts: Facts | None = None
+    our_address: str | None = None
+    heard: float = 0.0
+    clock_offset: float | None = None  # to add to a time of that host; the smallest seen has the least delay in it
+    said_bye: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.phase is not _HostPhase.GONE
+
+
+@dataclass
+class _Run:
+    """What is known of the workers of this attempt."""
+
+    started: dict[int, int] = field(default_factory=dict)  # rank -> pid
+    exited: dict[int, Exited] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class Job:
+    """See the module. `progress` says in a few words what the run is waiting for, or is empty."""
+
+    def __init__(self, spec: JobSpec, now: float) -> None:
+        self.spec = spec
+        self.phase = Phase.JOINING
+        self.outcome: Outcome | None = None
+        self.placement: Placement | None = None
+        self._hosts = {host.name: _HostState(host, heard=now) for host in spec.hosts}
+        self._began = now
+        self._start_deadline = now + spec.start_timeout_s
+        self._problems: dict[str, str] = {}
+        self._run = _Run()
+        self._error: DtrainError | None = None  # why no worker was started
+        self._signum: int | None = None  # the signal that told us to stop
+        self._stopped_at: float | None = None
+        self._give_up_at: float | None = None
+        self._swept = 0
+        self._left: dict[str, list[str]] = {}
+
+    @property
+    def progress(self) -> str:
+        total = len(self._hosts)
+        if self.phase is Phase.JOINING:
+            waiting = [state.host.name for state in self._hosts.values() if state.facts is None and state.alive]
+            return f"{total - len(waiting)} of {total} hosts ready; waiting for {_some(waiting)}"
+        if self.phase is Phase.OPENING_STORE:
+            return "opening the rendezvous store"
+        if self.phase is Phase.RUNNING and self.placement is not None:
+            started, world = len(self._run.started), self.placement.world_size
+            return "" if started == world else f"{started} of {world} workers started"
+        if self.phase is Phase.STOPPING:
+            return f"stopping; waiting for {_some([s.host.name for s in self._hosts.values() if s.alive])}"
+        return ""
+
+    def deadline(self) -> float | None:
+        """Return when the next Tick matters, or None."""
+        if self.phase is Phase.STOPPING:
+            return self._give_up_at
+        times = [state.heard + HEARTBEAT_TIMEOUT_S for state in self._hosts.values() if state.facts is not None]
+        if not self._all_started():
+            times.append(self._start_deadline)
+        return min(times, default=None)
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; return what is to be done, in order."""
+        if self.phase is Phase.ENDED:
+            return []
+        if isinstance(event, Connected):
+            return self._connected(event)
+        if isinstance(event, Said):
+            return self._said(self._hosts[event.host], event.message, now)
+        if isinstance(event, Lost):
+            return self._lost(self._hosts[event.host], event.reason, now)
+        if isinstance(event, Signalled):
+            return self._signalled(event.signum, now)
+        return self._ticked(now)
+
+    # ---- hosts that join, speak and vanish ----
+
+    def _connected(self, event: Connected) -> list[Command]:
+        state = self._hosts[event.host]
+        if not state.alive:
+            return [Close(event.host)]
+        state.phase = _HostPhase.GREETING
+        state.our_address = event.our_address
+        return []
+
+    def _said(self, state: _HostState, message: Report, now: float) -> list[Command]:
+        if not state.alive:
+            return []
+        state.heard = now
+        if isinstance(message, Hello | Facts | Heartbeat):
+            offset = now - message.time
+            state.clock_offset = offset if state.clock_offset is None else min(offset, state.clock_offset)
+        if isinstance(message, Hello):
+            return self._greeted(state, message, now)
+        if isinstance(message, Facts):
+            return self._checked(state, message, now)
+        if isinstance(message, StoreOpened):
+            return self._start(message) if self.phase is Phase.OPENING_STORE else []
+        if isinstance(message, StoreFailed):
+            return self._store_failed(state, message, now)
+        if isinstance(message, Started):
+            self._run.started[message.rank] = message.pid
+        elif isinstance(message, Exited):
+            return self._exited(state, message, now)
+        elif isinstance(message, Bye):
+            return self._bye(state, message, now)
+        return []
+
+    def _greeted(self, state: _HostState, hello: Hello, now: float) -> list[Command]:
+        problem = self._mismatch(state.host, hello)
+        if problem is not None:
+            return self._unusable(state, problem, now)
+        state.phase = _HostPhase.CHECKING
+        command = self.spec.command
+        prepare = Prepare(
+            run_id=self.spec.run_id,
+            workdir=str(self.spec.workdir),
+            script=command.target if command.kind is CommandKind.SCRIPT else None,
+            program=command.target if command.kind is CommandKind.PROGRAM else None,
+            export=dict(self.spec.export),
+            unset=[],
+            part=state.host.part,
+            parts=state.host.parts,
+        )
+        return [Tell(state.host.name, prepare)]
+
+    def _mismatch(self, host: Host, hello: Hello) -> str | None:
+        python = self.spec.python
+        if hello.protocol != PROTOCOL or hello.version != __version__:
+            fix = f"{python} -m pip install dtrain=={__version__}"
+            return f"has dtrain {hello.version}, here it is {__version__}; install the same there: {fix}"
+        here = "{}.{}.{}".format(*sys.version_info[:3])
+        if self.spec.command.kind is not CommandKind.PROGRAM and _minor(hello.python) != _minor(here):
+            return f"{python} is Python {hello.python}, here it is {here}; name a Python {_minor(here)} with --python"
+        return None
+
+    def _checked(self, state: _HostState, facts: Facts, now: float) -> list[Command]:
+        if facts.problems:
+            return self._unusable(state, "; ".join(facts.problems), now)
+        state.facts = facts
+        state.phase = _HostPhase.READY
+        return self._when_all_answered(now)
+
+    def _unusable(self, state: _HostState, reason: str, now: float) -> list[Command]:
+        """Note why a host that has joined cannot be used; it is told to end at once."""
+        self._problems[state.host.name] = reason
+        if self.phase is Phase.STOPPING:
+            return []
+        state.phase = _HostPhase.READY
+        return [
+            Tell(state.host.name, Stop(signum=signal.SIGTERM, grace_s=0.0)),
+            *self._when_all_answered(now),
+        ]
+
+    def _lost(self, state: _HostState, reason: str, now: float) -> list[Command]:
+        if not state.alive:
+            return []
+        waited = state.phase is _HostPhase.READY
+        state.phase = _HostPhase.GONE
+        commands: list[Command] = [Close(state.host.name)]
+        if self.phase is Phase.JOINING:
+            self._problems.setdefault(state.host.name, reason)
+            return commands + self._when_all_answered(now)
+        if self.phase is Phase.STOPPING:
+            if waited and self._run.started and not state.said_bye:
+                self._left[state.host.name] = [f"unknown: {reason}"]
+            return commands + self._end_when_all_gone(now)
+        self._fail(
+            Failure(kind=FailureKind.HOST_LOST, host=state.host.name, message=reason, at=now, ran_s=now - self._began)
+        )
+        return commands + self._stop(now, signal.SIGTERM)
+
+    def _when_all_answered(self, now: float) -> list[Command]:
+        if self.phase is not Phase.JOINING:
+            return []
+        states = list(self._hosts.values())
+        if any(state.alive and state.phase is not _HostPhase.READY for state in states):
+            return []
+        if self._problems:
+            self._error = StartError(self._problems, len(states))
+            return self._stop(now, signal.SIGTERM)
+        try:
+            self.placement = place(
+                [_offer(state) for state in states],
+                nproc=self.spec.nproc,
+                gpus_per_proc=self.spec.gpus_per_proc,
+                oversubscribe=self.spec.oversubscribe,
+            )
+        except PlacementError as error:
+            self._error = error
+            return self._stop(now, signal.SIGTERM)
+        self.phase = Phase.OPENING_STORE
+        open_store = OpenStore(
+            address=self._store_address(),
+            port=self.spec.master_port or DEFAULT_PORT,
+            exact=self.spec.master_port is not None,
+        )
+        return [Tell(states[0].host.name, open_store)]
+
+    def _store_address(self) -> str:
+        """Return the first host's address as the others reach it; empty: as this machine reached it."""
+        states = list(self._hosts.values())
+        if self.spec.master_addr is not None:
+            return self.spec.master_addr
+        if all(state.host.kind is not HostKind.SSH for state in states):
+            return "127.0.0.1"
+        if states[0].host.kind is HostKind.SSH:
+            return ""
+        return next((state.our_address for state in states if state.our_address), "127.0.0.1")
+
+    def _start(self, store: StoreOpened) -> list[Command]:
+        assert self.placement is not None
+        self.phase = Phase.RUNNING
+        command = self.spec.command
+        commands: list[Command] = []
+        for worker in self.placement.workers:
+            env = worker_environment(
+                self.placement,
+                worker,
+                run_id=self.spec.run_id,
+                attempt=0,
+                max_restarts=0,
+                master_addr=store.address,
+                master_port=store.port,
+            )
+            start = StartWorker(
+                rank=worker.rank,
+                attempt=0,
+                through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
+                argv=[command.target, *command.args],
+                env=env,
+                defaults=worker_defaults(worker),
+            )
+            commands.append(Tell(worker.host, start))
+        return commands
+
+    # ---- how it ends ----
+
+    def _store_failed(self, state: _HostState, message: StoreFailed, now: float) -> list[Command]:
+        if self.phase is Phase.OPENING_STORE:
+            self._error = StoreError(f"{state.host.name}: {message.reason}")
+        elif self.phase is Phase.RUNNING:
+            self._fail(
+                Failure(
+                    kind=FailureKind.STORE_LOST,
+                    host=state.host.name,
+                    message=message.reason,
+                    at=_corrected(state, message.time),
+                    ran_s=now - self._began,
+                )
+            )
+        else:
+            return []
+        return self._stop(now, signal.SIGTERM)
+
+    def _exited(self, state: _HostState, exited: Exited, now: float) -> list[Command]:
+        self._run.exited[exited.rank] = exited
+        self._run.started.setdefault(exited.rank, exited.pid)
+        if exited.status != 0:
+            at = _corrected(state, exited.time)
+            raised_before = self._stopped_at is None or (exited.error is not None and at < self._stopped_at)
+            if raised_before or not exited.provoked:
+                self._fail(_failure(state.host.name, exited, at))
+                if self.phase is Phase.RUNNING:
+                    return self._stop(now, signal.SIGTERM)
+        if self.phase is Phase.RUNNING and self._all_exited():
+            return self._stop(now, signal.SIGTERM)
+        return []
+
+    def _all_started(self) -> bool:
+        return self.placement is not None and len(self._run.started) == self.placement.world_size
+
+    def _all_exited(self) -> bool:
+        return self.placement is not None and len(self._run.exited) == self.placement.world_size
+
+    def _fail(self, failure: Failure) -> None:
+        if self._signum is None or (self._stopped_at is not None and failure.at < self._stopped_at):
+            self._run.failures.append(failure)
+
+    def _signalled(self, signum: int, now: float) -> list[Command]:
+        if signum in (signal.SIGUSR1, signal.SIGUSR2):
+            return self._tell_all(SignalWorkers(signum=signum)) if self.phase is Phase.RUNNING else []
+        again = self._signum == signal.SIGINT and signum == signal.SIGINT
+        if self._signum is None and not self._run.failures and self._error is None and not self._all_exited():
+            self._signum = signum
+        if self.phase is not Phase.STOPPING:
+            return self._stop(now, signum)
+        if again or signum == signal.SIGINT:
+            self._give_up_at = now + ANSWER_S
+            return self._tell_all(Stop(signum=signal.SIGKILL, grace_s=0.0))
+        return []
+
+    def _stop(self, now: float, signum: int) -> list[Command]:
+        """Go to STOPPING: every joined host is told, the others are given up."""
+        self.phase = Phase.STOPPING
+        self._stopped_at = now
+        self._give_up_at = now + self.spec.grace_s + ANSWER_S
+        commands: list[Command] = []
+        for state in self._hosts.values():
+            if state.phase in (_HostPhase.CHECKING, _HostPhase.READY):
+                commands.append(Tell(state.host.name, Stop(signum=signum, grace_s=self.spec.grace_s)))
+            elif state.alive:  # it has not even greeted: the end of its stream ends it
+                state.phase = _HostPhase.GONE
+                commands.append(Close(state.host.name))
+        return commands + self._end_when_all_gone(now)
+
+    def _bye(self, state: _HostState, bye: Bye, now: float) -> list[Command]:
+        state.said_bye = True
+        state.phase = _HostPhase.GONE
+        self._swept += bye.swept
+        if bye.left:
+            self._left[state.host.name] = bye.left
+        if self.phase is Phase.JOINING:
+            self._problems.setdefault(state.host.name, "its agent was told to end by somebody else")
+            return [Close(state.host.name), *self._when_all_answered(now)]
+        commands: list[Command] = [Close(state.host.name)]
+        if self.phase is not Phase.STOPPING:
+            message = "its agent was told to end by somebody else"
+            self._fail(
+                Failure(FailureKind.HOST_LOST, host=state.host.name, message=message, at=now, ran_s=now - self._began)
+            )
+            return commands + self._stop(now, signal.SIGTERM)
+        return commands + self._end_when_all_gone(now)
+
+    def _ticked(self, now: float) -> list[Command]:
+        if self.phase is Phase.STOPPING:
+            if self._give_up_at is None or now < self._give_up_at:
+                return []
+            commands: list[Command] = []
+            for state in self._hosts.values():
+                if state.alive:
+                    commands += self._lost(state, "it did not say that its workers are gone", now)
+            return commands
+        commands = []
+        for state in list(self._hosts.values()):
+            silent_s = now - state.heard
+            if state.alive and state.facts is not None and silent_s > HEARTBEAT_TIMEOUT_S:
+                commands += self._lost(state, f"nothing was heard from it for {silent_s:.0f} s", now)
+        if now >= self._start_deadline and not self._all_started():
+            commands += self._too_slow(now)
+        return commands
+
+    def _too_slow(self, now: float) -> list[Command]:
+        limit = f"{self.spec.start_timeout_s:g} s (--start-timeout-s)"
+        if self.phase is Phase.JOINING:
+            commands: list[Command] = []
+            for state in self._hosts.values():
+                if state.alive and state.phase is not _HostPhase.READY:
+                    did = "was not reached" if state.phase is _HostPhase.CONNECTING else "did not answer"
+                    commands += self._lost(state, f"{did} within {limit}", now)
+            return commands
+        if self.phase in (Phase.OPENING_STORE, Phase.RUNNING):
+            self._error = HostError(next(iter(self._hosts)), f"its workers were not started within {limit}")
+            return self._stop(now, signal.SIGTERM)
+        return []
+
+    def _tell_all(self, message: AgentCommand) -> list[Command]:
+        return [
+            Tell(state.host.name, message)
+            for state in self._hosts.values()
+            if state.phase in (_HostPhase.CHECKING, _HostPhase.READY)
+        ]
+
+    def _end_when_all_gone(self, now: float) -> list[Command]:
+        if any(state.alive for state in self._hosts.values()):
+            return []
+        self.phase = Phase.ENDED
+        cause = min(self._run.failures, key=lambda failure: failure.at, default=None)
+        failed = {failure.rank for failure in self._run.failures}
+        stopped = [e for e in self._run.exited.values() if e.provoked and e.rank not in failed]
+        self.outcome = Outcome(
+            run_id=self.spec.run_id,
+            exit_code=self._exit_code(cause),
+            error=self._error,
+            signum=self._signum,
+            cause=cause,
+            other_failures=max(0, len(self._run.failures) - 1),
+            stopped=len(stopped),
+            world_size=self.placement.world_size if self.placement is not None else 0,
+            hosts=len(self._hosts),
+            swept=self._swept,
+            left=tuple((host, tuple(left)) for host, left in self._left.items()),
+            duration_s=now - self._began,
+        )
+        return []
+
+    def _exit_code(self, cause: Failure | None) -> int:
+        if self._error is not None:
+            return self._error.exit_code
+        if cause is not None:
+            return cause.exit_code
+        if self._signum is not None:
+            return 128 + self._signum
+        return 0
+
+
+def _offer(state: _HostState) -> HostOffer:
+    assert state.facts is not None
+    return HostOffer(
+        name=state.host.name,
+        slots=state.host.slots,
+        gpus=tuple(state.facts.gpus),
+        gpus_verified=state.facts.gpus_verified,
+        gpu_variable=state.facts.gpu_variable,
+        cores=tuple(state.facts.cores),
+        cpu_limit=state.facts.cpu_limit,
+    )
+
+
+def _failure(host: str, exited: Exited, at: float) -> Failure:
+    error = exited.error or {}
+    if exited.pid == 0:
+        kind = FailureKind.NEVER_STARTED
+    elif exited.error is not None:
+        kind = FailureKind.RAISED
+    else:
+        kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
+    return Failure(
+        kind=kind,
+        host=host,
+        rank=exited.rank,
+        pid=exited.pid,
+        status=exited.status,
+        ran_s=exited.ran_s,
+        at=at,
+        error_type=error.get("type", ""),
+        message=error.get("message", ""),
+        where=error.get("where", ""),
+        provoked=exited.provoked,
+    )
+
+
+def _corrected(state: _HostState, time: float) -> float:
+    """Return a host's time on the controller's clock."""
+    return time + (state.clock_offset or 0.0)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,68 @@
+"""The per-rank files: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}`.
+
+Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["LogFiles"]
+
+_NAMES = {1: "stdout.log", 2: "stderr.log"}
+
+
+class LogFiles:
+    """The files of one run; `complain` is called once, with the reason, when they cannot be written any more."""
+
+    def __init__(self, folder: Path, complain: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.usable = True
+        self._complain = complain
+        self._files: dict[tuple[int, int], BinaryIO] = {}
+
+    def rank_folder(self, rank: int, attempt: int = 0) -> Path:
+        return self.folder / f"attempt_{attempt}" / str(rank)
+
+    def add_worker(self, rank: int) -> None:
+        def open_both() -> None:
+            folder = self.rank_folder(rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream, name in _NAMES.items():
+                self._files[rank, stream] = open(folder / name, "ab", buffering=0)  # noqa: SIM115  # closed by close
+
+        self._try(open_both)
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        file = self._files.get((rank, stream))
+        if file is not None:
+            self._try(lambda: _write_all(file, data))
+
+    def write_error(self, rank: int, text: str) -> None:
+        self._try(lambda: (self.rank_folder(rank) / "error.json").write_text(text, encoding="utf-8"))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if not self.usable:
+            return
+        try:
+            action()
+        except OSError as error:
+            self.usable = False
+            self.close()
+            self._complain(
+                f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
+                "Choose another folder with --log-dir"
+            )
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) or 0 :]

@@ -1,0 +1,119 @@
+"""`dtrain plan`: the placement of a run without starting anything, as a table or JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from launcher import devices
+from launcher.errors import UsageError
+from launcher.hosts import Host, HostKind
+from launcher.placement import HostOffer, place
+from launcher.spec import JobSpec
+
+__all__ = ["PlannedWorker", "plan_as_json", "plan_as_table", "plan_workers"]
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """One row. `assumed` says that the host was not asked: its GPUs are a guess and its cores not known."""
+
+    rank: int
+    host: str
+    local_rank: int
+    gpus: tuple[str, ...]
+    visible: str | None  # CUDA_VISIBLE_DEVICES; None: left as it is on the host
+    cores: tuple[int, ...]
+    threads: int | None  # OMP_NUM_THREADS, if it is not inherited
+    assumed: bool
+
+
+def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
+    """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
+    remote = {host.name for host in spec.hosts if host.kind is HostKind.SSH}
+    offers = [_assume(host, spec) if host.name in remote else _look(host) for host in spec.hosts]
+    placement = place(
+        offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe
+    )
+    return [
+        PlannedWorker(
+            rank=worker.rank,
+            host=worker.host,
+            local_rank=worker.local_rank,
+            gpus=worker.gpus,
+            visible=worker.visible,
+            cores=() if worker.host in remote else worker.cores,
+            threads=None if worker.host in remote else worker.threads,
+            assumed=worker.host in remote,
+        )
+        for worker in placement.workers
+    ]
+
+
+def _look(host: Host) -> HostOffer:
+    gpus = devices.find_gpus(os.environ)
+    cores, limit = devices.cores(), devices.cpu_limit()
+    return HostOffer(
+        name=host.name,
+        slots=host.slots,
+        gpus=devices.share(gpus.ids, host.part, host.parts),
+        gpus_verified=gpus.verified,
+        gpu_variable=gpus.variable,
+        cores=devices.share(cores, host.part, host.parts) or cores,
+        cpu_limit=max(1, limit // host.parts),
+    )
+
+
+def _assume(host: Host, spec: JobSpec) -> HostOffer:
+    count = spec.nproc if isinstance(spec.nproc, int) else host.slots
+    if count is None:
+        raise UsageError(
+            f"how many workers run on {host.name} is not known before a run asks it; "
+            f"write {host.name}:SLOTS or --nproc-per-node N"
+        )
+    gpus = tuple(str(index) for index in range(count * (spec.gpus_per_proc or 1)))
+    return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1)
+
+
+def plan_as_json(rows: list[PlannedWorker]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def plan_as_table(rows: list[PlannedWorker]) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "host", "local rank", "GPU", "visible to it", "cores", "threads"):
+        table.add_column(name)
+    for row in rows:
+        mark = "?" if row.assumed else ""
+        table.add_row(
+            str(row.rank),
+            row.host,
+            str(row.local_rank),
+            ",".join(row.gpus) + mark if row.gpus else "-",
+            "as there" if row.visible is None else (row.visible or "none") + mark,
+            _ranges(row.cores) or "?",
+            "?" if row.threads is None else str(row.threads),
+        )
+    text = io.StringIO()
+    Console(file=text, width=110, highlight=False).print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    if any(row.assumed for row in rows):
+        lines.append("? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known")
+    return "\n".join(lines)
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write `0-3,8` for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -1,0 +1,160 @@
+"""Processes of this host, each known by pid and start time; who descends from us, who carries our mark.
+
+Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
+processes is its last act in every run. Never signals a pid whose start time was not checked just before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by its identity; `start` is its start time in clock ticks since boot."""
+
+    pid: int
+    start: int
+    parent: int = field(compare=False)
+    state: str = field(compare=False)
+    name: str = field(compare=False)
+
+    def describe(self) -> str:
+        return f"pid {self.pid} ({self.name}, state {self.state})"
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends (Linux subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; ends it now if `parent` already did."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl({option}, {value}): {os.strerror(errno)}")
+
+
+def find(pid: int) -> Process | None:
+    """Return the process with this pid, or None; a zombie is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except OSError:  # ended meanwhile
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold blanks and parentheses
+    fields = rest.split()
+    if fields[0] in "ZX":
+        return None
+    return Process(pid=pid, start=int(fields[19]), parent=int(fields[1]), state=fields[0], name=name)
+
+
+def everything() -> Iterator[Process]:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            process = find(int(entry))
+            if process is not None:
+                yield process
+
+
+def related(*, ancestor: int, mark: str | None, spare: Iterable[int] = ()) -> list[Process]:
+    """Return the living descendants of `ancestor` and all processes whose environment holds `mark`.
+
+    `mark` is `NAME=value`. The pids in `spare` and the ancestor itself are left out.
+    """
+    processes = {process.pid: process for process in everything()}
+    spared = {ancestor, *spare}
+    found: dict[int, Process] = {}
+    for process in processes.values():
+        if process.pid in spared:
+            continue
+        if _descends(process, ancestor, processes) or (mark is not None and _carries(process.pid, mark)):
+            found[process.pid] = process
+    return list(found.values())
+
+
+def _descends(process: Process, ancestor: int, processes: dict[int, Process]) -> bool:
+    seen = set()
+    at: Process | None = process
+    while at is not None and at.pid not in seen:
+        if at.parent == ancestor:
+            return True
+        seen.add(at.pid)
+        at = processes.get(at.parent)
+    return False
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark.encode() in file.read().split(b"\0")
+    except OSError:  # another user's, or ended meanwhile
+        return False
+
+
+def send(process: Process, signum: int) -> bool:
+    """Signal a process if it is still the same one; return whether it was."""
+    now = find(process.pid)
+    if now is None or now.start != process.start:
+        return False
+    try:
+        os.kill(process.pid, signum)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it changed its user: it cannot be signalled, and will be reported as left
+        return True
+    return True
+
+
+class Sweep:
+    """Ends every process that a listing returns: TERM, after the grace period KILL; `step` until it says done.
+
+    The listing is asked again at each step, since a process may have forked meanwhile. What is still there
+    `kill_wait_s` after the first KILL (in state D, or another user's) stays in `left`.
+    """
+
+    def __init__(self, listing: Callable[[], list[Process]], *, grace_s: float, kill_wait_s: float = 5.0) -> None:
+        self._listing = listing
+        self._kill_at = time.monotonic() + grace_s
+        self._kill_wait_s = kill_wait_s
+        self._told: set[Process] = set()
+        self.left: list[Process] = []
+        self.pause_s = 0.002  # until the next step is worth while
+
+    @property
+    def ended(self) -> int:
+        return len(self._told.difference(self.left))
+
+    def hurry(self) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic())
+
+    def step(self) -> bool:
+        """Look once, signal what is there, and return whether there is nothing more to do."""
+        self.left = self._listing()
+        now = time.monotonic()
+        if not self.left or now > self._kill_at + self._kill_wait_s:
+            return True
+        for process in self.left:
+            if now >= self._kill_at:
+                send(process, signal.SIGKILL)
+            elif process not in self._told:
+                send(process, signal.SIGTERM)
+                send(process, signal.SIGCONT)
+        self._told.update(self.left)
+        self.pause_s = min(2 * self.pause_s, 0.05)
+        return False

@@ -1,0 +1,251 @@
+"""The framed protocol between controller and agent, the same on every byte stream.
+
+A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
+4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes. Only `Output` has a
+payload. No pickle. Messages are flat dataclasses, so that a reader can check a message by its field names.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+from launcher.errors import ProtocolError
+
+PROTOCOL = 1
+PREAMBLE = b"\n\x01dtrain-stream-1\n"
+MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
+MAX_PAYLOAD_BYTES = 1 << 20
+MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
+_LENGTHS = struct.Struct(">II")
+
+
+# ---- controller to agent -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Check that the job can start here and say what this host has; `export` is for the workers alone."""
+
+    kind: ClassVar[str] = "prepare"
+    run_id: str
+    workdir: str
+    script: str | None  # a file that must be readable from workdir; None for modules and programs
+    program: str | None  # with --no-python: must be found in PATH
+    export: dict[str, str]
+    unset: list[str]
+    part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
+    parts: int
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """Bind the rendezvous store's socket on `address` (empty: the address by which this host was reached)."""
+
+    kind: ClassVar[str] = "open_store"
+    address: str
+    port: int
+    exact: bool  # the user named the port: do not take another
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    kind: ClassVar[str] = "start_worker"
+    rank: int
+    attempt: int
+    through: str  # `script` or `module`: the first of argv is run by the agent's own Python; empty: a program
+    argv: list[str]
+    env: dict[str, str]
+    defaults: dict[str, str]  # set only where the worker would not inherit a value
+
+
+@dataclass(frozen=True)
+class SignalWorkers:
+    """Pass a signal on to every worker; nothing else changes."""
+
+    kind: ClassVar[str] = "signal_workers"
+    signum: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Send `signum` to the workers that still run, KILL after `grace_s`, sweep, answer with Bye and exit."""
+
+    kind: ClassVar[str] = "stop"
+    signum: int
+    grace_s: float
+
+
+# ---- agent to controller -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of an agent, before it is told anything."""
+
+    kind: ClassVar[str] = "hello"
+    protocol: int
+    version: str
+    python: str
+    hostname: str
+    pid: int
+    time: float  # this host's monotonic clock, as in every `time` below
+
+
+@dataclass(frozen=True)
+class Facts:
+    kind: ClassVar[str] = "facts"
+    gpus: list[str]  # ids to hand out, in order
+    gpu_variable: str  # CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES
+    gpus_verified: bool  # seen by the driver, not only listed in the environment
+    cores: list[int]  # processors this host's workers may use
+    cpu_limit: int  # how many at a time (cgroup quota)
+    problems: list[str]  # why the job cannot start here
+    time: float
+
+
+@dataclass(frozen=True)
+class StoreOpened:
+    kind: ClassVar[str] = "store_opened"
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class StoreFailed:
+    kind: ClassVar[str] = "store_failed"
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Started:
+    kind: ClassVar[str] = "started"
+    rank: int
+    pid: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that a worker wrote, as they were read: any cut, any encoding. `stream` is 1 or 2."""
+
+    kind: ClassVar[str] = "output"
+    rank: int
+    stream: int
+    data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker ended. `status` is the exit code, or minus the signal's number, as subprocess counts."""
+
+    kind: ClassVar[str] = "exited"
+    rank: int
+    pid: int
+    status: int
+    ran_s: float
+    provoked: bool  # the agent had already signalled it
+    error: dict[str, str] | None  # type, message, where; from the file that the worker wrote
+    error_file: str | None  # that file's whole text
+    time: float  # of the exception where one is known, else of the exit
+
+
+@dataclass(frozen=True)
+class Bye:
+    """All workers are gone and the host is swept; `left` describes what could not be killed."""
+
+    kind: ClassVar[str] = "bye"
+    swept: int  # processes that outlived their workers and were ended
+    left: list[str]
+
+
+# ---- both ways -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    kind: ClassVar[str] = "heartbeat"
+    time: float
+
+
+Command: TypeAlias = Prepare | OpenStore | StartWorker | SignalWorkers | Stop | Heartbeat
+Report: TypeAlias = (
+    Hello | Facts | StoreOpened | StoreFailed | Started | Output | Exited | Bye | Heartbeat
+)
+Message: TypeAlias = Command | Report
+
+_KINDS: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        Prepare, OpenStore, StartWorker, SignalWorkers, Stop,
+        Hello, Facts, StoreOpened, StoreFailed, Started, Output, Exited, Bye, Heartbeat,
+    )
+}  # fmt: skip
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of a message."""
+    fields: dict[str, Any] = dict(vars(message))
+    payload: bytes = fields.pop("data", b"")
+    fields["kind"] = message.kind
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    return _LENGTHS.pack(len(header), len(payload)) + header + payload
+
+
+class Decoder:
+    """Turns the bytes of one direction of a stream into messages, however they were cut."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._begun = False
+        self.noise = b""  # what came before the preamble
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take the next bytes and return the messages that they complete.
+
+        Raises ProtocolError for lengths, JSON or fields that this version does not send.
+        """
+        self._buffer += data
+        if not self._begun and not self._skip_noise():
+            return []
+        messages = []
+        at = 0
+        while len(self._buffer) - at >= _LENGTHS.size:
+            header_bytes, payload_bytes = _LENGTHS.unpack_from(self._buffer, at)
+            if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                raise ProtocolError(f"a frame of {header_bytes} + {payload_bytes} bytes is over the limit")
+            end_of_header = at + _LENGTHS.size + header_bytes
+            end = end_of_header + payload_bytes
+            if len(self._buffer) < end:
+                break
+            header = bytes(self._buffer[at + _LENGTHS.size : end_of_header])
+            messages.append(_message(header, bytes(self._buffer[end_of_header:end])))
+            at = end
+        del self._buffer[:at]
+        return messages
+
+    def _skip_noise(self) -> bool:
+        start = self._buffer.find(PREAMBLE)
+        if start < 0:
+            if len(self._buffer) > MAX_NOISE_BYTES:
+                raise ProtocolError("over 1 MiB of other text came before the agent's greeting")
+            self.noise = bytes(self._buffer)
+            return False
+        self.noise = bytes(self._buffer[:start])
+        del self._buffer[: start + len(PREAMBLE)]
+        self._begun = True
+        return True
+
+
+def _message(header: bytes, payload: bytes) -> Message:
+    try:
+        fields = json.loads(header)
+        cls = _KINDS[fields.pop("kind")]
+        if payload:
+            fields["data"] = payload
+        return cls(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"a frame is not a message of protocol {PROTOCOL}: {error!r}") from error

@@ -1,0 +1,132 @@
+"""What the user asked for, checked once: the JobSpec that cli.py makes and everything below reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from launcher.errors import UsageError
+from launcher.hosts import Host
+
+__all__ = ["Command", "CommandKind", "JobSpec", "SshOptions", "new_run_id", "parse_exports", "parse_nproc"]
+
+DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
+
+# What travels to other hosts unasked: settings of the libraries that training scripts use.
+_TRAVELLING = (
+    "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "OMP_", "MKL_", "KMP_",
+    "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "UCX_", "FI_", "DTRAIN_",
+)  # fmt: skip
+# ... but for what belongs to this host or to this process alone.
+_STAYING = {"CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "DTRAIN_TOKEN", "DTRAIN_AGENT"}
+
+
+class CommandKind(Enum):
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"  # --no-python
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments."""
+
+    kind: CommandKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How remote hosts are reached; None and 0 mean OpenSSH's own defaults."""
+
+    config: Path | None = None
+    accept_new: bool = False
+    connect_at_once: int = 32  # bounded concurrency
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: as many as its slots,
+    else one for each GPU, else one."""
+
+    command: Command
+    hosts: tuple[Host, ...]
+    nproc: int | str | None = None
+    gpus_per_proc: int | None = None
+    oversubscribe: bool = False
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = ""
+    export: tuple[tuple[str, str], ...] = ()
+    log_dir: Path = Path("runs")
+    run_id: str = ""
+    start_timeout_s: float = 60.0
+    grace_s: float = 10.0
+    master_addr: str | None = None
+    master_port: int | None = None
+    ssh: SshOptions = SshOptions()
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UsageError("a job needs at least one host")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.run_id):
+            raise UsageError(
+                f"run id {self.run_id!r} names a folder: letters, digits, '.', '_' and '-' are allowed, at most 128"
+            )
+        if self.start_timeout_s <= 0:
+            raise UsageError(f"--start-timeout-s is {self.start_timeout_s:g}; it must be more than 0 seconds")
+        if self.grace_s < 0:
+            raise UsageError(f"--grace-s is {self.grace_s:g}; it must be 0 seconds or more")
+        if self.gpus_per_proc is not None and self.gpus_per_proc < 1:
+            raise UsageError(f"--gpus-per-proc is {self.gpus_per_proc}; it must be 1 or more")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+
+def parse_nproc(text: str | None) -> int | str | None:
+    """Read `--nproc-per-node`."""
+    if text is None or text in ("auto", "gpu", "cpu"):
+        return text
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"--nproc-per-node is {text!r}; it must be a number from 1, or auto, gpu or cpu")
+
+
+def new_run_id(now: float | None = None) -> str:
+    """Return a run id that sorts by time and that no other run has."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{stamp}-{os.urandom(2).hex()}"
+
+
+def parse_exports(wanted: tuple[str, ...], env: dict[str, str], *, remote: bool) -> dict[str, str]:
+    """Return the variables that the workers get beside what they inherit on their own host.
+
+    `wanted` are `NAME`, `NAME=VALUE` or a glob such as `MY_*`. To remote hosts the settings of the known libraries
+    travel as well. Raises UsageError for a name that is not set.
+    """
+    chosen: dict[str, str] = {}
+    if remote:
+        chosen = {k: v for k, v in env.items() if k.startswith(_TRAVELLING) and k not in _STAYING}
+    for item in wanted:
+        name, equals, value = item.partition("=")
+        if not name or (equals and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)):
+            raise UsageError(f"--export {item.partition('=')[0]!r} is not the name of a variable")
+        if equals:
+            chosen[name] = value
+        elif any(character in name for character in "*?["):
+            chosen.update(_matching(name, env))
+        elif name in env:
+            chosen[name] = env[name]
+        else:
+            raise UsageError(f"--export {name}: it is not set here; write {name}=VALUE, or set it first")
+    return chosen
+
+
+def _matching(pattern: str, env: dict[str, str]) -> dict[str, str]:
+    from fnmatch import fnmatchcase
+
+    return {k: v for k, v in env.items() if fnmatchcase(k, pattern)}

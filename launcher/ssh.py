@@ -1,0 +1,229 @@
+"""Agents on remote hosts, through paramiko: the user's own ssh configuration, agent, keys and known hosts.
+
+Host keys are checked always. An unknown or changed key is a refusal whose text has the command that would mend it.
+"""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import hashlib
+import os
+import shlex
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+
+from launcher.errors import HostError, UsageError
+from launcher.hosts import Host
+from launcher.spec import SshOptions
+
+__all__ = ["SshStream", "connect_ssh"]
+
+KEEPALIVE_S = 15
+READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where and how one host is reached, after the ssh configuration."""
+
+    host: str  # as the user named it
+    hostname: str
+    port: int
+    user: str
+    identities: tuple[str, ...]
+    only_identities: bool
+    known_hosts: tuple[Path, ...]
+    accept_new: bool
+
+    @property
+    def key_name(self) -> str:
+        """Return the host's name in a known_hosts file."""
+        return self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}"
+
+    @property
+    def login(self) -> str:
+        """Return the arguments of an ssh command to this host."""
+        return f"{'' if self.port == 22 else f'-p {self.port} '}{self.user}@{self.hostname}"
+
+
+def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: float) -> SshStream:
+    """Connect, check the host's key, authenticate, and start `command` there. Blocks until `deadline`.
+
+    Raises HostError with the next step for every way in which that fails.
+    """
+    address = _resolve(host, options)
+    client = paramiko.SSHClient()
+    try:
+        _trust(client, address)
+        _connect(client, address, deadline)
+        return SshStream(client, command)
+    except HostError:
+        client.close()
+        raise
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        client.close()
+        raise HostError(host.name, _why(address, error)) from error
+
+
+class SshStream:
+    """An agent at the other end of an SSH channel."""
+
+    def __init__(self, client: paramiko.SSHClient, command: list[str]) -> None:
+        transport = client.get_transport()
+        assert transport is not None
+        transport.set_keepalive(KEEPALIVE_S)
+        self._client = client
+        self._socket: socket.socket = transport.sock
+        self.our_address: str | None = str(self._socket.getsockname()[0])
+        self._channel = transport.open_session(timeout=10)
+        # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
+        self._words = bytearray()
+        self._channel.exec_command(f"cd / && exec {shlex.join(command)}")
+
+    def read(self) -> bytes:
+        return self._channel.recv(READ_BYTES)
+
+    def write(self, data: bytes) -> None:
+        self._channel.sendall(data)
+
+    def end(self) -> None:
+        self._channel.shutdown_write()
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        self._channel.status_event.wait(wait_s)
+        while self._channel.recv_stderr_ready() and len(self._words) < READ_BYTES:
+            self._words += self._channel.recv_stderr(READ_BYTES)
+        status = self._channel.exit_status if self._channel.exit_status >= 0 else None
+        self._client.close()
+        return status, self._words.decode("utf-8", "replace")
+
+
+# ---- configuration -------------------------------------------------------------------------------------------
+
+
+def _resolve(host: Host, options: SshOptions) -> Address:
+    config = _read_config(options.config).lookup(host.name)
+    strict = config.get("stricthostkeychecking", "ask").lower()
+    known_hosts = config.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
+    try:
+        port = int(config.get("port", 22))
+    except ValueError as error:
+        raise HostError(host.name, f"its Port in the ssh configuration is {config['port']!r}") from error
+    return Address(
+        host=host.name,
+        hostname=config.get("hostname", host.name),
+        port=port,
+        user=host.user or config.get("user") or getpass.getuser(),
+        identities=tuple(os.path.expanduser(name) for name in config.get("identityfile", [])),
+        only_identities=config.get("identitiesonly", "no").lower() == "yes",
+        known_hosts=tuple(Path(name).expanduser() for name in known_hosts),
+        accept_new=options.accept_new or strict in ("accept-new", "no", "off"),
+    )
+
+
+def _read_config(path: Path | None) -> paramiko.SSHConfig:
+    config = paramiko.SSHConfig()
+    files = [path] if path is not None else [Path("~/.ssh/config").expanduser(), Path("/etc/ssh/ssh_config")]
+    for file in files:
+        try:
+            with open(file, encoding="utf-8") as lines:
+                config.parse(lines)
+        except FileNotFoundError as error:
+            if path is not None:
+                raise UsageError(f"--ssh-config {path} does not exist") from error
+        except (OSError, UnicodeDecodeError, paramiko.ConfigParseError) as error:
+            raise UsageError(f"the ssh configuration {file} cannot be read: {error}") from error
+    return config
+
+
+# ---- trust ---------------------------------------------------------------------------------------------------
+
+
+def _trust(client: paramiko.SSHClient, address: Address) -> None:
+    for file in (Path("/etc/ssh/ssh_known_hosts"), *address.known_hosts):
+        if file.exists():
+            client.load_system_host_keys(str(file))
+    client.set_missing_host_key_policy(_UnknownKey(address))
+
+
+class _UnknownKey(paramiko.MissingHostKeyPolicy):
+    """Refuses a host that is in no known_hosts file, or adds it where that was asked for."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        address = self._address
+        if not address.accept_new:
+            raise HostError(
+                address.host,
+                f"its host key {_fingerprint(key)} is not in {_files(address)}; if it is the right one, accept it once "
+                f"by: ssh {address.login} true  (or run with --accept-new-host-keys)",
+            )
+        file = address.known_hosts[0]
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        line = f"{address.key_name} {key.get_name()} {key.get_base64()}\n"
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def _fingerprint(key: paramiko.PKey) -> str:
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"{key.get_name()} SHA256:{digest}"
+
+
+def _files(address: Address) -> str:
+    return str(address.known_hosts[0])
+
+
+# ---- connecting ----------------------------------------------------------------------------------------------
+
+
+def _connect(client: paramiko.SSHClient, address: Address, deadline: float) -> None:
+    left_s = max(0.1, deadline - time.monotonic())
+    client.connect(
+        address.hostname,
+        port=address.port,
+        username=address.user,
+        key_filename=[name for name in address.identities if os.path.exists(name)],
+        look_for_keys=not address.only_identities and not address.identities,
+        allow_agent=not address.only_identities or bool(address.identities),
+        timeout=left_s,
+        banner_timeout=left_s,
+        auth_timeout=left_s,
+        channel_timeout=left_s,
+    )
+
+
+def _why(address: Address, error: Exception) -> str:
+    """Say why a connection failed, and what to do."""
+    where = f"{address.hostname} port {address.port}"
+    if isinstance(error, paramiko.BadHostKeyException):
+        fix = f"ssh-keygen -f {shlex.quote(str(address.known_hosts[0]))} -R {shlex.quote(address.key_name)}"
+        return (
+            f"its host key has CHANGED: {_fingerprint(error.key)} is not the one in {_files(address)}. Somebody may be "
+            f"in between; if you know that the key is new, forget the old one by: {fix}"
+        )
+    if isinstance(error, paramiko.PasswordRequiredException):
+        names = " ".join(shlex.quote(name) for name in address.identities) or "~/.ssh/id_ed25519"
+        return f"the key for {address.user}@{where} is locked by a passphrase; unlock it once by: ssh-add {names}"
+    if isinstance(error, paramiko.AuthenticationException):
+        tried = ", ".join(address.identities) or "the default keys"
+        return f"{address.user}@{where} accepts none of our keys ({tried}, ssh-agent); try: ssh {address.login} true"
+    if isinstance(error, socket.gaierror):
+        return f"the name {address.hostname} is not known; check --hosts and the ssh configuration"
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        first = next(iter(error.errors.values()))
+        reason = (first.strerror or str(first)).lower()
+        return f"{where}: {reason}; is sshd running there? Try: ssh {address.login} true"
+    if isinstance(error, TimeoutError):
+        return f"{where} does not answer; try: ssh {address.login} true"
+    return f"{where}: {error or type(error).__name__}; try: ssh {address.login} true"

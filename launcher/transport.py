@@ -1,0 +1,101 @@
+"""The seam between controller and agents: one byte stream a host, whatever carries it.
+
+`connect` opens the stream for a host and starts the agent at its other end: a pair of pipes here, an SSH channel
+elsewhere (ssh.py). A stream is read by one thread, written and ended by another, and finished by the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from typing import Protocol
+
+from launcher.hosts import Host, HostKind
+from launcher.spec import JobSpec
+
+__all__ = ["LocalStream", "Stream", "agent_command", "connect"]
+
+
+class Stream(Protocol):
+    """A connection to one agent. `our_address` is this machine's address as the host sees it, if it is remote."""
+
+    our_address: str | None
+
+    def read(self) -> bytes:
+        """Block until there is something to read and return it; b"" at the end."""
+
+    def write(self, data: bytes) -> None:
+        """Write everything; may block. Raises OSError when the other end is gone."""
+
+    def end(self) -> None:
+        """End our direction; the agent takes that as the order to stop. Its words can still be read."""
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        """Wait for the agent's end, then release everything; a blocked `read` returns.
+
+        Returns its exit status (None if it did not end in time) and what its stderr said. May be called again.
+        """
+
+
+def agent_command(python: str) -> list[str]:
+    return [python, "-m", "launcher.agent"]
+
+
+def connect(host: Host, spec: JobSpec, deadline: float) -> Stream:
+    """Open the stream to a host before `deadline` (monotonic). Blocks. Raises HostError."""
+    if host.kind is HostKind.SSH:
+        from launcher.ssh import connect_ssh  # paramiko takes 0.2 s to import
+
+        return connect_ssh(host, spec.ssh, agent_command(spec.python), deadline)
+    return LocalStream(agent_command(spec.python))
+
+
+class LocalStream:
+    """An agent on this machine, at the other end of two pipes."""
+
+    our_address: str | None = None
+
+    def __init__(self, command: list[str]) -> None:
+        # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
+        # folder: a `launcher` package of the user's working directory must not be taken for ours.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
+        self._stderr = self._process.stderr
+        self._words = ""
+        self._finishing = threading.Lock()
+
+    def read(self) -> bytes:
+        return self._stdout.read(1 << 16) or b""
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._stdin.write(view) or 0 :]
+
+    def end(self) -> None:
+        self._stdin.close()
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        with self._finishing:
+            try:
+                status: int | None = self._process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            if not self._stderr.closed:
+                os.set_blocking(self._stderr.fileno(), False)
+                self._words = (self._stderr.read(1 << 16) or b"").decode("utf-8", "replace")
+                self._stderr.close()
+            return status, self._words
