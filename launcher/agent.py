@@ -52,7 +52,6 @@ HEARTBEAT_S = 5.0
 READ_BYTES = 1 << 16
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
-ORPHAN_GRACE_S = 10.0  # for the workers when the controller is gone without a word
 
 
 def main() -> None:
@@ -80,9 +79,7 @@ def _guard(agent: int, mark: str) -> int:
             status = os.waitstatus_to_exitcode(wait_status)
     if status == 0:
         return 0
-    sweep = processes.Sweep(
-        lambda: processes.related(ancestor=os.getpid(), mark=f"{MARK}={mark}"), grace_s=0
-    )
+    sweep = processes.Sweep(lambda: processes.related(ancestor=os.getpid(), mark=f"{MARK}={mark}"), grace_s=0)
     while not sweep.step():
         time.sleep(sweep.pause_s)
         _reap()
@@ -91,7 +88,7 @@ def _guard(agent: int, mark: str) -> int:
 
 def _reap() -> dict[int, int]:
     """Collect every child that has ended: pid -> wait status."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -131,6 +128,10 @@ class Agent:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         self._terminated = False
         self._done = False
+
+    @property
+    def _grace_s(self) -> float:
+        return 0.0 if self._prepared is None else self._prepared.grace_s
 
     # ---- the loop ----
 
@@ -187,7 +188,7 @@ class Agent:
             if not self._unsent:  # otherwise the controller does not read, and what is unsent says that we live
                 self._send(Heartbeat(time=now))
         if self._terminated:
-            self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
+            self._stop(signal.SIGTERM, self._grace_s)
         self._report_ended()
         if self._kill_at is None:
             return
@@ -199,7 +200,7 @@ class Agent:
                 self._kill_at = now + 5.0
         self._sweep_up(now)
 
-    def _watch(self, descriptor: int, action: Callable[[], None]) -> None:
+    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def _remove_files(self) -> None:
@@ -221,14 +222,14 @@ class Agent:
             self._unsent.clear()
             self._unsent_bytes = 0
             self._hold(False)
-            self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
+            self._stop(signal.SIGTERM, self._grace_s)
             return
         try:
             for message in self._decoder.feed(data):
                 self._obey(message)
         except ProtocolError as error:
             print(f"dtrain agent: {error}", file=sys.stderr)
-            self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
+            self._stop(signal.SIGTERM, self._grace_s)
 
     def _obey(self, message: Message) -> None:
         if isinstance(message, Prepare):
@@ -304,8 +305,6 @@ class Agent:
         self._prepared = message
         problems = []
         workdir = Path(message.workdir)
-        for name in message.unset:
-            os.environ.pop(name, None)
         os.environ.update(message.export)
         if not workdir.is_dir():
             problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
@@ -322,7 +321,10 @@ class Agent:
         ids = gpus.ids
         if message.parts > 1:
             ids = devices.share(ids, message.part, message.parts)
-            cores, limit = devices.share(cores, message.part, message.parts) or cores, max(1, limit // message.parts)
+            cores, limit = (
+                devices.share(cores, message.part, message.parts) or cores,
+                max(1, limit // message.parts),
+            )
             os.sched_setaffinity(0, cores)
         self._send(
             Facts(
@@ -463,9 +465,7 @@ class Agent:
             if self._store is not None:
                 self._store.close()
             self._sweep = processes.Sweep(
-                lambda: processes.related(
-                    ancestor=os.getpid(), mark=f"{MARK}={self._mark}", spare=[os.getppid()]
-                ),
+                lambda: processes.related(ancestor=os.getpid(), mark=f"{MARK}={self._mark}", spare=[os.getppid()]),
                 grace_s=0.0 if self._killed else max(0.0, self._kill_at - now),
             )
         if self._sweep is not None and self._sweep.step():

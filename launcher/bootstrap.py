@@ -26,7 +26,7 @@ def main() -> None:
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
     _print_crashes()
     if os.environ.get("RANK") == "0":
-        sys.meta_path.insert(0, _WakeStore())  # type: ignore[arg-type]  # a finder needs no more than find_spec
+        sys.meta_path.insert(0, _WakeStore())
     program = _module if kind == "module" else _script
     try:
         program(target)()
@@ -83,7 +83,7 @@ def _new_main() -> types.ModuleType:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None, __cached__=None)
     if sys.version_info < (3, 14):
-        module.__dict__["__annotations__"] = {}
+        module.__dict__.update(__annotations__={})
     _keep.append(sys.modules["__main__"])
     sys.modules["__main__"] = module
     return module
@@ -177,7 +177,7 @@ class _WakeStore:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
         if name != "torch":
             return
-        sys.meta_path.remove(self)  # type: ignore[arg-type]  # see above
+        sys.meta_path.remove(self)
         import socket
 
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -87,7 +87,11 @@ _how = _all(
     _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
     _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
     _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
-    _option("--accept-new-host-keys", is_flag=True, help="Trust hosts that are in no known_hosts file, from now on."),
+    _option(
+        "--accept-new-host-keys",
+        is_flag=True,
+        help="Trust hosts that are in no known_hosts file, from now on.",
+    ),
     _option("--only-rank", metavar="R,R", help="Show only the output of these ranks; all of it is kept."),
     click.option("-q", "--quiet", is_flag=True, help="Nothing of dtrain's own but errors."),
     click.option("-v", "--verbose", is_flag=True, help="Also say where workers are placed and what was left behind."),
@@ -175,7 +179,9 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     finally:
         output.close()
     if talk.verbose and controller.job.placement is not None:
-        _complain(f"run {spec.run_id}: {outcome.world_size} workers on {outcome.hosts} hosts, {outcome.duration_s:.1f} s")
+        _complain(
+            f"run {spec.run_id}: {outcome.world_size} workers on {outcome.hosts} hosts, {outcome.duration_s:.1f} s"
+        )
     text = report(outcome, folder if logs.usable else None, lambda rank: output.tail(rank, 2))
     if text and (not talk.quiet or outcome.exit_code != 0):
         _complain(text)

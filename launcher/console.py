@@ -163,7 +163,7 @@ class Console:
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
         waits = 0
-        while not poll.poll(100):
+        while not poll.poll(0 if self.impatient and self._dropped else 100):
             waits += 1
             if self.impatient and (self._dropped or waits >= 5):
                 return False

@@ -215,6 +215,8 @@ class _Link:
         last = [line.strip() for line in words.splitlines() if line.strip()]
         if greeted:
             how = "the connection closed" if status is None else f"its agent ended with status {status}"
+            if status == 128 + signal.SIGKILL:
+                how = "its agent was killed"
             return f"{how}{': ' + last[-1] if last else ''}"
         python = self._spec.python
         if status in (126, 127):

@@ -40,7 +40,19 @@ from launcher.protocol import (
 from launcher.protocol import Command as AgentCommand
 from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
 
-__all__ = ["Close", "Command", "Connected", "Event", "Job", "Lost", "Phase", "Said", "Signalled", "Tell", "Tick"]
+__all__ = [
+    "Close",
+    "Command",
+    "Connected",
+    "Event",
+    "Job",
+    "Lost",
+    "Phase",
+    "Said",
+    "Signalled",
+    "Tell",
+    "Tick",
+]
 
 HEARTBEAT_TIMEOUT_S = 60.0
 ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
@@ -252,7 +264,7 @@ class Job:
             script=command.target if command.kind is CommandKind.SCRIPT else None,
             program=command.target if command.kind is CommandKind.PROGRAM else None,
             export=dict(self.spec.export),
-            unset=[],
+            grace_s=self.spec.grace_s,
             part=state.host.part,
             parts=state.host.parts,
         )
@@ -300,7 +312,13 @@ class Job:
                 self._left[state.host.name] = [f"unknown: {reason}"]
             return commands + self._end_when_all_gone(now)
         self._fail(
-            Failure(kind=FailureKind.HOST_LOST, host=state.host.name, message=reason, at=now, ran_s=now - self._began)
+            Failure(
+                kind=FailureKind.HOST_LOST,
+                host=state.host.name,
+                message=reason,
+                at=now,
+                ran_s=now - self._began,
+            )
         )
         return commands + self._stop(now, signal.SIGTERM)
 
@@ -392,8 +410,8 @@ class Job:
         self._run.started.setdefault(exited.rank, exited.pid)
         if exited.status != 0:
             at = _corrected(state, exited.time)
-            raised_before = self._stopped_at is None or (exited.error is not None and at < self._stopped_at)
-            if raised_before or not exited.provoked:
+            failed_before = exited.error is not None and self._stopped_at is not None and at < self._stopped_at
+            if failed_before or not exited.provoked:
                 self._fail(_failure(state.host.name, exited, at))
                 if self.phase is Phase.RUNNING:
                     return self._stop(now, signal.SIGTERM)
@@ -451,7 +469,13 @@ class Job:
         if self.phase is not Phase.STOPPING:
             message = "its agent was told to end by somebody else"
             self._fail(
-                Failure(FailureKind.HOST_LOST, host=state.host.name, message=message, at=now, ran_s=now - self._began)
+                Failure(
+                    FailureKind.HOST_LOST,
+                    host=state.host.name,
+                    message=message,
+                    at=now,
+                    ran_s=now - self._began,
+                )
             )
             return commands + self._stop(now, signal.SIGTERM)
         return commands + self._end_when_all_gone(now)

@@ -130,9 +130,7 @@ def _worker(
 ) -> WorkerPlace:
     own: tuple[str, ...] = ()
     visible: str | None = None
-    if nproc == "cpu" and offer.gpus_verified:
-        visible = ""
-    elif offer.gpus_verified and not offer.gpus:
+    if (nproc == "cpu" and offer.gpus_verified) or (offer.gpus_verified and not offer.gpus):
         visible = ""
     elif nproc != "cpu" and _uses_gpus(offer, count, gpus_per_proc):
         size = gpus_per_proc or 1

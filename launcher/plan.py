@@ -34,9 +34,7 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
     remote = {host.name for host in spec.hosts if host.kind is HostKind.SSH}
     offers = [_assume(host, spec) if host.name in remote else _look(host) for host in spec.hosts]
-    placement = place(
-        offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe
-    )
+    placement = place(offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe)
     return [
         PlannedWorker(
             rank=worker.rank,

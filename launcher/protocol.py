@@ -35,7 +35,7 @@ class Prepare:
     script: str | None  # a file that must be readable from workdir; None for modules and programs
     program: str | None  # with --no-python: must be found in PATH
     export: dict[str, str]
-    unset: list[str]
+    grace_s: float  # for the workers when the controller is gone without a word
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
 
@@ -172,9 +172,7 @@ class Heartbeat:
 
 
 Command: TypeAlias = Prepare | OpenStore | StartWorker | SignalWorkers | Stop | Heartbeat
-Report: TypeAlias = (
-    Hello | Facts | StoreOpened | StoreFailed | Started | Output | Exited | Bye | Heartbeat
-)
+Report: TypeAlias = Hello | Facts | StoreOpened | StoreFailed | Started | Output | Exited | Bye | Heartbeat
 Message: TypeAlias = Command | Report
 
 _KINDS: dict[str, type[Message]] = {

@@ -111,7 +111,7 @@ def _holder(port: int) -> str:
     except psutil.AccessDenied:
         return "a process of another user"
     for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
             try:
                 return f"pid {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
             except psutil.Error:  # ended meanwhile, or another user's

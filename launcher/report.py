@@ -25,7 +25,7 @@ def report(outcome: Outcome, folder: Path | None, tail: Callable[[int], list[str
         return "\n".join([*_cause(outcome, outcome.cause, folder, tail), *_left(outcome)])
     if outcome.signum is not None:
         name = signal.Signals(outcome.signum).name
-        stopped = f"stopped by {name} after {outcome.duration_s:.1f} s; {outcome.stopped} workers were stopped"
+        stopped = f"stopped by {name} after {outcome.duration_s:.1f} s; {_count(outcome.stopped, 'worker')} stopped"
         return "\n".join([stopped, *_left(outcome)])
     return "\n".join(_left(outcome))
 
@@ -49,7 +49,9 @@ def _cause(outcome: Outcome, cause: Failure, folder: Path | None, tail: Callable
     if consequences:
         lines.append("  " + "; ".join(consequences))
     if folder is not None and cause.rank is not None:
-        lines.append(f"  its whole output: less {shlex.quote(str(folder / 'attempt_0' / str(cause.rank) / 'stderr.log'))}")
+        lines.append(
+            f"  its whole output: less {shlex.quote(str(folder / 'attempt_0' / str(cause.rank) / 'stderr.log'))}"
+        )
     elif folder is not None:
         lines.append(f"  the output of all workers: {shlex.quote(str(folder))}")
     return lines

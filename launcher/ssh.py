@@ -78,8 +78,7 @@ class SshStream:
         assert transport is not None
         transport.set_keepalive(KEEPALIVE_S)
         self._client = client
-        self._socket: socket.socket = transport.sock
-        self.our_address: str | None = str(self._socket.getsockname()[0])
+        self.our_address: str | None = str(transport.sock.getsockname()[0])  # type: ignore[union-attr]  # not tunnelled
         self._channel = transport.open_session(timeout=10)
         # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
         self._words = bytearray()
@@ -193,7 +192,9 @@ def _connect(client: paramiko.SSHClient, address: Address, deadline: float) -> N
         address.hostname,
         port=address.port,
         username=address.user,
-        key_filename=[name for name in address.identities if os.path.exists(name)],
+        key_filename=[  # type: ignore[arg-type]  # a list too, says its documentation
+            name for name in address.identities if os.path.exists(name)
+        ],
         look_for_keys=not address.only_identities and not address.identities,
         allow_agent=not address.only_identities or bool(address.identities),
         timeout=left_s,
@@ -222,7 +223,7 @@ def _why(address: Address, error: Exception) -> str:
         return f"the name {address.hostname} is not known; check --hosts and the ssh configuration"
     if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
         first = next(iter(error.errors.values()))
-        reason = (first.strerror or str(first)).lower()
+        reason = (getattr(first, "strerror", None) or str(first)).lower()
         return f"{where}: {reason}; is sshd running there? Try: ssh {address.login} true"
     if isinstance(error, TimeoutError):
         return f"{where} does not answer; try: ssh {address.login} true"

@@ -14,7 +14,7 @@ import sys
 
 def main() -> None:
     descriptor = int(sys.argv[1])
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     listening = socket.socket(fileno=os.dup(descriptor))
     address, port = listening.getsockname()[:2]
