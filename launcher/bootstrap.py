@@ -52,7 +52,7 @@ def _script(path: str) -> Callable[[], object]:
     if os.path.isdir(path) or _is_archive(path):
         import runpy
 
-        sys.path.insert(0, path)
+        sys.path.insert(0, os.path.abspath(path))
         run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # as CPython's own main
         return lambda: run("__main__", False)
     full = os.path.abspath(path)

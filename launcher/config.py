@@ -36,18 +36,24 @@ def read_settings(folder: Path, known: Collection[str]) -> Settings:
     if own.is_file():
         found.append(Settings(_load(own), str(own)))
     if project.is_file():
-        table = _load(project).get("tool", {}).get("dtrain")
+        tools = _load(project).get("tool", {})
+        source = f"[tool.dtrain] in {project}"
+        table = tools.get("dtrain") if isinstance(tools, dict) else None
+        if table is not None and not isinstance(table, dict):
+            raise UsageError(f"{source} is {table!r}; it must be a table of settings")
         if table is not None:
-            found.append(Settings(table, f"[tool.dtrain] in {project}"))
+            found.append(Settings(table, source))
     if len(found) == 2:
         raise UsageError(f"settings are in {found[0].source} and in {found[1].source}; keep one of them")
     if not found:
         return Settings({}, "")
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in found[0].values.items():
         name = key.replace("-", "_")
         if name not in known:
             raise UsageError(f"{found[0].source}: unknown key {key!r}{nearest(name, known)}")
+        if name in values:
+            raise UsageError(f"{found[0].source}: {name!r} is set twice, once with '-' and once with '_'")
         values[name] = value
     return Settings(values, found[0].source)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,7 +44,8 @@ class Console:
         wanted = "NO_COLOR" not in os.environ if colour is None else colour
         self._coloured = {stream: wanted and self._terminal[stream] for stream in self._fds}
         self._lines: dict[tuple[int, int], _Line] = {}
-        self._status = b""  # what dtrain is doing
+        self._status = ""  # what dtrain is doing
+        self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
         self._drawn_at = 0.0
         self._changed: list[_Line] = []  # lines whose unfinished state is not shown yet
@@ -54,7 +56,7 @@ class Console:
     @property
     def pending(self) -> bool:
         """Whether `refresh` has something to do soon."""
-        return bool(self._changed)
+        return bool(self._changed) or self._status_since is not None
 
     def add_worker(self, rank: int, host: str) -> None:
         for stream in (1, 2):
@@ -88,11 +90,22 @@ class Console:
         self._put(2, lines.encode("utf-8", "backslashreplace"))
 
     def show_status(self, text: str) -> None:
-        self._status = text.encode()
-        self._draw(b"dtrain: " + self._status if text else b"")
+        """Show what dtrain is doing, once it has taken a moment; empty to remove it."""
+        if not text:
+            self._status_since = None
+            if self._status:
+                self._draw(b"")
+        elif not self._status:
+            self._status_since = time.monotonic()
+        elif self._status_since is None:
+            self._draw(f"dtrain: {text}".encode())
+        self._status = text
 
     def refresh(self, now: float) -> None:
-        """Show unfinished lines: progress bars, prompts."""
+        """Show the status when its time has come, and unfinished lines: progress bars, prompts."""
+        if self._status_since is not None and now - self._status_since >= REDRAW_S:
+            self._status_since = None
+            self._draw(f"dtrain: {self._status}".encode())
         if not self._changed or now - self._drawn_at < REDRAW_S:
             return
         self._drawn_at = now

@@ -44,21 +44,55 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
         variable = "HIP_VISIBLE_DEVICES"
     inherited = env.get(variable)
     if inherited is None:
-        return Gpus(() if known is None else tuple(known), variable, known is not None)
+        return Gpus(tuple(device.name for device in known or ()), variable, known is not None)
     wanted = tuple(name.strip() for name in inherited.split(",") if name.strip())
     if wanted in ((), ("-1",), ("NoDevFiles",)):
         return Gpus((), variable, known is not None)
     if known is None:
         return Gpus(wanted, variable, False)
-    for name in wanted:
-        if not any(name in (gpu, str(index)) or alias.startswith(name) for gpu, (index, alias) in known.items()):
-            present = ", ".join(known) or "none"
-            raise UsageError(f"{variable}={inherited} names GPU {name}, but this host has: {present}")
+    _check(wanted, known, f"{variable}={inherited}")
     return Gpus(wanted, variable, True)
 
 
-def _ask_driver() -> dict[str, tuple[int, str]] | None:
-    """Return id -> (index of the card, UUID) of every GPU or MIG slice, or None where there is no NVIDIA driver."""
+@dataclass(frozen=True)
+class _Device:
+    """A card, or a slice of one, as the driver lists it. `name` is handed out; `index` and `uuid` are the card's."""
+
+    name: str
+    index: int
+    uuid: str
+
+
+def _check(wanted: tuple[str, ...], known: list[_Device], inherited: str) -> None:
+    """Raise UsageError for what makes CUDA drop devices without a word: unknown, ambiguous and repeated names."""
+    seen: set[str] = set()
+    for name in wanted:
+        found = [device.name for device in _named(name, known)]
+        if not found:
+            present = ", ".join(device.name for device in known) or "none"
+            raise UsageError(f"{inherited} names GPU {name}, but this host has: {present}")
+        if len(found) > 1:
+            raise UsageError(f"{inherited}: {name} may be any of the GPUs {', '.join(found)}; write more of it")
+        if found[0] in seen:
+            raise UsageError(f"{inherited} names GPU {name} twice; CUDA would show none at all")
+        seen.add(found[0])
+
+
+def _named(name: str, known: list[_Device]) -> list[_Device]:
+    """Return what an entry of the list may mean: a card by its number, a card or slice by the beginning of its UUID.
+
+    A card that is cut into slices stands for its first slice, as in CUDA.
+    """
+    slices = [device for device in known if name.startswith("MIG-") and device.name.startswith(name)]
+    cards: dict[int, _Device] = {}
+    for device in known:
+        if name == str(device.index) or device.uuid.startswith(name):
+            cards.setdefault(device.index, device)
+    return slices or list(cards.values())
+
+
+def _ask_driver() -> list[_Device] | None:
+    """Return every card or MIG slice, or None where there is no NVIDIA driver."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver on this host; saves the import below, which costs 50 ms
@@ -71,11 +105,13 @@ def _ask_driver() -> dict[str, tuple[int, str]] | None:
         return None
     try:
         return _list_devices()
+    except pynvml.NVMLError:  # it cannot even count its cards
+        return None
     finally:
         pynvml.nvmlShutdown()
 
 
-def _list_devices() -> dict[str, tuple[int, str]]:
+def _list_devices() -> list[_Device]:
     from pynvml import (
         NVMLError,
         nvmlDeviceGetCount,
@@ -83,7 +119,7 @@ def _list_devices() -> dict[str, tuple[int, str]]:
         nvmlDeviceGetUUID,
     )
 
-    devices: dict[str, tuple[int, str]] = {}
+    devices: list[_Device] = []
     for index in range(nvmlDeviceGetCount()):
         try:
             handle = nvmlDeviceGetHandleByIndex(index)
@@ -91,10 +127,7 @@ def _list_devices() -> dict[str, tuple[int, str]]:
             uuid = _text(nvmlDeviceGetUUID(handle))
         except NVMLError:  # a card that fell off the bus: CUDA does not count it either
             continue
-        if slices:
-            devices.update({name: (index, name) for name in slices})
-        else:
-            devices[str(index)] = (index, uuid)
+        devices += [_Device(name, index, uuid) for name in slices or [str(index)]]
     return devices
 
 
@@ -131,20 +164,20 @@ def cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+def cpu_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many processors may be busy at a time: the affinity, or the cgroups' quota if that is less."""
     limit = float(len(os.sched_getaffinity(0)))
-    for folder in _cgroups(root):
+    for folder in _cgroups(root, membership):
         quota, period = _quota(folder)
         if quota > 0 and period > 0:
             limit = min(limit, quota / period)
     return max(1, math.floor(limit))
 
 
-def _cgroups(root: Path) -> list[Path]:
+def _cgroups(root: Path, membership: Path) -> list[Path]:
     """Return this process's cgroup folder and those above it (version 2, or version 1's cpu controller)."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return []
     folders = []

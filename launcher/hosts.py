@@ -67,11 +67,18 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         if host.name in seen:
             raise UsageError(f"host {host.name} is named twice; give it more slots instead: {host.name}:2")
         seen.add(host.name)
+    here = [host.name for host in hosts if host.kind is HostKind.LOCAL]
+    if len(here) > 1:
+        raise UsageError(
+            f"hosts {' and '.join(here)} are both this machine; name it once, or divide it with --simulate"
+        )
     return hosts
 
 
 def _parse_host(item: str) -> Host:
-    match = re.fullmatch(r"(?:([^@\s]+)@)?(?:\[([0-9a-fA-F:.%\w]+)\]|([A-Za-z0-9._-]+))(?::(\d+))?", item)
+    match = re.fullmatch(
+        r"(?:([^@\s]+)@)?(?:\[([0-9a-fA-F:.%\w]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,6}))?", item, re.ASCII
+    )
     if match is None:
         raise UsageError(f"--hosts: {item!r} is not a host; write NAME, NAME:SLOTS, USER@NAME or [IPV6]:SLOTS")
     user, ipv6, name, slots = match.groups()

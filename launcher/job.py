@@ -52,6 +52,7 @@ __all__ = [
     "Signalled",
     "Tell",
     "Tick",
+    "Unread",
 ]
 
 HEARTBEAT_TIMEOUT_S = 60.0
@@ -85,6 +86,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Unread:
+    """What a host says is not read at the moment, since our output is behind: its silence means nothing."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class Signalled:
     """Somebody signalled dtrain."""
 
@@ -96,7 +104,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Connected | Said | Lost | Signalled | Tick
+Event: TypeAlias = Connected | Said | Lost | Unread | Signalled | Tick
 
 # ---- commands ------------------------------------------------------------------------------------------------
 
@@ -151,11 +159,17 @@ class _HostState:
     def alive(self) -> bool:
         return self.phase is not _HostPhase.GONE
 
+    @property
+    def watched(self) -> bool:
+        """Say whether silence means that it is lost; before its facts, the time limit of the start applies."""
+        return self.alive and self.facts is not None
+
 
 @dataclass
 class _Run:
     """What is known of the workers of this attempt."""
 
+    ordered: bool = False  # the hosts were told to start them
     started: dict[int, int] = field(default_factory=dict)  # rank -> pid
     exited: dict[int, Exited] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -200,7 +214,7 @@ class Job:
         """Return when the next Tick matters, or None."""
         if self.phase is Phase.STOPPING:
             return self._give_up_at
-        times = [state.heard + HEARTBEAT_TIMEOUT_S for state in self._hosts.values() if state.facts is not None]
+        times = [state.heard + HEARTBEAT_TIMEOUT_S for state in self._hosts.values() if state.watched]
         if not self._all_started():
             times.append(self._start_deadline)
         return min(times, default=None)
@@ -215,6 +229,9 @@ class Job:
             return self._said(self._hosts[event.host], event.message, now)
         if isinstance(event, Lost):
             return self._lost(self._hosts[event.host], event.reason, now)
+        if isinstance(event, Unread):
+            self._hosts[event.host].heard = now
+            return []
         if isinstance(event, Signalled):
             return self._signalled(event.signum, now)
         return self._ticked(now)
@@ -308,7 +325,7 @@ class Job:
             self._problems.setdefault(state.host.name, reason)
             return commands + self._when_all_answered(now)
         if self.phase is Phase.STOPPING:
-            if waited and self._run.started and not state.said_bye:
+            if waited and self._run.ordered and not state.said_bye:
                 self._left[state.host.name] = [f"unknown: {reason}"]
             return commands + self._end_when_all_gone(now)
         self._fail(
@@ -363,6 +380,7 @@ class Job:
     def _start(self, store: StoreOpened) -> list[Command]:
         assert self.placement is not None
         self.phase = Phase.RUNNING
+        self._run.ordered = True
         command = self.spec.command
         commands: list[Command] = []
         for worker in self.placement.workers:
@@ -415,15 +433,18 @@ class Job:
                 self._fail(_failure(state.host.name, exited, at))
                 if self.phase is Phase.RUNNING:
                     return self._stop(now, signal.SIGTERM)
-        if self.phase is Phase.RUNNING and self._all_exited():
+        if self.phase is Phase.RUNNING and self._all_finished():
             return self._stop(now, signal.SIGTERM)
         return []
 
     def _all_started(self) -> bool:
         return self.placement is not None and len(self._run.started) == self.placement.world_size
 
-    def _all_exited(self) -> bool:
-        return self.placement is not None and len(self._run.exited) == self.placement.world_size
+    def _all_finished(self) -> bool:
+        """Whether every worker has ended by itself and well; one that its agent stopped unasked has not."""
+        ended = self._run.exited.values()
+        all_ended = self.placement is not None and len(ended) == self.placement.world_size
+        return all_ended and all(exited.status == 0 and not exited.provoked for exited in ended)
 
     def _fail(self, failure: Failure) -> None:
         if self._signum is None or (self._stopped_at is not None and failure.at < self._stopped_at):
@@ -432,13 +453,13 @@ class Job:
     def _signalled(self, signum: int, now: float) -> list[Command]:
         if signum in (signal.SIGUSR1, signal.SIGUSR2):
             return self._tell_all(SignalWorkers(signum=signum)) if self.phase is Phase.RUNNING else []
-        again = self._signum == signal.SIGINT and signum == signal.SIGINT
-        if self._signum is None and not self._run.failures and self._error is None and not self._all_exited():
+        if self._signum is None and not self._run.failures and self._error is None and not self._all_finished():
             self._signum = signum
         if self.phase is not Phase.STOPPING:
             return self._stop(now, signum)
-        if again or signum == signal.SIGINT:
-            self._give_up_at = now + ANSWER_S
+        if signum == signal.SIGINT:
+            assert self._give_up_at is not None
+            self._give_up_at = min(self._give_up_at, now + ANSWER_S)
             return self._tell_all(Stop(signum=signal.SIGKILL, grace_s=0.0))
         return []
 
@@ -492,7 +513,7 @@ class Job:
         commands = []
         for state in list(self._hosts.values()):
             silent_s = now - state.heard
-            if state.alive and state.facts is not None and silent_s > HEARTBEAT_TIMEOUT_S:
+            if state.watched and silent_s >= HEARTBEAT_TIMEOUT_S:
                 commands += self._lost(state, f"nothing was heard from it for {silent_s:.0f} s", now)
         if now >= self._start_deadline and not self._all_started():
             commands += self._too_slow(now)
@@ -507,8 +528,13 @@ class Job:
                     did = "was not reached" if state.phase is _HostPhase.CONNECTING else "did not answer"
                     commands += self._lost(state, f"{did} within {limit}", now)
             return commands
-        if self.phase in (Phase.OPENING_STORE, Phase.RUNNING):
-            self._error = HostError(next(iter(self._hosts)), f"its workers were not started within {limit}")
+        if self.phase is Phase.OPENING_STORE:
+            self._error = HostError(next(iter(self._hosts)), f"the rendezvous store was not opened within {limit}")
+            return self._stop(now, signal.SIGTERM)
+        if self.phase is Phase.RUNNING and self.placement is not None:
+            late = {w.host: w.rank for w in reversed(self.placement.workers) if w.rank not in self._run.started}
+            names = _some(list(reversed(late)))
+            self._error = HostError(names, f"rank {min(late.values())} was not started within {limit}")
             return self._stop(now, signal.SIGTERM)
         return []
 

@@ -23,7 +23,7 @@ class FailureKind(Enum):
 class Failure:
     """Something that went wrong by itself; `at` is its time on the controller's monotonic clock.
 
-    `status` is the worker's exit code, or minus the number of the signal that killed it. `provoked` says that the worker
+    `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
     was already told to stop when it ended, although it had failed before.
     """
 

@@ -97,10 +97,13 @@ def _misfit(
     offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None, oversubscribe: bool
 ) -> str | None:
     if count == 0:
-        return f"{offer.name}: --nproc-per-node {nproc or 'by GPU'} finds {len(offer.gpus)} GPUs there, so no worker"
+        wanted = (
+            f"a worker needs {gpus_per_proc} GPUs (--gpus-per-proc)" if gpus_per_proc else "one worker for each GPU"
+        )
+        return f"{offer.name}: {wanted}, but it has {len(offer.gpus) or 'none'}"
     if offer.slots is not None and count > offer.slots:
         return f"{offer.name}: {count} workers, but its entry in the host list has {offer.slots} slots"
-    if nproc == "cpu" or not _uses_gpus(offer, count, gpus_per_proc):
+    if not _uses_gpus(offer, count, nproc, gpus_per_proc):
         needed = count * (gpus_per_proc or 0)
         if needed > len(offer.gpus) and not oversubscribe:
             return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {needed} GPUs, it has {len(offer.gpus)}"
@@ -114,8 +117,10 @@ def _misfit(
     return None
 
 
-def _uses_gpus(offer: HostOffer, count: int, gpus_per_proc: int | None) -> bool:
+def _uses_gpus(offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None) -> bool:
     """Ids that only the environment names are handed out where they suffice, but they limit nothing."""
+    if nproc == "cpu" and gpus_per_proc is None:
+        return False
     return bool(offer.gpus) and (offer.gpus_verified or count * (gpus_per_proc or 1) <= len(offer.gpus))
 
 
@@ -130,13 +135,13 @@ def _worker(
 ) -> WorkerPlace:
     own: tuple[str, ...] = ()
     visible: str | None = None
-    if (nproc == "cpu" and offer.gpus_verified) or (offer.gpus_verified and not offer.gpus):
-        visible = ""
-    elif nproc != "cpu" and _uses_gpus(offer, count, gpus_per_proc):
-        size = gpus_per_proc or 1
+    if _uses_gpus(offer, count, nproc, gpus_per_proc):
+        size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         own = tuple(offer.gpus[(local_rank * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own.
         visible = ",".join(offer.gpus if gpus_per_proc is None else own)
+    elif offer.gpus_verified:
+        visible = ""
     return WorkerPlace(
         rank=rank,
         local_rank=local_rank,

@@ -33,6 +33,12 @@ class PlannedWorker:
 def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
     remote = {host.name for host in spec.hosts if host.kind is HostKind.SSH}
+    unknown = [host.name for host in spec.hosts if host.name in remote and _asked_for(host, spec) is None]
+    if unknown:
+        raise UsageError(
+            f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
+            f"write {unknown[0]}:SLOTS or --nproc-per-node N"
+        )
     offers = [_assume(host, spec) if host.name in remote else _look(host) for host in spec.hosts]
     placement = place(offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe)
     return [
@@ -64,13 +70,15 @@ def _look(host: Host) -> HostOffer:
     )
 
 
+def _asked_for(host: Host, spec: JobSpec) -> int | None:
+    """Return how many workers run on a host as far as that was said; None for `gpu`, `cpu` and `auto`."""
+    if spec.nproc is None:
+        return host.slots
+    return spec.nproc if isinstance(spec.nproc, int) else None
+
+
 def _assume(host: Host, spec: JobSpec) -> HostOffer:
-    count = spec.nproc if isinstance(spec.nproc, int) else host.slots
-    if count is None:
-        raise UsageError(
-            f"how many workers run on {host.name} is not known before a run asks it; "
-            f"write {host.name}:SLOTS or --nproc-per-node N"
-        )
+    count = _asked_for(host, spec) or 0
     gpus = tuple(str(index) for index in range(count * (spec.gpus_per_proc or 1)))
     return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1)
 

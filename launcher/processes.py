@@ -24,6 +24,7 @@ class Process:
     pid: int
     start: int
     parent: int = field(compare=False)
+    group: int = field(compare=False)
     state: str = field(compare=False)
     name: str = field(compare=False)
 
@@ -61,15 +62,26 @@ def find(pid: int) -> Process | None:
     fields = rest.split()
     if fields[0] in "ZX":
         return None
-    return Process(pid=pid, start=int(fields[19]), parent=int(fields[1]), state=fields[0], name=name)
+    return Process(
+        pid=pid, start=int(fields[19]), parent=int(fields[1]), group=int(fields[2]), state=fields[0], name=name
+    )
 
 
 def everything() -> Iterator[Process]:
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            process = find(int(entry))
-            if process is not None:
-                yield process
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    for pid in sorted(pids, reverse=True):  # the youngest first: they are the soonest gone
+        process = find(pid)
+        if process is not None:
+            yield process
+
+
+def childless() -> bool:
+    """Say whether this process has no child, not even a zombie; a subreaper then has no descendant at all."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def related(*, ancestor: int, mark: str | None, spare: Iterable[int] = ()) -> list[Process]:
@@ -121,11 +133,25 @@ def send(process: Process, signum: int) -> bool:
     return True
 
 
+def kill_group(process: Process) -> None:
+    """Kill all of a process's group, for one that forks and exits faster than single pids can be found.
+
+    To be called only for a process just seen, and that started in a session of ours: no stranger is in its group then.
+    """
+    if process.group == os.getpgrp():
+        return
+    try:
+        os.killpg(process.group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
 class Sweep:
     """Ends every process that a listing returns: TERM, after the grace period KILL; `step` until it says done.
 
-    The listing is asked again at each step, since a process may have forked meanwhile. What is still there
-    `kill_wait_s` after the first KILL (in state D, or another user's) stays in `left`.
+    The listing is asked again at each step, since a process may have forked meanwhile. It is no snapshot, so an empty
+    one proves nothing: done is when this process, which must be a subreaper, has no children either; the caller reaps
+    them. What is still there `kill_wait_s` after the first KILL (in state D, or another user's) stays in `left`.
     """
 
     def __init__(self, listing: Callable[[], list[Process]], *, grace_s: float, kill_wait_s: float = 5.0) -> None:
@@ -147,11 +173,12 @@ class Sweep:
         """Look once, signal what is there, and return whether there is nothing more to do."""
         self.left = self._listing()
         now = time.monotonic()
-        if not self.left or now > self._kill_at + self._kill_wait_s:
+        if (not self.left and childless()) or now > self._kill_at + self._kill_wait_s:
             return True
         for process in self.left:
             if now >= self._kill_at:
                 send(process, signal.SIGKILL)
+                kill_group(process)
             elif process not in self._told:
                 send(process, signal.SIGTERM)
                 send(process, signal.SIGCONT)

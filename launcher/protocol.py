@@ -245,5 +245,5 @@ def _message(header: bytes, payload: bytes) -> Message:
         if payload:
             fields["data"] = payload
         return cls(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"a frame is not a message of protocol {PROTOCOL}: {error!r}") from error

@@ -15,6 +15,8 @@ from launcher.hosts import Host
 __all__ = ["Command", "CommandKind", "JobSpec", "SshOptions", "new_run_id", "parse_exports", "parse_nproc"]
 
 DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
+MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow
+_AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 
 # What travels to other hosts unasked: settings of the libraries that training scripts use.
 _TRAVELLING = (
@@ -22,7 +24,7 @@ _TRAVELLING = (
     "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "UCX_", "FI_", "DTRAIN_",
 )  # fmt: skip
 # ... but for what belongs to this host or to this process alone.
-_STAYING = {"CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "DTRAIN_TOKEN", "DTRAIN_AGENT"}
+_STAYING = {"CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN", "DTRAIN_AGENT"}
 
 
 class CommandKind(Enum):
@@ -77,10 +79,12 @@ class JobSpec:
             raise UsageError(
                 f"run id {self.run_id!r} names a folder: letters, digits, '.', '_' and '-' are allowed, at most 128"
             )
-        if self.start_timeout_s <= 0:
-            raise UsageError(f"--start-timeout-s is {self.start_timeout_s:g}; it must be more than 0 seconds")
-        if self.grace_s < 0:
-            raise UsageError(f"--grace-s is {self.grace_s:g}; it must be 0 seconds or more")
+        if not 0 < self.start_timeout_s <= MAX_WAIT_S:  # so that nan is refused as well
+            raise UsageError(
+                f"--start-timeout-s is {self.start_timeout_s:g}; it must be more than 0 seconds, {_AT_MOST}"
+            )
+        if not 0 <= self.grace_s <= MAX_WAIT_S:
+            raise UsageError(f"--grace-s is {self.grace_s:g}; it must be 0 seconds or more, {_AT_MOST}")
         if self.gpus_per_proc is not None and self.gpus_per_proc < 1:
             raise UsageError(f"--gpus-per-proc is {self.gpus_per_proc}; it must be 1 or more")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
@@ -91,7 +95,7 @@ def parse_nproc(text: str | None) -> int | str | None:
     """Read `--nproc-per-node`."""
     if text is None or text in ("auto", "gpu", "cpu"):
         return text
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    if re.fullmatch(r"0*[1-9][0-9]{0,5}", text):  # beyond a million it is a slip, and would fill the memory here
         return int(text)
     raise UsageError(f"--nproc-per-node is {text!r}; it must be a number from 1, or auto, gpu or cpu")
 

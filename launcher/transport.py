@@ -32,7 +32,7 @@ class Stream(Protocol):
         """End our direction; the agent takes that as the order to stop. Its words can still be read."""
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
-        """Wait for the agent's end, then release everything; a blocked `read` returns.
+        """Wait for the agent's end, then give it up and release everything; a blocked `read` returns.
 
         Returns its exit status (None if it did not end in time) and what its stderr said. May be called again.
         """
@@ -93,6 +93,8 @@ class LocalStream:
             try:
                 status: int | None = self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
+                self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
+                self._process.wait()
                 status = None
             if not self._stderr.closed:
                 os.set_blocking(self._stderr.fileno(), False)

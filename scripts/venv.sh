@@ -1,0 +1,90 @@
+# Sourced by scripts/quickstart and scripts/test: makes .venv and installs dtrain into it, unless that is done.
+#
+#   PYTHON=/path/to/python3     the interpreter to use (default: 3.11 if there is one, else any from 3.10 on)
+#   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without an NVIDIA GPU get the build without
+#                               CUDA where pip can find it; https://download.pytorch.org/whl/cpu has it.
+
+# Settings that would let pip or python work on another environment than ours.
+unset PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_TARGET PIP_PREFIX
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+say() { echo "-- $*"; }
+die() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# can_apt: whether this user may install Debian packages.
+can_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+# apt_install PACKAGE...: quiet unless it fails.
+apt_install() {
+  local log
+  log=$(mktemp)
+  if ! { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } \
+    >"$log" 2>&1 </dev/null; then
+    cat "$log" >&2
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
+}
+
+# find_python [MODULE]: the first suitable interpreter that has the module. Asked by running it: a pyenv shim may exist
+# for a version that is not there, and inside a virtual environment the interpreter behind it is wanted.
+find_python() {
+  local candidate candidates=(python3.11 python3.12 python3.13 python3.10 python3.14 python3 /usr/bin/python3)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    "$candidate" - "${1:-sys}" 2>/dev/null <<'PY' && return
+import importlib, sys
+importlib.import_module(sys.argv[1])
+if sys.version_info < (3, 10):
+    sys.exit(1)
+print(getattr(sys, "_base_executable", None) or sys.executable)
+PY
+  done
+  return 1
+}
+
+# Debian's python3 has no ensurepip, and thus cannot make a virtual environment, without its package python3-venv.
+python_for_venv() {
+  find_python ensurepip && return
+  [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is not a Python from 3.10 on that has ensurepip"
+  can_apt || die "no Python from 3.10 on that can make a virtual environment: sudo apt-get install python3-venv"
+  say "apt-get install python3-venv" >&2
+  apt_install python3 python3-venv || die "apt-get install python3-venv failed"
+  find_python ensurepip || die "$(/usr/bin/python3 --version) is too old: dtrain needs Python 3.10 or newer"
+}
+
+# install EXTRAS: .venv with dtrain[EXTRAS], editable. Does nothing when the same was installed from the same files.
+install() {
+  local extras=$1 stamp wanted python
+  local pip=(.venv/bin/python -m pip install -qq --progress-bar off -c scripts/constraints.txt)
+  if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+    python=$(python_for_venv)
+    say "making .venv with $("$python" --version) ($python)"
+    rm -rf .venv
+    "$python" -m venv .venv
+  fi
+  stamp=.venv/.dtrain-$extras
+  wanted=$({ pwd; cat pyproject.toml scripts/constraints.txt; .venv/bin/python --version; } | sha256sum)
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    [ -z "${DTRAIN_TORCH_INDEX:-}" ] || pip+=(--extra-index-url "$DTRAIN_TORCH_INDEX")
+    install_torch_for_cpu "${pip[@]}"
+    say "installing dtrain[$extras] into .venv (the first time this takes minutes)"
+    "${pip[@]}" -e ".[$extras]"
+    echo "$wanted" >"$stamp"
+  fi
+  # Saves a tenth of a second at every start where python itself may write none. What does not compile says so when run.
+  .venv/bin/python -m compileall -qq launcher ddp || true
+  export PATH="$PWD/.venv/bin:$PATH"
+}
+
+# install_torch_for_cpu PIP...: on a machine without an NVIDIA GPU, take the build that does not bring gigabytes of CUDA.
+install_torch_for_cpu() {
+  local torch
+  torch=$(sed -n 's/^torch==//p' scripts/constraints.txt)
+  if [ -e /proc/driver/nvidia/version ] || .venv/bin/python -c 'import torch' 2>/dev/null; then
+    return
+  fi
+  say "no NVIDIA driver here: looking for torch $torch without CUDA"
+  "$@" "torch==$torch+cpu" 2>/dev/null || say "pip finds none; DTRAIN_TORCH_INDEX can name an index that has it"
+}

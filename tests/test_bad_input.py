@@ -1,0 +1,117 @@
+"""Whatever is typed wrong gets a clear error that says what to do, exit code 2, and starts nothing."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from testbed.processes import run_dtrain, started
+from testbed.sshd import SshHosts
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("print('ran')")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nnodes", "2"], "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
+        (["--nnodes", "0"], "--nnodes is 0; it must be 1 or more"),
+        (["--nnodes", "x"], "'x' is not a valid integer"),
+        (["--nnodes", "3", "--hosts", "a,b"], "--nnodes 3, but only 2 hosts are named: a, b"),
+        (["--hosts", "a,b,a"], "host a is named twice; give it more slots instead: a:2"),
+        (["--hosts", "a:0"], "'a:0' has no slots"),
+        (["--hosts", "a b"], "'a b' is not a host; write NAME, NAME:SLOTS"),
+        (["--hosts", "-oProxyCommand=true"], "is not a host; write NAME"),
+        (["--hosts", "a", "--simulate"], "--simulate divides this machine"),
+        (["--nproc-per-node", "0"], "--nproc-per-node is '0'; it must be a number from 1, or auto, gpu or cpu"),
+        (["--nproc-per-node", "-1"], "--nproc-per-node is '-1'; it must be a number from 1"),
+        (["--nproc-per-node", "x"], "--nproc-per-node is 'x'; it must be a number from 1"),
+        (["--nproc-per-node", "gpu"], "one worker for each GPU, but it has none"),
+        (["--gpus-per-proc", "0"], "--gpus-per-proc is 0"),
+        (["--start-timeout-s", "0"], "--start-timeout-s is 0; it must be more than 0 seconds"),
+        (["--start-timeout-s", "nan"], "--start-timeout-s is nan"),
+        (["--grace-s", "-1"], "--grace-s is -1; it must be 0 seconds or more"),
+        (["--master-port", "70000"], "--master-port is 70000; a port is 1 to 65535"),
+        (["--run-id", "../up"], "run id '../up' names a folder"),
+        (["--only-rank", "first"], "--only-rank is 'first'; it must be numbers such as 0 or 0,4"),
+        (["--export", "NOT_SET_HERE"], "--export NOT_SET_HERE: it is not set here; write NOT_SET_HERE=VALUE"),
+        (["--export", "1X=2"], "'1X' is not the name of a variable"),
+        (["--workdir", "/no/such/folder"], "the working directory /no/such/folder does not exist; see --workdir"),
+        (["-m", "--no-python"], "--module and --no-python exclude each other"),
+        (["--nprocpernode", "2"], "Did you mean"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_option_says_what_is_allowed(script: Path, options: list[str], message: str) -> None:
+    result = run_dtrain("run", *options, "script.py", cwd=script.parent)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert not (script.parent / "runs").exists()
+
+
+def test_missing_script_here_is_found_before_anything_starts(tmp_path: Path) -> None:
+    result = run_dtrain("run", "train.py", cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"the script {tmp_path}/train.py does not exist" in result.stderr
+    result = run_dtrain("run", "package.train", cwd=tmp_path)
+    assert "for a module write -m" in run_dtrain("run", "train", cwd=tmp_path).stderr
+    assert result.returncode == 2
+
+
+def test_nothing_to_run_says_how(tmp_path: Path) -> None:
+    result = run_dtrain("run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "nothing to run: name a script, as in `dtrain run train.py`" in result.stderr
+
+
+def test_missing_program_is_named(tmp_path: Path) -> None:
+    result = run_dtrain("run", "--no-python", "no-such-program", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "the program no-such-program is not in PATH there" in result.stderr
+
+
+def test_missing_module_is_the_workers_own_error(tmp_path: Path) -> None:
+    result = run_dtrain("run", "-m", "no.such.module", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "No module named" in result.stderr
+
+
+def test_more_workers_than_slots(ssh_hosts: SshHosts, script: Path) -> None:
+    options = ["--ssh-config", str(ssh_hosts.ssh_config), "--hosts", "node1:2,node2:4", "--nproc-per-node", "3"]
+    result = run_dtrain("run", *options, script, cwd=script.parent)
+    assert result.returncode == 2
+    assert "node1: 3 workers, but its entry in the host list has 2 slots" in result.stderr
+    assert "node2" not in result.stderr
+
+
+def test_named_port_in_use_names_its_holder(script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_dtrain("run", "--master-port", str(port), script, cwd=script.parent)
+    assert result.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use by pid {os.getpid()}" in result.stderr
+    assert "--master-port" in result.stderr
+    assert result.stdout == ""
+
+
+def test_address_that_is_not_here_is_named(script: Path) -> None:
+    result = run_dtrain("run", "--master-addr", "203.0.113.7", script, cwd=script.parent)
+    assert result.returncode == 1
+    assert "no interface here has the address 203.0.113.7" in result.stderr
+
+
+def test_agent_that_never_answers_meets_the_deadline(script: Path, tmp_path: Path) -> None:
+    silent = tmp_path / "silent_python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    options = ["--python", str(silent), "--start-timeout-s", "0.5"]
+    with started("python", "-m", "launcher", "run", *options, str(script), cwd=script.parent) as process:
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert b"did not answer within 0.5 s (--start-timeout-s)" in stderr

@@ -1,0 +1,280 @@
+"""How a run ends: exit codes, signals, what is killed, and that nothing of it is left on any host."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from testbed.processes import MARK, kill, marked, run_dtrain, started_dtrain, wait_until
+from testbed.sshd import SshHosts
+
+# A worker with a child, a child in a session of its own without our environment, and a daemon that ignores TERM.
+FAMILY = """\
+import os, signal, subprocess, sys, time
+def ignore():
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+if "stubborn" in sys.argv:
+    ignore()
+mark = {k: v for k, v in os.environ.items() if k == "DTRAIN_TEST_MARK"}
+subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True, env=mark)
+if os.fork() == 0:
+    os.setsid()
+    ignore()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+print("up", flush=True)
+for word in sys.argv:
+    if word.startswith("exit="):
+        sys.exit(int(word[5:]))
+time.sleep(600)
+"""
+
+
+@pytest.fixture(params=["here", "simulated", "ssh"])
+def where(request: pytest.FixtureRequest) -> list[str]:
+    """Options for two workers: on this machine, on two simulated hosts, on two SSH hosts."""
+    if request.param == "here":
+        return ["--nproc-per-node", "2"]
+    if request.param == "simulated":
+        return ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+    hosts: SshHosts = request.getfixturevalue("ssh_hosts")
+    return ["--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    path = tmp_path / "family.py"
+    path.write_text(FAMILY)
+    return path
+
+
+def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:
+    assert process.stdout is not None
+    for _ in range(workers):
+        assert process.stdout.readline().endswith(b"up\n")
+
+
+def test_normal_end_leaves_nothing(where: list[str], family: Path, tmp_path: Path) -> None:
+    result = run_dtrain("run", "--grace-s", "0.5", *where, family, "exit=0", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "outlived the workers and were ended" in result.stderr
+
+
+def test_failing_worker_stops_the_others_and_its_code_is_ours(
+    where: list[str], family: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "one_fails.py"
+    script.write_text("import os, sys\nif os.environ['RANK'] == '1': sys.argv.append('exit=7')\n" + FAMILY)
+    result = run_dtrain("run", "--grace-s", "0.5", *where, script, cwd=tmp_path)
+    assert result.returncode == 7, result.stderr
+    assert "rank 1 on " in result.stderr
+    assert "exited with code 7" in result.stderr
+    assert "1 worker stopped by dtrain" in result.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_everything_within_a_second(
+    where: list[str], family: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
+    with started_dtrain("run", "--grace-s", "0.2", *where, family, cwd=tmp_path) as process:
+        wait_up(process)
+        began = time.monotonic()
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 128 + signum, stderr
+        assert time.monotonic() - began < 3  # generous for a busy machine; the grace period is 0.2 s
+
+
+def test_stubborn_workers_are_killed_after_the_grace_period(where: list[str], family: Path, tmp_path: Path) -> None:
+    with started_dtrain("run", "--grace-s", "1", *where, family, "stubborn", cwd=tmp_path) as process:
+        wait_up(process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert 0.9 < time.monotonic() - began < 4
+
+
+def test_second_interrupt_kills_at_once(where: list[str], family: Path, tmp_path: Path) -> None:
+    with started_dtrain("run", "--grace-s", "60", *where, family, "stubborn", cwd=tmp_path) as process:
+        wait_up(process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGINT
+        assert time.monotonic() - began < 5
+
+
+def test_killed_dtrain_leaves_nothing(where: list[str], family: Path, tmp_path: Path) -> None:
+    """The conftest's check finds what would be left; here only dtrain itself is killed."""
+    with started_dtrain("run", "--grace-s", "0.5", *where, family, "stubborn", cwd=tmp_path) as process:
+        wait_up(process)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("victim", ["agent", "guard", "agent and guard"])
+def test_killed_agent_is_reported_and_leaves_nothing(family: Path, tmp_path: Path, victim: str) -> None:
+    argv = ["run", "--grace-s", "0.5", "--nproc-per-node", "2", str(family)]
+    with started_dtrain(*argv, cwd=tmp_path) as process:
+        wait_up(process)
+        (guard,) = psutil.Process(process.pid).children()
+        (agent,) = guard.children()
+        if "guard" in victim:
+            guard.suspend()  # so that it cannot act before both are dead
+        for chosen in [agent] * ("agent" in victim) + [guard] * ("guard" in victim):
+            chosen.kill()
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 1, stderr
+        assert b"was lost" in stderr
+        if victim == "agent and guard":  # then only the kernel is left to end the workers, and nobody their children
+            kill(marked({os.environ[MARK]}))
+
+
+def test_killed_worker_is_named(where: list[str], family: Path, tmp_path: Path) -> None:
+    script = tmp_path / "suicide.py"
+    script.write_text(
+        "import os, signal, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    result = run_dtrain("run", *where, script, cwd=tmp_path)
+    assert result.returncode == 137
+    assert "rank 0 on " in result.stderr
+    assert "was killed by SIGKILL" in result.stderr
+
+
+def test_user_signals_reach_every_worker_and_the_run_goes_on(where: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\nseen = []\n"
+        "for s in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(s, lambda n, f: seen.append(n))\n"
+        "print('up', flush=True)\nend = time.monotonic() + 30\n"
+        "while len(seen) < 2 and time.monotonic() < end: time.sleep(0.01)\nprint(sorted(seen))"
+    )
+    with started_dtrain("run", *where, script, cwd=tmp_path) as process:
+        wait_up(process)
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR2)
+        stdout, stderr = process.communicate(timeout=40)
+        assert process.returncode == 0, stderr
+        assert stdout.count(b"[10, 12]") == 2
+
+
+def test_hangup_is_ignored_under_nohup(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(1)\nprint('done')")
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started_dtrain("run", script, cwd=tmp_path) as process:
+            wait_up(process, 1)
+            process.send_signal(signal.SIGHUP)
+            stdout, _ = process.communicate(timeout=20)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert process.returncode == 0
+    assert b"done" in stdout
+
+
+def test_graceful_worker_may_finish_its_checkpoint(tmp_path: Path) -> None:
+    """TERM goes to the worker alone: a child that it needs for the checkpoint is not signalled before it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, subprocess, sys, time\n"
+        "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "def save(*_):\n"
+        "    time.sleep(0.3)\n    print('helper is', helper.poll(), flush=True)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    with started_dtrain("run", script, cwd=tmp_path) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGTERM)
+        stdout, _ = process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert b"helper is None" in stdout
+
+
+def test_interrupt_while_connecting_ends_at_once(tmp_path: Path) -> None:
+    # 198.51.100.0/24 is for documentation; here a listening socket that never speaks stands in for a slow host.
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = tmp_path / "ssh_config"
+        config.write_text(f"Host slow\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
+        (tmp_path / "script.py").write_text("")
+        argv = ["run", "--ssh-config", str(config), "--hosts", "slow", "script.py"]
+        with started_dtrain(*argv, cwd=tmp_path) as process:
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                process.communicate(timeout=5)
+            assert process.returncode == 130
+
+
+def test_first_failure_is_the_cause_though_a_victim_ends_before_it(tmp_path: Path) -> None:
+    """Rank 0 raises first but takes a second to end; rank 1 fails after it and is gone at once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os, sys, time\nfrom pathlib import Path\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(time.sleep, 1)\n    atexit.register(Path('raised').touch)\n    raise ValueError('the cause')\n"
+        "while not Path('raised').exists(): time.sleep(0.01)\n"
+        "os._exit(9)"
+    )
+    result = run_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "ValueError: the cause" in result.stderr
+    assert "dtrain: rank 0 on " in result.stderr
+    assert "1 other worker failed after it" in result.stderr
+
+
+def test_report_names_cause_place_and_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import json\ndef load(path):\n    return json.loads(path)\nload('nothing')")
+    result = run_dtrain("run", "--run-id", "r1", script, cwd=tmp_path)
+    report = [line for line in result.stderr.splitlines() if line.startswith("dtrain: ")]
+    assert result.returncode == 1
+    assert "(pid " in report[0]
+    assert "raised an exception" in report[0]
+    assert "JSONDecodeError: Expecting value" in report[1]
+    assert f"{script}:3 in load" in report[2]
+    assert "runs/r1/attempt_0/0/stderr.log" in report[-1]
+    assert (tmp_path / "runs/r1/attempt_0/0/stderr.log").read_text().startswith("Traceback")
+
+
+def test_interrupt_typed_at_a_terminal_reaches_the_workers_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\nseen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+        "print('up', flush=True)\n"
+        "while not seen: time.sleep(0.01)\ntime.sleep(0.3)\nprint('interrupts:', len(seen), flush=True)"
+    )
+    main, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", "run", str(script)],
+        stdin=secondary, stdout=secondary, stderr=secondary, cwd=tmp_path, start_new_session=True,
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(secondary)
+    seen = b""
+    try:
+        while b"up" not in seen:
+            seen += os.read(main, 4096)
+        os.write(main, b"\x03")
+        while b"interrupts: " not in seen:
+            seen += os.read(main, 4096)
+        wait_until(lambda: process.poll() is not None, "dtrain has ended")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    assert b"interrupts: 1" in seen
+    assert process.returncode == 130

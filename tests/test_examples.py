@@ -1,0 +1,104 @@
+"""The examples train, and to the same losses under every launcher."""
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from testbed.processes import Result, run_program
+from testbed.require import require
+
+EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
+GPT = EXAMPLES / "train_gpt.py"
+DIGITS = EXAMPLES / "train_digits.py"
+
+# Small, and odd on purpose: 99 blocks for training and 25 for validation divide neither by the batch nor by
+# the world; 15 steps go on into a second epoch.
+TINY = shlex.split("--layers 1 --width 32 --heads 2 --block-size 32 --text-kb 4 --eval-blocks 25")
+SHORT = shlex.split("--batch-size 8 --steps 15 --warmup-steps 5 --log-every 1 --eval-every 5 --sample-length 9")
+
+# A batch that is split is summed in another order. float32 rounds at 6e-8 of a value, which 15 steps of Adam
+# do not raise to 1e-5 here; losses are printed with 4 decimals, so they may differ by one in the last.
+TOLERANCE = 1.01e-4
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MPIRUN = ["mpirun", "--oversubscribe", "-np", "2", sys.executable]
+DTRAIN = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def losses_alone(folder_alone: Path) -> dict[str, float]:
+    return _losses(_train_gpt([sys.executable], folder_alone))
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, MPIRUN, DTRAIN], ids=["torchrun", "mpirun", "dtrain"])
+def test_losses_are_those_of_one_process(launcher: list[str], losses_alone: dict[str, float], tmp_path: Path) -> None:
+    if launcher is MPIRUN:
+        require(shutil.which("mpirun"), "mpirun", "apt-get install openmpi-bin")
+    result = _train_gpt(launcher, tmp_path)
+    assert "2 workers on cpu, 4 blocks each" in result.stdout
+    assert _losses(result) == pytest.approx(losses_alone, abs=TOLERANCE, rel=0)
+
+
+def test_the_loss_falls(losses_alone: dict[str, float]) -> None:
+    assert len(losses_alone) == 15 + 3
+    assert losses_alone["15 validation"] < losses_alone["5 validation"] < losses_alone["1"] - 0.1
+
+
+@pytest.mark.usefixtures("losses_alone")
+def test_the_checkpoint_is_whole(folder_alone: Path) -> None:
+    assert os.listdir(folder_alone / "out") == ["gpt.pt"]
+    checkpoint = torch.load(folder_alone / "out" / "gpt.pt")
+    module = runpy.run_path(str(GPT))["GPT"](**checkpoint["shape"])
+    assert module.load_state_dict(checkpoint["model"])
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    result = run_program(*DTRAIN, GPT, "--batch-size", "7", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "--batch-size 7 does not divide by the 2 workers" in result.stderr
+
+
+def test_digits_are_recognised(tmp_path: Path) -> None:
+    result = _run([*DTRAIN, str(DIGITS), "--epochs", "8"], tmp_path)
+    accuracy = float(re.findall(r"test accuracy ([\d.]+)%", result.stdout)[-1])
+    assert accuracy > 95
+
+
+def test_digits_without_scikit_learn_say_what_to_install(tmp_path: Path) -> None:
+    script = "import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    result = run_program(sys.executable, "-c", script, DIGITS, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "pip install 'dtrain[examples]'" in result.stderr
+
+
+def _train_gpt(launcher: list[str], folder: Path) -> Result:
+    return _run([*launcher, str(GPT), *TINY, *SHORT, "--out", "out/gpt.pt"], folder)
+
+
+def _run(argv: list[str], folder: Path) -> Result:
+    environment: Mapping[str, str] = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    result = run_program(*argv, cwd=folder, env=environment, timeout=90)
+    assert result.returncode == 0, result
+    return result
+
+
+def _losses(result: Result) -> dict[str, float]:
+    """The printed losses by step: "3" is the training loss of step 3, "5 validation" the other."""
+    found = re.findall(r"step +(\d+)  (?:(validation) )?loss ([\d.]+)", result.stdout)
+    return {f"{step} {kind}".strip(): float(loss) for step, kind, loss in found}

@@ -1,0 +1,228 @@
+"""What the workers write arrives whole, in the right place, as fast as the reader takes it."""
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from testbed.processes import run_dtrain, started, started_dtrain, wait_until
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_streams_stay_apart_and_lines_carry_host_and_rank(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys\nprint('to out')\nprint('to err', file=sys.stderr)")
+    result = run_dtrain("run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", path, cwd=tmp_path)
+    assert sorted(result.stdout.splitlines()) == [
+        "[sim0:0] to out", "[sim0:1] to out", "[sim1:2] to out", "[sim1:3] to out",
+    ]  # fmt: skip
+    assert sorted(result.stderr.splitlines()) == [
+        "[sim0:0] to err", "[sim0:1] to err", "[sim1:2] to err", "[sim1:3] to err",
+    ]  # fmt: skip
+
+
+def test_lines_are_live(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys, time\nprint('first')\ntime.sleep(600)")
+    with started_dtrain("run", path, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(b"first\n")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+def test_lines_of_many_workers_are_never_mixed(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import os, sys\nr = os.environ['RANK']\n"
+        "for i in range(2000):\n    sys.stdout.write(r * 40)\n    sys.stdout.write(r * 40 + '\\n')",
+    )
+    result = run_dtrain("run", "--nproc-per-node", "4", path, cwd=tmp_path)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 8000
+    assert all(re.fullmatch(r"\[.+:(\d)\] \1{80}", line) for line in lines)
+
+
+def test_any_bytes_and_unfinished_lines_survive(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys\nsys.stdout.buffer.write(b'caf\\xe9 \\xff\\x00|\\nno newline at the end')\nsys.stdout.flush()",
+    )
+    with started_dtrain("run", "--run-id", "r", path, cwd=tmp_path) as process:
+        stdout, _ = process.communicate(timeout=20)
+    assert re.fullmatch(rb"\[.+:0\] caf\xe9 \xff\x00\|\n\[.+:0\] no newline at the end\n", stdout)
+    kept = (tmp_path / "runs/r/attempt_0/0/stdout.log").read_bytes()
+    assert kept == b"caf\xe9 \xff\x00|\nno newline at the end"
+
+
+def test_progress_bars_end_in_one_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys, time\n"
+        "for i in range(50):\n    sys.stderr.write(f'\\r{i:3}%|###')\n    sys.stderr.flush()\n    time.sleep(0.002)\n"
+        "sys.stderr.write('\\n')\nprint('windows\\r')",
+    )
+    result = run_dtrain("run", path, cwd=tmp_path)
+    assert [line.partition("] ")[2] for line in result.stderr.splitlines()] == [" 49%|###"]
+    assert result.stdout.rstrip("\n").endswith("] windows")
+
+
+def test_only_rank_shows_some_and_keeps_all(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nprint(os.environ['RANK'])")
+    result = run_dtrain("run", "--nproc-per-node", "3", "--only-rank", "0,2", "--run-id", "r", path, cwd=tmp_path)
+    assert sorted(line[-1] for line in result.stdout.splitlines()) == ["0", "2"]
+    assert (tmp_path / "runs/r/attempt_0/1/stdout.log").read_text() == "1\n"
+
+
+def test_flood_to_a_stopped_reader_grows_no_process(tmp_path: Path) -> None:
+    """A worker writes without end and nobody reads: it waits, and every process of dtrain stays under 100 MB."""
+    path = script(tmp_path, "import sys\nline = 'x' * 99 + '\\n'\nwhile True: sys.stdout.write(line * 1000)")
+    with started_dtrain("run", "--log-dir", tmp_path / "logs", path, cwd=tmp_path) as process:
+        everyone = psutil.Process(process.pid)
+
+        def written() -> int:
+            return sum(p.io_counters().write_chars for p in everyone.children(recursive=True))
+
+        wait_until(lambda: written() > 4 << 20, "the worker writes")
+        wait_until(lambda: _settled(written), "the worker waits for its reader", timeout=20)
+        peaks = [p.memory_info().rss >> 20 for p in [everyone, *everyone.children(recursive=True)]]
+        assert max(peaks) < 100, peaks
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) == 130  # though its console is still stuck
+
+
+def _settled(count: "object") -> bool:
+    assert callable(count)
+    before = count()
+    time.sleep(0.3)
+    return bool(count() == before)
+
+
+def test_a_gigabyte_passes_without_growing_anything(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys\nblock = ('x' * 99 + '\\n') * 10000\nfor _ in range(300): sys.stdout.write(block)")
+    argv = [sys.executable, "-m", "launcher", "run", "--log-dir", str(tmp_path / "logs"), str(path)]
+    peak = 0
+    with open(os.devnull, "wb") as sink, started(*argv, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        everyone = psutil.Process(process.pid)
+        received = 0
+        while block := process.stdout.read(1 << 20):
+            received += len(block)
+            sink.write(block)
+            for p in [everyone, *everyone.children(recursive=True)]:
+                try:
+                    peak = max(peak, p.memory_info().rss >> 20)
+                except psutil.Error:
+                    continue
+        process.wait(timeout=20)
+    assert received > 300_000_000
+    assert 5 < peak < 100
+    (tmp_path / "logs").rename(tmp_path / "seen")
+
+
+def test_closed_stdout_does_not_end_the_run(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import time\nfor i in range(20):\n    print(i)\n    time.sleep(0.02)\nopen('finished', 'w').close()",
+    )
+    with started_dtrain("run", "--run-id", "r", path, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        assert process.wait(timeout=20) == 0
+    assert (tmp_path / "finished").exists()
+    assert said.count("stdout is closed") == 1
+    assert (tmp_path / "runs/r/attempt_0/0/stdout.log").read_text().splitlines()[-1] == "19"
+
+
+def test_log_folder_that_cannot_be_written_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = script(tmp_path, "print('trained')")
+    result = run_dtrain("run", "--nproc-per-node", "3", "--log-dir", "file", path, cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout.count("trained") == 3
+    assert result.stderr.count("cannot be written") == 1
+    assert "--log-dir" in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
+def test_full_disk_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/r/attempt_0/0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").symlink_to("/dev/full")
+    path = script(tmp_path, "for i in range(100): print('trained', i)")
+    result = run_dtrain("run", "--run-id", "r", path, cwd=tmp_path)
+    assert result.returncode == 0
+    assert "trained 99" in result.stdout
+    assert result.stderr.count("No space left on device") == 1
+
+
+def terminal_run(folder: Path, *argv: str, until: bytes = b"") -> bytes:
+    """Run dtrain on a terminal of its own and return all that the terminal was sent."""
+    main, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", "run", *argv],
+        stdin=secondary, stdout=secondary, stderr=secondary, cwd=folder, start_new_session=True,
+    )  # fmt: skip
+    os.close(secondary)
+    seen = b""
+    try:
+        while True:
+            try:
+                block = os.read(main, 4096)
+            except OSError:  # the last holder of the terminal has gone
+                break
+            if not block:
+                break
+            seen += block
+        process.wait(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    return seen
+
+
+def test_terminal_shows_progress_colours_and_redrawn_bars(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys, time\nprint('plain')\n"
+        "for i in range(0, 101, 10):\n    sys.stderr.write(f'\\r{i:3}%')\n    sys.stderr.flush()\n    time.sleep(0.05)\n"
+        "sys.stderr.write('\\n')",
+    )
+    seen = terminal_run(tmp_path, "--simulate", "--nnodes", "2", "--nproc-per-node", "1", str(path))
+    assert re.search(rb"\x1b\[36m\[sim0:0\]\x1b\[0m plain\r\n", seen)
+    redrawn = re.findall(rb"\r\x1b\[K[^\n]*?(\d+)%", seen)
+    assert len(set(redrawn)) >= 3
+    assert re.search(rb"\[sim0:0\]\x1b\[0m 100%\r\n", seen)
+    assert seen.endswith((b"\n", b"\r\x1b[K"))  # no status line stays behind
+
+
+def test_terminal_shows_how_many_hosts_are_ready(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = tmp_path / "ssh_config"
+        config.write_text(f"Host slow\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
+        path = script(tmp_path, "")
+        options = ["--ssh-config", str(config), "--hosts", "slow,localhost", "--start-timeout-s", "1.5"]
+        seen = terminal_run(tmp_path, *options, str(path))
+    assert b"dtrain: 1 of 2 hosts ready; waiting for slow" in seen
+    assert b"slow: was not reached within 1.5 s" in seen or b"does not answer" in seen
+
+
+def test_quiet_says_nothing_of_its_own(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('x')")
+    seen = terminal_run(tmp_path, "--quiet", str(path))
+    assert b"dtrain" not in seen
+    assert b"hosts ready" not in seen

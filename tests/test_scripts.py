@@ -1,0 +1,36 @@
+"""The entry scripts parse, can be run, and find a real interpreter; what they do shows in every CI run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", "scripts/venv.sh", ".ci/run"])
+def test_scripts_are_valid_bash(script: str) -> None:
+    parsed = subprocess.run(["bash", "-n", ROOT / script], capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+    assert os.access(ROOT / script, os.X_OK) or script.endswith(".sh")
+
+
+def test_the_interpreter_found_is_no_virtual_environment_and_no_shim() -> None:
+    found = _venv_sh("find_python venv", PYTHON=sys.executable)
+    assert found.returncode == 0, found
+    check = "import sys; print(sys.prefix == sys.base_prefix, sys.executable)"
+    really = subprocess.run([found.stdout.strip(), "-c", check], capture_output=True, text=True, check=True)
+    assert really.stdout == f"True {found.stdout}"
+
+
+def test_an_unsuitable_interpreter_is_named() -> None:
+    refused = _venv_sh("python_for_venv", PYTHON="/nowhere/python3")
+    assert refused.returncode == 1
+    assert "PYTHON=/nowhere/python3 is not a Python from 3.10 on" in refused.stderr
+
+
+def _venv_sh(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = ["bash", "-c", f"set -euo pipefail; . scripts/venv.sh; {command}"]
+    return subprocess.run(argv, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)

@@ -1,0 +1,80 @@
+"""The test bed itself: what it promises to find, it finds."""
+
+import subprocess
+import sys
+import uuid
+
+import psutil
+import pytest
+from testbed.processes import MARK, everyone, kill, left_behind, run_program, wait_until
+from testbed.require import require
+from testbed.sshd import SshHosts
+
+
+def _ssh(hosts: SshHosts, *command: str) -> subprocess.CompletedProcess[str]:
+    argv = ["ssh", "-F", str(hosts.ssh_config), *command]
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+
+
+def test_a_process_that_left_its_parent_and_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    before = everyone()
+    subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"], check=True)
+    (left,) = left_behind(before, {mark})
+    wait_until(lambda: left.cmdline() == ["sleep", "60"] and left.parent() != psutil.Process(), "it is a stray")
+    assert left_behind(before, {mark}) == [left]
+    kill([left])
+    assert left_behind(before, {mark}) == []
+
+
+def test_a_timeout_kills_the_whole_tree_and_keeps_the_output() -> None:
+    script = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    result = run_program(sys.executable, "-c", script, timeout=1)
+    assert result.timed_out
+    assert result.stdout == "begun\n"
+    assert result.wall_s < 5
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_a_missing_part_skips_at_home_and_fails_in_ci(
+    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="a lathe is missing; buy one"):
+        require(None, "a lathe", "buy one")
+    require("/usr/bin/lathe", "a lathe", "buy one")
+
+
+def test_ssh_hosts_are_hosts_of_their_own(ssh_hosts: SshHosts) -> None:
+    for i, name in enumerate(ssh_hosts.names, 1):
+        session = _ssh(ssh_hosts, name, "echo $HOME ${SSH_CONNECTION}")
+        home, _, _, address, port = session.stdout.split()
+        assert home.endswith(f"/{name}/home"), session
+        assert (address, port) == (ssh_hosts.address(i), str(ssh_hosts.port))
+
+
+def test_a_stopped_host_takes_everything_with_it_and_comes_back(ssh_hosts: SshHosts) -> None:
+    before = everyone()
+    assert _ssh(ssh_hosts, "node2", "setsid sleep 60 >/dev/null 2>&1 &").returncode == 0
+    assert left_behind(before, {ssh_hosts.mark}, ssh_hosts.pids)
+    ssh_hosts.stop(2)
+    assert not left_behind(before, {ssh_hosts.mark}, ssh_hosts.pids)
+    assert _ssh(ssh_hosts, "node2", "true").returncode == 255
+    ssh_hosts.start(2)
+    assert _ssh(ssh_hosts, "node2", "true").returncode == 0
+
+
+def test_hosts_refuse_a_changed_key_an_unknown_host_and_wrong_keys(ssh_hosts: SshHosts) -> None:
+    ssh_hosts.change_host_key(3)
+    assert "HOST IDENTIFICATION HAS CHANGED" in _ssh(ssh_hosts, "node3", "true").stderr
+    configs = (
+        ssh_hosts.config("unknown", unknown=[1]),
+        ssh_hosts.config("wrong", identity=ssh_hosts.wrong_identity),
+        ssh_hosts.config("locked", identity=ssh_hosts.locked_identity),
+    )
+    for config in configs:
+        refused = subprocess.run(["ssh", "-F", config, "node1", "true"], capture_output=True, text=True, timeout=30)
+        assert refused.returncode == 255, config
+    ssh_hosts.reset()
+    assert _ssh(ssh_hosts, "node3", "true").returncode == 0

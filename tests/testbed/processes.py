@@ -1,0 +1,209 @@
+"""Runs `dtrain` as a real process and finds whatever a test left running.
+
+Every test runs under a mark of its own, an environment variable that all its descendants inherit, even those
+that changed their parent, group or session. SSH sessions inherit nothing: `testbed.sshd` gives them a mark.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "DTRAIN_TEST_MARK"
+TIMED_OUT = 124  # as timeout(1) has it
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a finished `dtrain` ended. Bytes that are no UTF-8 read as `\\xNN` in the output."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    wall_s: float
+
+    @property
+    def timed_out(self) -> bool:
+        return self.returncode == TIMED_OUT
+
+
+def run_dtrain(
+    *args: str | Path,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: str | None = None,
+    timeout: float = 60,
+) -> Result:
+    """Run `dtrain ARGS` to its end, in a session of its own, as `run_program` does."""
+    return run_program(sys.executable, "-m", "launcher", *args, env=env, cwd=cwd, stdin=stdin, timeout=timeout)
+
+
+def run_program(
+    *argv: str | Path,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: str | None = None,
+    timeout: float = 60,
+) -> Result:
+    """Run a program to its end, in a session of its own; after `timeout` seconds kill its tree.
+
+    `env` is laid over this process's environment, a None in it removes the name. A program that had to be
+    killed has the return code `TIMED_OUT` and what it printed until then.
+    """
+    began = time.monotonic()
+    with started(*argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE) as process:
+        data = None if stdin is None else stdin.encode()
+        try:
+            out, err = process.communicate(data, timeout=timeout)
+            returncode = process.returncode
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            out, err = _drain(process)
+            returncode = TIMED_OUT
+    wall_s = time.monotonic() - began
+    return Result(returncode, _text(out), _text(err), wall_s)
+
+
+@contextlib.contextmanager
+def started_dtrain(
+    *args: str | Path,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a running `dtrain ARGS`, for tests that signal it or read it live; see `started`."""
+    with started(sys.executable, "-m", "launcher", *args, env=env, cwd=cwd, stdin=stdin) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(
+    *argv: str | Path,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a running program with its output in pipes; kill its tree if it still runs at the end."""
+    with subprocess.Popen(
+        [os.fspath(arg) for arg in argv],
+        env=_environment(env or {}),
+        cwd=cwd,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                kill_tree(process.pid)
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 10) -> None:
+    """Poll `condition` until it is truthy; raise TimeoutError naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:g} s: {what}")
+        time.sleep(0.02)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and everything under it now. What has left the tree is for `left_behind` to find."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        kill([*root.children(recursive=True), root])
+
+
+def kill(processes: Collection[psutil.Process]) -> None:
+    """Kill processes and wait until they run no more. psutil compares start times: a reused pid is spared."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until(lambda: not any(_runs(process) for process in processes), "killed processes are gone", timeout=5)
+
+
+def everyone() -> set[psutil.Process]:
+    """All processes there are, each known by pid and start time."""
+    processes = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.add(psutil.Process(pid))
+    return processes
+
+
+def left_behind(
+    before: Collection[psutil.Process], marks: Collection[str], servers: Collection[int] = ()
+) -> list[psutil.Process]:
+    """The live processes that were not there `before` and that carry a mark, are children of this process,
+    or run under one of the `servers` (pids, themselves never counted)."""
+    return [p for p in everyone().difference(before) if p.pid not in servers and _is_ours(p, marks, servers)]
+
+
+def marked(marks: Collection[str], **also: str) -> list[psutil.Process]:
+    """The processes whose environment holds one of the marks and every NAME=VALUE of `also`."""
+    return [p for p in everyone() if _carries(p, marks, also)]
+
+
+def describe(process: psutil.Process) -> str:
+    """A process as a line of a failure message."""
+    try:
+        return f"pid {process.pid} ({process.status()}, parent {process.ppid()}): {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"pid {process.pid}: just ended"
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        # A zombie has ended; when its parent, often pid 1, removes the entry is not ours to wait for.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_ours(process: psutil.Process, marks: Collection[str], servers: Collection[int]) -> bool:
+    try:
+        if not _runs(process):
+            return False
+        if process.ppid() == os.getpid() or _carries(process, marks, {}):
+            return True
+        return any(parent.pid in servers for parent in process.parents())
+    except psutil.Error:
+        return False
+
+
+def _carries(process: psutil.Process, marks: Collection[str], also: Mapping[str, str]) -> bool:
+    try:
+        environment = process.environ()
+        for _ in range(3):
+            if environment:
+                break
+            time.sleep(0.001)  # in the middle of an exec a process has none for a moment
+            environment = process.environ()
+    except (psutil.Error, OSError):
+        return False  # gone, or another user's
+    return environment.get(MARK) in marks and all(environment.get(k) == v for k, v in also.items())
+
+
+def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    merged = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    # A stray that left the tree may hold the pipes open for ever.
+    try:
+        return process.communicate(timeout=2)
+    except subprocess.TimeoutExpired as late:
+        return late.output or b"", late.stderr or b""
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")

@@ -1,0 +1,315 @@
+"""Real SSH hosts on loopback: one user-level sshd each on 127.0.0.2, 127.0.0.3, ... on one high port.
+
+Keys, known_hosts, client configuration and a home for every host lie in one folder; nothing in /etc or ~/.ssh
+is read or written. Linux only: other systems answer on 127.0.0.1 alone.
+"""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from testbed.processes import MARK, kill, marked, wait_until
+
+HOST = "DTRAIN_TEST_HOST"
+PASSPHRASE = "correct horse"
+
+SSHD_CONFIG = """\
+ListenAddress {address}:{port}
+HostKey {folder}/host_key
+PidFile none
+AuthorizedKeysFile {authorized_keys}
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+UseDNS no
+X11Forwarding no
+PrintMotd no
+PrintLastLog no
+MaxStartups 100:30:200
+MaxSessions 100
+Subsystem sftp internal-sftp
+SetEnv {environment}
+"""
+
+# No StrictHostKeyChecking here: what happens to an unknown host is the default of the program under test.
+SSH_CONFIG = """\
+Host {name}
+  HostName {address}
+  Port {port}
+  User {user}
+  IdentityFile {identity}
+  IdentitiesOnly yes
+  UserKnownHostsFile {known_hosts}
+  GlobalKnownHostsFile /dev/null
+  BatchMode yes
+  ConnectTimeout 5
+"""
+
+
+def find_sshd() -> str | None:
+    """The path of sshd (absolute, as sshd itself demands), or None; /usr/sbin is not on every user's PATH."""
+    return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+class SshHosts:
+    """Hosts node1 ... nodeN, numbered from 1. They run inside the `with` block, and nothing of them after it.
+
+    Sessions get an empty HOME of their own (so that no slow .bashrc is read), the mark by which what they
+    leave behind is found, their host's name in DTRAIN_TEST_HOST, and `env`.
+    """
+
+    def __init__(self, folder: Path, *, count: int = 4, env: Mapping[str, str] | None = None) -> None:
+        sshd = find_sshd()
+        if sshd is None:
+            raise FileNotFoundError("no sshd on this machine: apt-get install openssh-server")
+        self.names = tuple(f"node{i + 1}" for i in range(count))
+        self.mark = os.environ.get(MARK) or uuid.uuid4().hex
+        self.folder = folder
+        self.port = 0
+        self._sshd = sshd
+        self._env = dict(env or {})
+        self._keys = {i: Ed25519PrivateKey.generate() for i in self._numbers()}
+        self._changed: set[int] = set()
+        self._listeners: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def ssh_config(self) -> Path:
+        """The client configuration, as for `ssh -F`: the right key, all hosts known."""
+        return self.folder / "ssh_config"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.folder / "known_hosts"
+
+    @property
+    def identity(self) -> Path:
+        """The client key that every host accepts."""
+        return self.folder / "id_ed25519"
+
+    @cached_property
+    def wrong_identity(self) -> Path:
+        """A client key that no host accepts."""
+        return _write_key(self.folder / "id_wrong", Ed25519PrivateKey.generate())
+
+    @cached_property
+    def locked_identity(self) -> Path:
+        """A client key that every host accepts, locked with `PASSPHRASE`."""
+        key = Ed25519PrivateKey.generate()
+        with (self.folder / "authorized_keys").open("a") as accepted:
+            accepted.write(f"{_public(key)} locked\n")
+        return _write_key(self.folder / "id_locked", key, BestAvailableEncryption(PASSPHRASE.encode()))
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The listening sshd processes."""
+        return frozenset(process.pid for process in self._listeners.values())
+
+    def config(self, name: str, *, identity: Path | None = None, unknown: Collection[int] = ()) -> Path:
+        """Write one more client configuration: with another key, or with some hosts not in known_hosts."""
+        known_hosts = self.known_hosts
+        if unknown:
+            known_hosts = self.folder / f"{name}.known_hosts"
+            self._write_known_hosts(known_hosts, without=unknown)
+        return self._write_ssh_config(self.folder / name, identity or self.identity, known_hosts)
+
+    def address(self, i: int) -> str:
+        return f"127.0.0.{i + 1}"
+
+    def log(self, i: int) -> str:
+        """What the sshd of host i has said so far."""
+        return (self._host_folder(i) / "sshd.log").read_text(errors="replace")
+
+    def start(self, i: int) -> None:
+        """Start host i unless it runs; return when it listens."""
+        self._launch(i)
+        self._await(i)
+
+    def stop(self, i: int) -> None:
+        """Kill host i as a crash would: its sshd, every session, and what those started, wherever it went."""
+        listener = self._listeners.pop(i, None)
+        if listener is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(listener.pid)
+            below = root.children(recursive=True)
+            kill([root])  # first, so that no new session begins
+            kill(below)
+        listener.wait()
+        # What the sessions started may have left the tree, and may fork while it is looked for.
+        wait_until(lambda: not self._kill_marked(i), f"{self.names[i - 1]} is dead")
+
+    def change_host_key(self, i: int) -> None:
+        """Give host i a key that is not the one in known_hosts, as a reinstalled machine has."""
+        self._changed.add(i)
+        self._restart_with_key(i, Ed25519PrivateKey.generate())
+
+    def reset(self) -> None:
+        """Undo what a test did: all hosts run, with the keys and files that they began with."""
+        self._write_client_files()
+        for i in self._numbers():
+            if i in self._changed:
+                self._restart_with_key(i, self._keys[i])
+                self._changed.remove(i)
+            self._launch(i)
+        for i in self._numbers():
+            self._await(i)
+
+    def __enter__(self) -> "SshHosts":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # root's sshd refuses to start without it
+        client = Ed25519PrivateKey.generate()
+        _write_key(self.identity, client)
+        (self.folder / "authorized_keys").write_text(f"{_public(client)} client\n")
+        self.port = _free_port([self.address(i) for i in self._numbers()])
+        try:
+            for i in self._numbers():
+                self._write_host(i)
+            self.reset()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all hosts. The files stay: they belong to the owner of the folder."""
+        with contextlib.ExitStack() as stack:  # one host that will not stop must not keep the others alive
+            for i in tuple(self._listeners):
+                stack.callback(self.stop, i)
+
+    def _numbers(self) -> range:
+        return range(1, len(self.names) + 1)
+
+    def _host_folder(self, i: int) -> Path:
+        return self.folder / self.names[i - 1]
+
+    def _write_host(self, i: int) -> None:
+        folder = self._host_folder(i)
+        (folder / "home").mkdir(parents=True)
+        _write_key(folder / "host_key", self._keys[i])
+        environment = {"HOME": str(folder / "home"), MARK: self.mark, HOST: self.names[i - 1], **self._env}
+        config = SSHD_CONFIG.format(
+            address=self.address(i),
+            port=self.port,
+            folder=folder,
+            authorized_keys=self.folder / "authorized_keys",
+            environment=" ".join(f'"{name}={value}"' for name, value in environment.items()),
+        )
+        (folder / "sshd_config").write_text(config + self._penalties)
+
+    @cached_property
+    def _penalties(self) -> str:
+        # From 9.8 on sshd shuts out an address whose logins fail; here all clients have the same one.
+        # Older ones refuse to start when they are told of it.
+        probe = [self._sshd, "-T", "-f", "/dev/null", "-h", str(self._host_folder(1) / "host_key")]
+        known = subprocess.run([*probe, "-o", "PerSourcePenalties=no"], capture_output=True).returncode == 0
+        return "PerSourcePenalties no\n" if known else ""
+
+    def _write_client_files(self) -> None:
+        self._write_known_hosts(self.known_hosts)
+        self._write_ssh_config(self.ssh_config, self.identity, self.known_hosts)
+
+    def _write_known_hosts(self, path: Path, *, without: Collection[int] = ()) -> None:
+        known = (i for i in self._numbers() if i not in without)
+        path.write_text("".join(f"[{self.address(i)}]:{self.port} {_public(self._keys[i])}\n" for i in known))
+
+    def _write_ssh_config(self, path: Path, identity: Path, known_hosts: Path) -> Path:
+        hosts = (
+            SSH_CONFIG.format(
+                name=self.names[i - 1],
+                address=self.address(i),
+                port=self.port,
+                user=getpass.getuser(),
+                identity=identity,
+                known_hosts=known_hosts,
+            )
+            for i in self._numbers()
+        )
+        path.write_text("".join(hosts))
+        return path
+
+    def _restart_with_key(self, i: int, key: Ed25519PrivateKey) -> None:
+        self.stop(i)
+        _write_key(self._host_folder(i) / "host_key", key)
+        self.start(i)
+
+    def _launch(self, i: int) -> None:
+        listener = self._listeners.get(i)
+        if listener is not None and listener.poll() is None:
+            return
+        folder = self._host_folder(i)
+        argv = [self._sshd, "-D", "-e", "-f", str(folder / "sshd_config")]
+        with (folder / "sshd.log").open("wb") as log:
+            self._listeners[i] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _await(self, i: int) -> None:
+        # The log, not a connection: that would leave a session behind for a moment.
+        def listens() -> bool:
+            if (status := self._listeners[i].poll()) is not None:
+                raise ChildProcessError(f"sshd of {self.names[i - 1]} ended with {status}: {self.log(i)}")
+            return "Server listening on" in self.log(i)
+
+        wait_until(listens, f"sshd of {self.names[i - 1]} listens on {self.address(i)}:{self.port}")
+
+    def _kill_marked(self, i: int) -> int:
+        found = marked({self.mark}, **{HOST: self.names[i - 1]})
+        kill(found)
+        return len(found)
+
+
+def _free_port(addresses: Collection[str]) -> int:
+    """A port that is free on all the addresses, below the range that the kernel hands out."""
+    first = 22000 + time.monotonic_ns() % 8000  # another test run beside this one looks elsewhere first
+    for port in range(first, first + 1000):
+        with contextlib.ExitStack() as stack:
+            try:
+                for address in addresses:
+                    stack.enter_context(socket.socket()).bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {first} to {first + 999} is free on all of {', '.join(addresses)}")
+
+
+def _write_key(path: Path, key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> Path:
+    path.touch(mode=0o600)
+    path.write_bytes(_private(key, lock))
+    path.with_name(f"{path.name}.pub").write_text(f"{_public(key)}\n")
+    return path
+
+
+def _private(key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, lock or NoEncryption())
+
+
+def _public(key: Ed25519PrivateKey) -> str:
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
