@@ -59,10 +59,16 @@ def main() -> None:
     mark, guard = os.urandom(16).hex(), os.getpid()
     guarded = os.fork()
     if guarded:
-        sys.exit(_guard(guarded, mark))
+        os._exit(_guard(guarded, mark))  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(guard, signal.SIGTERM)  # without its guard it stops in good order
-    sys.exit(Agent(mark).run())
+    status = 1
+    try:
+        status = Agent(mark).run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
 
 
 def _guard(agent: int, mark: str) -> int:

@@ -159,21 +159,25 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     Options of dtrain come before SCRIPT; everything after it is the script's. Every option that shows an environment
     variable can also be set by it, or in dtrain.toml or [tool.dtrain] of pyproject.toml.
     """
+    from launcher.transport import start_local_agents
+
+    spec = _spec(command, options)
+    _check_here(spec)
+    opened = start_local_agents(spec)
+
     from launcher.console import Console
     from launcher.controller import Controller
     from launcher.logfiles import LogFiles
     from launcher.output import OutputThread
     from launcher.report import report
 
-    spec = _spec(command, options)
-    _check_here(spec)
     console = Console()
     folder = spec.log_dir / spec.run_id
     logs = LogFiles(folder, lambda reason: console.say(reason))
     output = OutputThread(console, logs, only_ranks=_ranks(options["only_rank"]))
     output.start()
     talk = _Talk(quiet=options["quiet"], verbose=options["verbose"])
-    controller = Controller(spec, output, output.show_status if talk.progress else lambda _: None)
+    controller = Controller(spec, output, output.show_status if talk.progress else lambda _: None, opened)
     try:
         outcome = controller.run()
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -146,7 +145,7 @@ class Console:
         """Replace the terminal's last line."""
         if not self._terminal[2] or text == self._bottom:
             return
-        width = shutil.get_terminal_size().columns
+        width = os.get_terminal_size(self._fds[2]).columns or 80
         shown = text.decode("utf-8", "replace")
         if not self._coloured[2] and len(shown) >= width:
             shown = shown[: width - 1]

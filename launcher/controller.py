@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from launcher.errors import DtrainError, HostError, ProtocolError
@@ -33,8 +33,15 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 class Controller:
     """Runs one job from the first connection to the outcome."""
 
-    def __init__(self, spec: JobSpec, output: OutputThread, show_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        output: OutputThread,
+        show_progress: Callable[[str], None],
+        opened: Mapping[str, Stream],
+    ) -> None:
         self._spec = spec
+        self._opened = opened
         self._output = output
         self._show_progress = show_progress
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -52,7 +59,8 @@ class Controller:
         with self._signals():
             try:
                 for host in self._spec.hosts:
-                    link = _Link(host, self._spec, self._events, self._output, limit, deadline)
+                    link = _Link(host, self._spec, self._events, self._output)
+                    link.open(self._opened.get(host.name), limit, deadline)
                     self._links[host.name] = link
                 return self._loop()
             finally:
@@ -132,21 +140,26 @@ class _Link:
         spec: JobSpec,
         events: queue.SimpleQueue[Event],
         output: OutputThread,
-        limit: threading.BoundedSemaphore,
-        deadline: float,
     ) -> None:
         self.host = host
         self.waiting = False  # the reader waits for the output
         self._spec = spec
         self._events = events
         self._output = output
-        self._limit = limit
-        self._deadline = deadline
         self._stream: Stream | None = None  # set once, by the reader
         self._closed = False
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name=f"read {host.name}", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"write {host.name}", daemon=True)
+
+    def open(self, opened: Stream | None, limit: threading.BoundedSemaphore, deadline: float) -> None:
+        """Read from the stream in a thread of its own, which first connects unless the stream is `opened`."""
+
+        def connect_and_read() -> None:
+            stream = opened or self._connect(limit, deadline)
+            if stream is not None:
+                self._read(stream)
+
+        self._reader = threading.Thread(target=connect_and_read, name=f"read {self.host.name}", daemon=True)
         self._reader.start()
 
     def tell(self, data: bytes) -> None:
@@ -169,19 +182,19 @@ class _Link:
 
     # ---- in the reader's thread ----
 
-    def _read(self) -> None:
+    def _connect(self, limit: threading.BoundedSemaphore, deadline: float) -> Stream | None:
         try:
-            with self._limit:
-                stream = connect(self.host, self._spec, self._deadline)
+            with limit:
+                return connect(self.host, self._spec, deadline)
         except HostError as error:
             self._events.put(Lost(self.host.name, error.reason))
-            return
         except DtrainError as error:
             self._events.put(Lost(self.host.name, str(error)))
-            return
-        except OSError as error:
-            self._events.put(Lost(self.host.name, f"{error.filename or 'the agent'}: {error.strerror}"))
-            return
+        except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
+            self._events.put(Lost(self.host.name, f"{type(error).__name__}: {error}"))
+        return None
+
+    def _read(self, stream: Stream) -> None:
         self._stream = stream
         self._writer.start()
         self._events.put(Connected(self.host.name, stream.our_address))

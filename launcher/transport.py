@@ -11,10 +11,11 @@ import subprocess
 import threading
 from typing import Protocol
 
+from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import JobSpec
 
-__all__ = ["LocalStream", "Stream", "agent_command", "connect"]
+__all__ = ["LocalStream", "Stream", "connect", "start_local_agents"]
 
 
 class Stream(Protocol):
@@ -38,17 +39,25 @@ class Stream(Protocol):
         """
 
 
-def agent_command(python: str) -> list[str]:
-    return [python, "-m", "launcher.agent"]
-
-
 def connect(host: Host, spec: JobSpec, deadline: float) -> Stream:
     """Open the stream to a host before `deadline` (monotonic). Blocks. Raises HostError."""
     if host.kind is HostKind.SSH:
         from launcher.ssh import connect_ssh  # paramiko takes 0.2 s to import
 
-        return connect_ssh(host, spec.ssh, agent_command(spec.python), deadline)
-    return LocalStream(agent_command(spec.python))
+        return connect_ssh(host, spec.ssh, _agent_command(spec), deadline)
+    return LocalStream(_agent_command(spec))
+
+
+def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
+    """Open the streams to the hosts that are on this machine, by host name, without waiting for their agents.
+
+    Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
+    """
+    return {host.name: LocalStream(_agent_command(spec)) for host in spec.hosts if host.kind is not HostKind.SSH}
+
+
+def _agent_command(spec: JobSpec) -> list[str]:
+    return [spec.python, "-m", "launcher.agent"]
 
 
 class LocalStream:
@@ -59,15 +68,19 @@ class LocalStream:
     def __init__(self, command: list[str]) -> None:
         # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
         # folder: a `launcher` package of the user's working directory must not be taken for ours.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            start_new_session=True,
-            bufsize=0,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            reason = f"cannot run {command[0]}: {error.strerror}; name the Python that has dtrain with --python"
+            raise HostError("this machine", reason) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
