@@ -8,19 +8,19 @@ run when the agent dies, whatever killed it, and ends them.
 
 from __future__ import annotations
 
-import errno
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from launcher import __version__, devices, processes
 from launcher.errors import DtrainError, ProtocolError, UsageError
+from launcher.guard import MARK, guard, reap
+from launcher.outbox import Outbox
 from launcher.protocol import (
     PREAMBLE,
     PROTOCOL,
@@ -46,22 +46,20 @@ from launcher.protocol import (
 from launcher.rendezvous import Rendezvous
 from launcher.worker import Worker
 
-MARK = "DTRAIN_AGENT"  # in the environment of every process of the run on this host
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 HEARTBEAT_S = 5.0
 READ_BYTES = 1 << 16
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
-HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
 
 
 def main() -> None:
     processes.adopt_orphans()
-    mark, guard = os.urandom(16).hex(), os.getpid()
+    mark, parent = os.urandom(16).hex(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(_guard(guarded, mark))  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(guard(guarded, mark))  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
-    processes.die_with_parent(guard, signal.SIGTERM)  # without its guard it stops in good order
+    processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     status = 1
     try:
         status = Agent(mark).run()
@@ -69,40 +67,6 @@ def main() -> None:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
-
-
-def _guard(agent: int, mark: str) -> int:
-    """Wait for the agent, then end whatever of the run is still there; return the agent's status."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):  # the controller must see the agent's end, not wait for ours
-        os.dup2(nothing, stream)
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
-    status = None
-    while status is None:
-        pid, wait_status = os.waitpid(-1, 0)
-        if pid == agent:
-            status = os.waitstatus_to_exitcode(wait_status)
-    if status == 0:
-        return 0
-    sweep = processes.Sweep(lambda: processes.related(ancestor=os.getpid(), mark=f"{MARK}={mark}"), grace_s=0)
-    while not sweep.step():
-        time.sleep(sweep.pause_s)
-        _reap()
-    return status if status > 0 else 128 - status
-
-
-def _reap() -> dict[int, int]:
-    """Collect every child that has ended: pid -> wait status."""
-    ended: dict[int, int] = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended[pid] = status
 
 
 def _executable(program: str, workdir: Path) -> bool:
@@ -120,10 +84,8 @@ class Agent:
         self._mark = mark
         self._selector = selectors.DefaultSelector()
         self._decoder = Decoder()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
+        self._outbox = Outbox(1, self._selector, self._hold)
         self._holding = False  # workers' pipes are not read at the moment
-        self._deaf = False  # the controller is gone: nothing more is sent
         self._prepared: Prepare | None = None
         self._workers: dict[int, Worker] = {}
         self._store: Rendezvous | None = None
@@ -154,7 +116,7 @@ class Agent:
             signal.signal(signal.SIGHUP, lambda *_: None)
         self._watch(0, self._read_controller)
         self._watch(wake_read, lambda: self._children_ended(wake_read))
-        self._push(PREAMBLE)
+        self._outbox.put(PREAMBLE)
         self._send(
             Hello(
                 protocol=PROTOCOL,
@@ -170,7 +132,7 @@ class Agent:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._on_time()
-            self._flush(5.0)
+            self._outbox.flush(5.0)
         finally:
             self._remove_files()
         return 0 if self._sweep is not None and not self._sweep.left else 1
@@ -191,7 +153,7 @@ class Agent:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
-            if not self._unsent:  # otherwise the controller does not read, and what is unsent says that we live
+            if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
                 self._send(Heartbeat(time=now))
         if self._terminated:
             self._stop(signal.SIGTERM, self._grace_s)
@@ -224,10 +186,7 @@ class Agent:
             return
         if not data:
             self._selector.unregister(0)
-            self._deaf = True
-            self._unsent.clear()
-            self._unsent_bytes = 0
-            self._hold(False)
+            self._outbox.close()
             self._stop(signal.SIGTERM, self._grace_s)
             return
         try:
@@ -251,47 +210,7 @@ class Agent:
             self._stop(message.signum, message.grace_s)
 
     def _send(self, message: Report) -> None:
-        self._push(encode(message))
-
-    def _push(self, data: bytes) -> None:
-        if self._deaf:
-            return
-        if not self._unsent:
-            self._selector.register(1, selectors.EVENT_WRITE, self._write_controller)
-        self._unsent.append(memoryview(data))
-        self._unsent_bytes += len(data)
-        self._write_controller()
-        if self._unsent_bytes > HOLD_BYTES:
-            self._hold(True)
-
-    def _write_controller(self) -> None:
-        try:
-            while self._unsent:
-                written = os.write(1, self._unsent[0])
-                self._unsent_bytes -= written
-                if written < len(self._unsent[0]):
-                    self._unsent[0] = self._unsent[0][written:]
-                    break
-                self._unsent.popleft()
-        except BlockingIOError:
-            pass  # full: the selector says when to go on
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-                raise
-            self._deaf = True  # its end of our input follows, and stops us
-            self._unsent.clear()
-            self._unsent_bytes = 0
-        if not self._unsent and 1 in self._selector.get_map():
-            self._selector.unregister(1)
-        if self._unsent_bytes < HOLD_BYTES // 2:
-            self._hold(False)
-
-    def _flush(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while self._unsent and time.monotonic() < deadline:
-            for key, _ in self._selector.select(0.05):
-                if key.fd == 1:
-                    self._write_controller()
+        self._outbox.put(encode(message))
 
     def _hold(self, hold: bool) -> None:
         """Stop or go on reading what the workers write."""
@@ -441,7 +360,7 @@ class Agent:
             os.read(wake_read, READ_BYTES)
         except BlockingIOError:
             return
-        ended = _reap()
+        ended = reap()
         for worker in self._workers.values():
             if worker.status is None and worker.pid in ended:
                 worker.ended_with(ended[worker.pid])
@@ -459,7 +378,7 @@ class Agent:
                 for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
                     if self._holding or not self._read_pipe(worker, descriptor):
                         break
-            if not self._holding or self._deaf:
+            if not self._holding or self._outbox.closed:
                 worker.reported = True
                 self._send(worker.exited())
 
@@ -476,7 +395,7 @@ class Agent:
             )
         if self._sweep is not None and self._sweep.step():
             reported = all(worker.reported for worker in self._workers.values() if worker.status is not None)
-            if reported or self._deaf:
+            if reported or self._outbox.closed:
                 left = [process.describe() for process in self._sweep.left]
                 self._send(Bye(swept=self._sweep.ended, left=left))
                 self._done = True

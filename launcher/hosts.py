@@ -42,8 +42,9 @@ def choose_hosts(listed: str | None, *, nnodes: int | None, simulate: bool) -> t
     if simulate:
         if listed:
             raise UsageError("--simulate divides this machine; it cannot be used together with --hosts")
-        parts = nnodes if nnodes is not None else 2
-        return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=parts) for part in range(parts))
+        if nnodes is None:
+            raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
+        return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=nnodes) for part in range(nnodes))
     if listed is None or not listed.strip():
         if nnodes is not None and nnodes > 1:
             raise UsageError(f"--nnodes {nnodes}, but no hosts are known. Name them: {_SOURCES}")

@@ -109,6 +109,9 @@ def _resolve(host: Host, options: SshOptions) -> Address:
     config = _read_config(options.config).lookup(host.name)
     strict = config.get("stricthostkeychecking", "ask").lower()
     known_hosts = config.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
+    for word in ("proxyjump", "proxycommand"):
+        if config.get(word, "none").lower() != "none":
+            raise HostError(host.name, f"its ssh configuration has {word}, which dtrain cannot follow yet")
     try:
         port = int(config.get("port", 22))
     except ValueError as error:

@@ -52,7 +52,8 @@ ALL_REDUCE = """\
 
 
 @pytest.mark.parametrize(
-    ("names", "address"), [("node2,node1", "127.0.0.3"), ("localhost,node1", "127.0.0."), ("node1,localhost", "127.0.0.2")]
+    ("names", "address"),
+    [("node2,node1", "127.0.0.3"), ("localhost,node1", "127.0.0."), ("node1,localhost", "127.0.0.2")],
 )
 def test_store_is_reached_on_the_first_hosts_address(
     ssh_hosts: SshHosts, tmp_path: Path, names: str, address: str
@@ -145,7 +146,12 @@ def test_locked_key_in_an_agent_works(ssh_hosts: SshHosts, script: Path, tmp_pat
     answer.chmod(0o700)
     agent_socket = tmp_path / "agent"
     with started("ssh-agent", "-D", "-a", agent_socket):
-        env = {"SSH_AUTH_SOCK": str(agent_socket), "SSH_ASKPASS": str(answer), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": ":"}
+        env = {
+            "SSH_AUTH_SOCK": str(agent_socket),
+            "SSH_ASKPASS": str(answer),
+            "SSH_ASKPASS_REQUIRE": "force",
+            "DISPLAY": ":",
+        }
         for _ in range(100):
             added = subprocess.run(
                 ["ssh-add", ssh_hosts.locked_identity], env={**os.environ, **env}, capture_output=True, check=False
@@ -193,7 +199,7 @@ def test_missing_python_there_is_named(ssh_hosts: SshHosts, script: Path) -> Non
 
 def test_python_without_dtrain_there_is_named(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    bare.write_text(f"#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I -S \"$@\"\n")
+    bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I -S "$@"\n')
     bare.chmod(0o755)
     result = run_dtrain(*on(ssh_hosts, "node1"), "--python", bare, script, cwd=script.parent)
     assert result.returncode == 1
@@ -245,6 +251,14 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(ssh_hosts: SshHo
     assert process.returncode == 1
     assert b"host node2 was lost after" in stderr
     assert b"1 worker stopped by dtrain" in stderr
+
+
+def test_jump_host_is_refused_rather_than_passed_by(ssh_hosts: SshHosts, script: Path) -> None:
+    config = ssh_hosts.folder / "jump"
+    config.write_text("Host node1\n  ProxyJump gate\n" + ssh_hosts.ssh_config.read_text())
+    result = run_dtrain(*on(ssh_hosts, "node1", config), script, cwd=script.parent)
+    assert result.returncode == 1
+    assert "node1: its ssh configuration has proxyjump, which dtrain cannot follow yet" in result.stderr
 
 
 def test_bad_ssh_configuration_is_an_error(ssh_hosts: SshHosts, script: Path) -> None:

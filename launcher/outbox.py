@@ -1,0 +1,81 @@
+"""The agent's way to its controller: bytes that wait until the stream takes them, and a word when they are too many."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Outbox"]
+
+HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
+
+
+class Outbox:
+    """Owns the writing of one descriptor, which must be non-blocking; `hold(True/False)` is called at the limits."""
+
+    def __init__(self, fd: int, selector: selectors.BaseSelector, hold: Callable[[bool], None]) -> None:
+        self._fd = fd
+        self._selector = selector
+        self._hold = hold
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._watched = False
+        self.closed = False  # the controller is gone: what is put in is dropped
+
+    def __bool__(self) -> bool:
+        return bool(self._unsent)
+
+    def put(self, data: bytes) -> None:
+        if self.closed:
+            return
+        self._unsent.append(memoryview(data))
+        self._unsent_bytes += len(data)
+        self.write()
+        if self._unsent_bytes > HOLD_BYTES:
+            self._hold(True)
+
+    def write(self) -> None:
+        """Write as much as the stream takes now."""
+        try:
+            while self._unsent:
+                written = os.write(self._fd, self._unsent[0])
+                self._unsent_bytes -= written
+                if written < len(self._unsent[0]):
+                    self._unsent[0] = self._unsent[0][written:]
+                    break
+                self._unsent.popleft()
+        except BlockingIOError:
+            pass  # full: the selector says when to go on
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                raise
+            self.close()  # the end of our input follows, and stops the agent
+        self._watch(bool(self._unsent))
+        if self._unsent_bytes < HOLD_BYTES // 2:
+            self._hold(False)
+
+    def close(self) -> None:
+        """Drop what is unsent and all that comes."""
+        self.closed = True
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        self._watch(False)
+        self._hold(False)
+
+    def flush(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._unsent and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.05):
+                if key.fd == self._fd:
+                    self.write()
+
+    def _watch(self, wanted: bool) -> None:
+        if wanted and not self._watched:
+            self._selector.register(self._fd, selectors.EVENT_WRITE, self.write)
+        elif self._watched and not wanted:
+            self._selector.unregister(self._fd)
+        self._watched = wanted
