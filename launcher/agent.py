@@ -87,6 +87,8 @@ class Agent:
         self._outbox = Outbox(1, self._selector, self._hold)
         self._holding = False  # workers' pipes are not read at the moment
         self._prepared: Prepare | None = None
+        # Read before the user's own exports can change it: "client address, port, server address, port".
+        self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or "127.0.0.1"
         self._workers: dict[int, Worker] = {}
         self._store: Rendezvous | None = None
         self._files = ""  # folder for the workers' error files
@@ -264,9 +266,7 @@ class Agent:
         )
 
     def _open_store(self, message: OpenStore) -> None:
-        address = message.address or os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]
-        if isinstance(address, list):
-            address = address[0] if address else "127.0.0.1"
+        address = message.address or self._reached_at
         try:
             self._store = Rendezvous(address, message.port, exact=message.exact)
         except DtrainError as error:

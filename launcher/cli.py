@@ -126,6 +126,8 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
                 raise click.BadParameter("must be true or false")
             if isinstance(param, click.Option) and not param.is_flag and isinstance(value, bool | dict):
                 raise click.BadParameter(f"{value!r} is not a value for it")
+            if isinstance(value, list) and not param.multiple:
+                raise click.BadParameter(f"it is {value!r}; it must be one value")
             param.type_cast_value(ctx, value if isinstance(value, list | bool) else str(value))
         except click.ClickException as error:
             raise UsageError(f"{settings.source}: {param.name}: {error.message}") from error
@@ -137,7 +139,7 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
     cls=_Group,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") else name,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
         "max_content_width": 110,
     },
 )
@@ -194,10 +196,13 @@ def run(command: tuple[str, ...], **options: Any) -> None:
 
 @cli.command(context_settings=_PASS_ON, short_help="Show which rank would run where; start nothing.")
 @_where
+@_how
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @_command
 def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Show rank, host, GPU and cores of every worker that `dtrain run` would start. Starts nothing anywhere.
+
+    Takes every option of `dtrain run`, so that one word turns a run into its plan.
 
     GPUs and cores of this machine are looked up; those of hosts reached by SSH are not known before a run asks them, so
     their GPUs are assumed to be numbered from 0, and marked.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from launcher.errors import DtrainError, HostError, ProtocolError
 from launcher.hosts import Host
-from launcher.job import Close, Command, Connected, Event, Job, Lost, Said, Signalled, Tell, Tick
+from launcher.job import Close, Command, Connected, Event, Job, Lost, Said, Signalled, Tell, Tick, Unread
 from launcher.outcome import Outcome
 from launcher.output import OutputThread
 from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Heartbeat, Output, StartWorker, encode
@@ -111,7 +111,7 @@ class Controller:
     def _beat(self, now: float) -> None:
         for link in self._links.values():
             if link.waiting:  # nothing is read from it because the output is behind: that says nothing about the host
-                self._carry_out(self._job.handle(Said(link.host.name, Heartbeat(time=now)), now))
+                self._carry_out(self._job.handle(Unread(link.host.name), now))
             link.tell(encode(Heartbeat(time=now)))
 
     @contextmanager

@@ -409,19 +409,20 @@ class Job:
     def _store_failed(self, state: _HostState, message: StoreFailed, now: float) -> list[Command]:
         if self.phase is Phase.OPENING_STORE:
             self._error = StoreError(f"{state.host.name}: {message.reason}")
-        elif self.phase is Phase.RUNNING:
+            return self._stop(now, signal.SIGTERM)
+        at = _corrected(state, message.time)
+        before_our_stop = self._stopped_at is None or at < self._stopped_at  # workers may notice it sooner than we do
+        if self._run.ordered and before_our_stop and not self._all_finished():
             self._fail(
                 Failure(
                     kind=FailureKind.STORE_LOST,
                     host=state.host.name,
                     message=message.reason,
-                    at=_corrected(state, message.time),
+                    at=at,
                     ran_s=now - self._began,
                 )
             )
-        else:
-            return []
-        return self._stop(now, signal.SIGTERM)
+        return self._stop(now, signal.SIGTERM) if self.phase is Phase.RUNNING else []
 
     def _exited(self, state: _HostState, exited: Exited, now: float) -> list[Command]:
         self._run.exited[exited.rank] = exited
@@ -512,9 +513,8 @@ class Job:
             return commands
         commands = []
         for state in list(self._hosts.values()):
-            silent_s = now - state.heard
-            if state.watched and silent_s >= HEARTBEAT_TIMEOUT_S:
-                commands += self._lost(state, f"nothing was heard from it for {silent_s:.0f} s", now)
+            if state.watched and now >= state.heard + HEARTBEAT_TIMEOUT_S:
+                commands += self._lost(state, f"nothing was heard from it for {now - state.heard:.0f} s", now)
         if now >= self._start_deadline and not self._all_started():
             commands += self._too_slow(now)
         return commands

@@ -138,8 +138,10 @@ def _worker(
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         own = tuple(offer.gpus[(local_rank * size + k) % len(offer.gpus)] for k in range(size))
-        # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own.
-        visible = ",".join(offer.gpus if gpus_per_proc is None else own)
+        # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
+        # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
+        whole = gpus_per_proc is None and not any(gpu.startswith("MIG-") for gpu in offer.gpus)
+        visible = ",".join(offer.gpus if whole else own)
     elif offer.gpus_verified:
         visible = ""
     return WorkerPlace(

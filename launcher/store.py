@@ -24,7 +24,11 @@ def main() -> None:
     listening = socket.socket(fileno=os.dup(descriptor))
     address, port = listening.getsockname()[:2]
     listening.close()
-    store = tcp_store(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
+    try:
+        store = tcp_store(address, port, **options)
+    except NotImplementedError:  # torch 2.4: only its older backend takes a socket
+        store = tcp_store(address, port, **options, use_libuv=False)
     os.read(0, 1)
     del store
     os._exit(0)  # torch's teardown has nothing to add

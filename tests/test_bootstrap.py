@@ -40,10 +40,13 @@ WORLD = """\
         "name": __name__, "file": __file__, "doc": __doc__, "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
         "path": sys.path, "spec": repr(getattr(__spec__, "name", None)), "package": __package__,
         "loader": type(__loader__).__name__, "main_is_this": __main__.__dict__ is globals(),
-        "names": sorted(set(globals()) - {"__annotations__"}), "pickled": type(pickle.loads(pickle.dumps(Here()))) is Here,
+        "names": sorted(set(globals()) - {"__annotations__"}),
+        "pickled": type(pickle.loads(pickle.dumps(Here()))) is Here,
         "module": Here.__module__, "source": inspect.getsource(Here), "executable": sys.executable,
         "hook": sys.excepthook is sys.__excepthook__, "path_hooks": len(sys.path_hooks),
-        "finders": [getattr(f, "__name__", type(f).__name__) for f in sys.meta_path if type(f).__name__ != "_WakeStore"],
+        "finders": [
+            getattr(f, "__name__", type(f).__name__) for f in sys.meta_path if type(f).__name__ != "_WakeStore"
+        ],
         "modules": "launcher" in sys.modules,
     }
     print(json.dumps(world))
@@ -152,9 +155,7 @@ def test_script_named_like_our_modules_is_the_users(tmp_path: Path) -> None:
     write(tmp_path, "launcher/__init__.py", "print('the users launcher')")
     write(tmp_path, "agent.py", "import launcher, worker")
     write(tmp_path, "worker.py", "print('the users worker')")
-    ours = run_program(
-        Path(sys.executable).with_name("dtrain"), "run", "--log-dir", "logs", "agent.py", cwd=tmp_path
-    )
+    ours = run_program(Path(sys.executable).with_name("dtrain"), "run", "--log-dir", "logs", "agent.py", cwd=tmp_path)
     assert worker_lines(ours.stdout) == ["the users launcher", "the users worker"], ours.stderr
 
 

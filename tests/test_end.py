@@ -68,9 +68,7 @@ def test_normal_end_leaves_nothing(where: list[str], family: Path, tmp_path: Pat
     assert "outlived the workers and were ended" in result.stderr
 
 
-def test_failing_worker_stops_the_others_and_its_code_is_ours(
-    where: list[str], family: Path, tmp_path: Path
-) -> None:
+def test_failing_worker_stops_the_others_and_its_code_is_ours(where: list[str], family: Path, tmp_path: Path) -> None:
     script = tmp_path / "one_fails.py"
     script.write_text("import os, sys\nif os.environ['RANK'] == '1': sys.argv.append('exit=7')\n" + FAMILY)
     result = run_dtrain("run", "--grace-s", "0.5", *where, script, cwd=tmp_path)
@@ -225,7 +223,8 @@ def test_first_failure_is_the_cause_though_a_victim_ends_before_it(tmp_path: Pat
     script.write_text(
         "import atexit, os, sys, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '0':\n"
-        "    atexit.register(time.sleep, 1)\n    atexit.register(Path('raised').touch)\n    raise ValueError('the cause')\n"
+        "    atexit.register(time.sleep, 1)\n    atexit.register(Path('raised').touch)\n"
+        "    raise ValueError('the cause')\n"
         "while not Path('raised').exists(): time.sleep(0.01)\n"
         "os._exit(9)"
     )

@@ -109,7 +109,9 @@ def _settled(count: "object") -> bool:
 
 
 def test_a_gigabyte_passes_without_growing_anything(tmp_path: Path) -> None:
-    path = script(tmp_path, "import sys\nblock = ('x' * 99 + '\\n') * 10000\nfor _ in range(300): sys.stdout.write(block)")
+    path = script(
+        tmp_path, "import sys\nblock = ('x' * 99 + '\\n') * 10000\nfor _ in range(300): sys.stdout.write(block)"
+    )
     argv = [sys.executable, "-m", "launcher", "run", "--log-dir", str(tmp_path / "logs"), str(path)]
     peak = 0
     with open(os.devnull, "wb") as sink, started(*argv, cwd=tmp_path) as process:
@@ -199,7 +201,8 @@ def test_terminal_shows_progress_colours_and_redrawn_bars(tmp_path: Path) -> Non
     path = script(
         tmp_path,
         "import sys, time\nprint('plain')\n"
-        "for i in range(0, 101, 10):\n    sys.stderr.write(f'\\r{i:3}%')\n    sys.stderr.flush()\n    time.sleep(0.05)\n"
+        "for i in range(0, 101, 10):\n    sys.stderr.write(f'\\r{i:3}%')\n    sys.stderr.flush()\n"
+        "    time.sleep(0.05)\n"
         "sys.stderr.write('\\n')",
     )
     seen = terminal_run(tmp_path, "--simulate", "--nnodes", "2", "--nproc-per-node", "1", str(path))

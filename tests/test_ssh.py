@@ -106,10 +106,9 @@ def test_new_host_key_is_accepted_once_and_then_known(ssh_hosts: SshHosts, scrip
     second = run_dtrain(*on(ssh_hosts, config=config), script, cwd=script.parent)
     assert second.returncode == 0, second.stderr
     known = (ssh_hosts.folder / "accepting.known_hosts").read_text().splitlines()
-    lookup = subprocess.run(
-        ["ssh-keygen", "-F", f"[{ssh_hosts.address(2)}]:{ssh_hosts.port}", "-f", ssh_hosts.folder / "accepting.known_hosts"],
-        capture_output=True, check=False,
-    )  # fmt: skip
+    name = f"[{ssh_hosts.address(2)}]:{ssh_hosts.port}"
+    argv = ["ssh-keygen", "-F", name, "-f", ssh_hosts.folder / "accepting.known_hosts"]
+    lookup = subprocess.run(argv, capture_output=True, check=False)
     assert lookup.returncode == 0
     assert len(known) == 4
 

@@ -80,7 +80,8 @@ def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
 def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
     script = write(
         tmp_path,
-        "import torch.distributed as dist, time\ndist.init_process_group('gloo')\nprint('up', flush=True)\ntime.sleep(600)",
+        "import torch.distributed as dist, time\ndist.init_process_group('gloo')\n"
+        "print('up', flush=True)\ntime.sleep(600)",
     )
     with started_dtrain("run", script, cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -104,7 +105,9 @@ def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
         assert listening == ["127.0.0.1"]
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
-    wait_until(lambda: not any(c.laddr.port == port for c in psutil.net_connections("tcp4") if c.status == "LISTEN"), "")
+    wait_until(
+        lambda: not any(c.laddr.port == port for c in psutil.net_connections("tcp4") if c.status == "LISTEN"), ""
+    )
 
 
 def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None:
@@ -132,7 +135,9 @@ def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None
 
 
 def test_inherited_thread_count_is_kept(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])")
+    script = write(
+        tmp_path, "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])"
+    )
     env = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     assert run_dtrain("run", script, env=env, cwd=tmp_path).stdout.endswith("] 7 3\n")
 

@@ -1,0 +1,83 @@
+"""How long many SSH hosts take: one worker each that does nothing, beside mpirun and parallel OpenSSH clients.
+
+    python scripts/bench/hosts.py [--hosts 1,2,4,8,16] [--repeats 3]
+
+The hosts are real sshd on 127.0.0.2, .3, ... that are started for this run, with keys and files of their own. All of
+them share this machine's processors, so the time grows with their number where separate machines would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from testbed.sshd import SshHosts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", default="1,2,4,8,16", help="numbers of hosts [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turns [%(default)s]")
+    args = parser.parse_args()
+    counts = [int(word) for word in args.hosts.split(",")]
+    print(
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; medians of {args.repeats}"
+    )
+    print(f"{'hosts':>5} {'dtrain s':>9} {'ssh s':>9} {'mpirun s':>9}")
+    with tempfile.TemporaryDirectory() as name, SshHosts(Path(name, "lab"), count=max(counts)) as lab:
+        folder = Path(name)
+        (folder / "empty.py").write_text("")
+        for count in counts:
+            times: dict[str, list[float]] = {"dtrain": [], "ssh": [], "mpirun": []}
+            for _ in range(args.repeats):
+                times["dtrain"].append(timed(dtrain(lab, count, folder)))
+                times["ssh"].append(timed(openssh(lab, count, folder)))
+                if shutil.which("mpirun"):
+                    times["mpirun"].append(timed(mpirun(lab, count, folder)))
+            row = [f"{statistics.median(t):9.2f}" if t else f"{'-':>9}" for t in times.values()]
+            print(f"{count:5} {' '.join(row)}", flush=True)
+
+
+def timed(argv: list[str]) -> float:
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    began = time.perf_counter()
+    done = subprocess.run(argv, env=env, capture_output=True, check=False)
+    wall_s = time.perf_counter() - began
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(argv)} ended with {done.returncode}: {done.stderr.decode()}")
+    return wall_s
+
+
+def dtrain(lab: SshHosts, count: int, folder: Path) -> list[str]:
+    options = ["--ssh-config", str(lab.ssh_config), "--hosts", ",".join(lab.names[:count]), "--log-dir", str(folder)]
+    return [sys.executable, "-m", "launcher", "run", *options, str(folder / "empty.py")]
+
+
+def openssh(lab: SshHosts, count: int, folder: Path) -> list[str]:
+    """One ssh client for each host, all at once, running the same Python on the same script."""
+    clients = " ".join(
+        f"ssh -F {lab.ssh_config} {name} {sys.executable} {folder / 'empty.py'} &" for name in lab.names[:count]
+    )
+    return ["sh", "-c", f"{clients} wait"]
+
+
+def mpirun(lab: SshHosts, count: int, folder: Path) -> list[str]:
+    agent = folder / "rsh"
+    agent.write_text(f'#!/bin/sh\nexec ssh -F {lab.ssh_config} "$@"\n')
+    agent.chmod(0o700)
+    hosts = ",".join(lab.names[:count])
+    options = ["--mca", "plm_rsh_agent", str(agent), "--mca", "oob_tcp_if_include", "lo", "--mca", "btl", "self,tcp"]
+    return ["mpirun", *options, "-np", str(count), "--host", hosts, sys.executable, str(folder / "empty.py")]
+
+
+if __name__ == "__main__":
+    main()

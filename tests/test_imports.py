@@ -1,0 +1,81 @@
+"""Two rules: the launcher never imports torch or ddp in its own processes, and ddp never imports the launcher."""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed.processes import run_program
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"torch", "numpy", "ddp"}
+# What an agent could do without: it starts on every host and lives as long as the run.
+FAT = {"asyncio", "click", "http", "multiprocessing", "paramiko", "psutil", "pynvml", "rich", "ssl", "unittest"}
+LAUNCHER = sorted((ROOT / "launcher").rglob("*.py"))
+DDP = sorted((ROOT / "ddp").rglob("*.py"))
+STORE = "store.py"  # runs in a process of its own
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if called in ("import_module", "__import__") and node.args and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+
+
+def _packages(file: Path) -> set[str]:
+    return {name.partition(".")[0] for name in _imports(file)}
+
+
+def test_the_launcher_never_names_torch_or_ddp_but_in_the_store() -> None:
+    named = {file.name: _packages(file) & HEAVY for file in LAUNCHER}
+    assert {name: found for name, found in named.items() if found} == {STORE: {"torch"}}
+
+
+def test_ddp_never_names_the_launcher() -> None:
+    assert [file.name for file in DDP if "launcher" in _packages(file)] == []
+
+
+def test_nothing_of_the_launcher_imports_the_store() -> None:
+    assert [file.name for file in LAUNCHER if "launcher.store" in set(_imports(file))] == []
+
+
+def _loaded(statement: str) -> set[str]:
+    """Return the modules in a fresh interpreter after a statement, submodules too, without what it starts with."""
+    code = f"import sys; before = set(sys.modules); {statement}; import json; print(json.dumps([*sys.modules]))"
+    result = run_program(sys.executable, "-c", code, cwd=Path("/"))
+    assert (result.returncode, result.stderr) == (0, "")
+    return set(json.loads(result.stdout))
+
+
+def test_importing_the_launcher_loads_no_torch() -> None:
+    names = (file.stem for file in LAUNCHER if file.stem not in ("__main__", "bootstrap"))  # these two run on import
+    modules = ", ".join(f"launcher.{name}" for name in names)
+    assert "launcher.agent" in modules
+    assert not _loaded(f"import {modules}") & HEAVY
+
+
+def test_the_agent_s_imports_are_lean() -> None:
+    assert not _loaded("import launcher.agent") & FAT
+
+
+def test_a_worker_s_first_code_imports_nothing_of_the_launcher() -> None:
+    assert not any(name.startswith("launcher") for name in _imports(ROOT / "launcher" / "bootstrap.py"))
+
+
+def test_the_command_line_and_the_controller_are_quick_to_load() -> None:
+    # paramiko takes 0.2 s, rich 0.1 s: they are imported where a run needs them.
+    loaded = _loaded("import launcher.cli, launcher.controller")
+    assert not loaded & {"asyncio", "paramiko", "psutil", "pynvml", "rich.table", "cryptography"}
+
+
+def test_importing_ddp_loads_nothing_of_the_launcher() -> None:
+    assert not {name for name in _loaded("import ddp") if name.partition(".")[0] == "launcher"}

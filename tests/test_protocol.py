@@ -1,0 +1,193 @@
+"""The framed protocol: every message arrives as it was sent, however the bytes are cut; garbage is an error."""
+
+import ast
+import json
+import math
+import struct
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from launcher import protocol
+from launcher.errors import ProtocolError
+from launcher.protocol import (
+    MAX_HEADER_BYTES,
+    MAX_NOISE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PREAMBLE,
+    Decoder,
+    Heartbeat,
+    Message,
+    Output,
+    StartWorker,
+    encode,
+)
+
+# Unpaired surrogates are how Python holds an environment that is no UTF-8.
+TEXT = st.text(st.characters(), max_size=20)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**63),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    str: TEXT,
+    bytes: st.binary(max_size=100),
+    str | None: st.none() | TEXT,
+    list[str]: st.lists(TEXT, max_size=4),
+    list[int]: st.lists(st.integers(0, 999), max_size=4),
+    dict[str, str]: st.dictionaries(TEXT, TEXT, max_size=4),
+    dict[str, str] | None: st.none() | st.dictionaries(TEXT, TEXT, max_size=4),
+}
+KINDS: tuple[type[Message], ...] = tuple(dict.fromkeys(get_args(Message)))
+
+
+def _messages_of(kind: type[Message]) -> st.SearchStrategy[Message]:
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{field.name: VALUES[hints[field.name]] for field in fields(kind)})
+
+
+MESSAGES = st.one_of([_messages_of(kind) for kind in KINDS])
+
+
+def _frame(header: bytes, payload: bytes = b"") -> bytes:
+    return struct.pack(">II", len(header), len(payload)) + header + payload
+
+
+def _decode(data: bytes) -> list[Message]:
+    return Decoder().feed(PREAMBLE + data)
+
+
+@settings(deadline=None)
+@given(st.lists(MESSAGES, max_size=5), st.binary(max_size=50), st.data())
+def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(
+    messages: list[Message], noise: bytes, data: st.DataObject
+) -> None:
+    assume(PREAMBLE not in noise + PREAMBLE[:-1])
+    stream = noise + PREAMBLE + b"".join(map(encode, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    decoder, arrived = Decoder(), []
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        arrived += decoder.feed(stream[begin:end])
+    assert arrived == messages
+    assert decoder.noise == noise
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_every_kind_arrives_byte_by_byte(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(_messages_of(kind))
+    decoder = Decoder()
+    stream = PREAMBLE + encode(message)
+    arrived = [message for byte in stream for message in decoder.feed(bytes([byte]))]
+    assert arrived == [message]
+
+
+def test_large_output_arrives_whole() -> None:
+    message = Output(rank=3, stream=1, data=bytes(range(256)) * (MAX_PAYLOAD_BYTES // 256))
+    assert _decode(encode(message)) == [message]
+
+
+def test_an_environment_of_odd_values_arrives_whole() -> None:
+    env = {"NAME": "\udcff\n\0'\"=", "": "", "日本": "\U0001f600"}
+    message = StartWorker(rank=0, attempt=0, through="script", argv=["a b", ""], env=env, defaults={})
+    assert _decode(encode(message)) == [message]
+
+
+def test_what_a_login_shell_says_is_kept_as_noise() -> None:
+    decoder = Decoder()
+    assert decoder.feed(b"Welcome!\n" + PREAMBLE[:5]) == []
+    assert decoder.noise == b"Welcome!\n" + PREAMBLE[:5]
+    assert decoder.feed(PREAMBLE[5:] + encode(Heartbeat(time=1.0))) == [Heartbeat(time=1.0)]
+    assert decoder.noise == b"Welcome!\n"
+
+
+def test_endless_noise_is_an_error() -> None:
+    decoder = Decoder()
+    decoder.feed(b"y\n" * (MAX_NOISE_BYTES // 2))
+    with pytest.raises(ProtocolError, match="other text came before"):
+        decoder.feed(b"y\n")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"7",
+        b"[]",
+        b'["kind"]',
+        b"{}",
+        b'{"kind":"format_disk"}',
+        b'{"kind":["hello"]}',
+        b'{"kind":null,"time":1}',
+        b'{"kind":"heartbeat"}',
+        b'{"kind":"heartbeat","time":1,"more":2}',
+        b'{"kind":"heartbeat","time":1}{}',
+        b'{"kind":"exited","rank":0}',
+        b"[" * 100_000,
+        b'{"kind":"heartbeat","time":' + b"9" * 5000 + b"}",
+        b"cos\nsystem\n(S'true'\ntR.",  # a pickle
+    ],
+    ids=lambda header: repr(header[:40]),
+)
+def test_what_is_no_message_of_this_version_is_an_error(header: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a frame is not a message of protocol 1"):
+        _decode(_frame(header))
+
+
+def test_only_output_has_a_payload() -> None:
+    header = json.dumps({"kind": "heartbeat", "time": 1.0}).encode()
+    with pytest.raises(ProtocolError):
+        _decode(_frame(header, b"more"))
+
+
+@pytest.mark.parametrize(("header", "payload"), [(MAX_HEADER_BYTES + 1, 0), (0, MAX_PAYLOAD_BYTES + 1), (2**32 - 1, 0)])
+def test_a_length_over_the_limit_is_an_error_before_anything_is_kept(header: int, payload: int) -> None:
+    with pytest.raises(ProtocolError, match="over the limit"):
+        _decode(struct.pack(">II", header, payload))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+def test_garbage_is_an_error_or_waits_for_more_but_never_anything_else(garbage: bytes) -> None:
+    try:
+        assert _decode(garbage) == []
+    except ProtocolError:
+        return
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.data())
+def test_a_damaged_frame_is_an_error_or_another_message_but_never_anything_else(
+    message: Message, data: st.DataObject
+) -> None:
+    frame = bytearray(encode(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        assert all(isinstance(arrived, KINDS) for arrived in _decode(bytes(frame)))
+    except ProtocolError:
+        return
+
+
+def test_times_that_are_no_finite_numbers_survive() -> None:
+    (beat,) = _decode(encode(Heartbeat(time=math.inf)))
+    assert beat == Heartbeat(time=math.inf)
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    imported: set[str] = set()
+    for file in Path(protocol.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module or "")
+    assert not imported & {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
+    names = {node.id for node in ast.walk(ast.parse(Path(protocol.__file__).read_text())) if isinstance(node, ast.Name)}
+    assert not names & {"eval", "exec", "__import__", "getattr"}
