@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from launcher.errors import DtrainError, HostError, ProtocolError
+from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Tick, Unread
 from launcher.hosts import Host
-from launcher.job import Close, Command, Connected, Event, Job, Lost, Said, Signalled, Tell, Tick, Unread
+from launcher.job import Job
 from launcher.outcome import Outcome
 from launcher.output import OutputThread
 from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Heartbeat, Output, StartWorker, encode

@@ -9,124 +9,34 @@ stops, what the cause was, and the exit code.
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
 
-from launcher import __version__
-from launcher.environment import worker_defaults, worker_environment
 from launcher.errors import DtrainError, HostError, PlacementError, StartError, StoreError
-from launcher.hosts import Host, HostKind
+from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Unread
+from launcher.hoststate import HostPhase, HostState
+from launcher.orders import mismatch, open_store, prepare, start_workers
 from launcher.outcome import Failure, FailureKind, Outcome
-from launcher.placement import HostOffer, Placement, place
+from launcher.placement import Placement, place
 from launcher.protocol import (
-    PROTOCOL,
     Bye,
     Exited,
     Facts,
-    Heartbeat,
     Hello,
-    OpenStore,
-    Prepare,
     Report,
     SignalWorkers,
     Started,
-    StartWorker,
     Stop,
     StoreFailed,
     StoreOpened,
 )
 from launcher.protocol import Command as AgentCommand
-from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.spec import JobSpec
 
-__all__ = [
-    "Close",
-    "Command",
-    "Connected",
-    "Event",
-    "Job",
-    "Lost",
-    "Phase",
-    "Said",
-    "Signalled",
-    "Tell",
-    "Tick",
-    "Unread",
-]
+__all__ = ["ANSWER_S", "HEARTBEAT_TIMEOUT_S", "Job", "Phase"]
 
 HEARTBEAT_TIMEOUT_S = 60.0
 ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
-
-# ---- events --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Connected:
-    """A stream to a host is open; `our_address` is this machine's address as that host sees it."""
-
-    host: str
-    our_address: str | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """A message of a host's agent, other than output."""
-
-    host: str
-    message: Report
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A host could not be reached, or its stream has ended; `reason` is for a person."""
-
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Unread:
-    """What a host says is not read at the moment, since our output is behind: its silence means nothing."""
-
-    host: str
-
-
-@dataclass(frozen=True)
-class Signalled:
-    """Somebody signalled dtrain."""
-
-    signum: int
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event: TypeAlias = Connected | Said | Lost | Unread | Signalled | Tick
-
-# ---- commands ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send a message to a host's agent."""
-
-    host: str
-    message: AgentCommand
-
-
-@dataclass(frozen=True)
-class Close:
-    """Give a host up: close its stream, or stop trying to open it."""
-
-    host: str
-
-
-Command: TypeAlias = Tell | Close
-
-# ---- state ---------------------------------------------------------------------------------------------------
 
 
 class Phase(Enum):
@@ -135,34 +45,6 @@ class Phase(Enum):
     RUNNING = auto()
     STOPPING = auto()
     ENDED = auto()
-
-
-class _HostPhase(Enum):
-    CONNECTING = auto()
-    GREETING = auto()  # connected, no word yet
-    CHECKING = auto()  # asked whether the job can start there
-    READY = auto()
-    GONE = auto()
-
-
-@dataclass
-class _HostState:
-    host: Host
-    phase: _HostPhase = _HostPhase.CONNECTING
-    facts: Facts | None = None
-    our_address: str | None = None
-    heard: float = 0.0
-    clock_offset: float | None = None  # to add to a time of that host; the smallest seen has the least delay in it
-    said_bye: bool = False
-
-    @property
-    def alive(self) -> bool:
-        return self.phase is not _HostPhase.GONE
-
-    @property
-    def watched(self) -> bool:
-        """Say whether silence means that it is lost; before its facts, the time limit of the start applies."""
-        return self.alive and self.facts is not None
 
 
 @dataclass
@@ -183,7 +65,7 @@ class Job:
         self.phase = Phase.JOINING
         self.outcome: Outcome | None = None
         self.placement: Placement | None = None
-        self._hosts = {host.name: _HostState(host, heard=now) for host in spec.hosts}
+        self._hosts = {host.name: HostState(host, heard=now) for host in spec.hosts}
         self._began = now
         self._start_deadline = now + spec.start_timeout_s
         self._problems: dict[str, str] = {}
@@ -242,17 +124,14 @@ class Job:
         state = self._hosts[event.host]
         if not state.alive:
             return [Close(event.host)]
-        state.phase = _HostPhase.GREETING
+        state.phase = HostPhase.GREETING
         state.our_address = event.our_address
         return []
 
-    def _said(self, state: _HostState, message: Report, now: float) -> list[Command]:
+    def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
         if not state.alive:
             return []
-        state.heard = now
-        if isinstance(message, Hello | Facts | Heartbeat):
-            offset = now - message.time
-            state.clock_offset = offset if state.clock_offset is None else min(offset, state.clock_offset)
+        state.hear(message, now)
         if isinstance(message, Hello):
             return self._greeted(state, message, now)
         if isinstance(message, Facts):
@@ -269,57 +148,36 @@ class Job:
             return self._bye(state, message, now)
         return []
 
-    def _greeted(self, state: _HostState, hello: Hello, now: float) -> list[Command]:
-        problem = self._mismatch(state.host, hello)
+    def _greeted(self, state: HostState, hello: Hello, now: float) -> list[Command]:
+        problem = mismatch(self.spec, hello)
         if problem is not None:
             return self._unusable(state, problem, now)
-        state.phase = _HostPhase.CHECKING
-        command = self.spec.command
-        prepare = Prepare(
-            run_id=self.spec.run_id,
-            workdir=str(self.spec.workdir),
-            script=command.target if command.kind is CommandKind.SCRIPT else None,
-            program=command.target if command.kind is CommandKind.PROGRAM else None,
-            export=dict(self.spec.export),
-            grace_s=self.spec.grace_s,
-            part=state.host.part,
-            parts=state.host.parts,
-        )
-        return [Tell(state.host.name, prepare)]
+        state.phase = HostPhase.CHECKING
+        return [Tell(state.host.name, prepare(self.spec, state.host))]
 
-    def _mismatch(self, host: Host, hello: Hello) -> str | None:
-        python = self.spec.python
-        if hello.protocol != PROTOCOL or hello.version != __version__:
-            fix = f"{python} -m pip install dtrain=={__version__}"
-            return f"has dtrain {hello.version}, here it is {__version__}; install the same there: {fix}"
-        here = "{}.{}.{}".format(*sys.version_info[:3])
-        if self.spec.command.kind is not CommandKind.PROGRAM and _minor(hello.python) != _minor(here):
-            return f"{python} is Python {hello.python}, here it is {here}; name a Python {_minor(here)} with --python"
-        return None
-
-    def _checked(self, state: _HostState, facts: Facts, now: float) -> list[Command]:
+    def _checked(self, state: HostState, facts: Facts, now: float) -> list[Command]:
         if facts.problems:
             return self._unusable(state, "; ".join(facts.problems), now)
         state.facts = facts
-        state.phase = _HostPhase.READY
+        state.phase = HostPhase.READY
         return self._when_all_answered(now)
 
-    def _unusable(self, state: _HostState, reason: str, now: float) -> list[Command]:
+    def _unusable(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Note why a host that has joined cannot be used; it is told to end at once."""
         self._problems[state.host.name] = reason
         if self.phase is Phase.STOPPING:
             return []
-        state.phase = _HostPhase.READY
+        state.phase = HostPhase.READY
         return [
             Tell(state.host.name, Stop(signum=signal.SIGTERM, grace_s=0.0)),
             *self._when_all_answered(now),
         ]
 
-    def _lost(self, state: _HostState, reason: str, now: float) -> list[Command]:
+    def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         if not state.alive:
             return []
-        waited = state.phase is _HostPhase.READY
-        state.phase = _HostPhase.GONE
+        waited = state.phase is HostPhase.READY
+        state.phase = HostPhase.GONE
         commands: list[Command] = [Close(state.host.name)]
         if self.phase is Phase.JOINING:
             self._problems.setdefault(state.host.name, reason)
@@ -328,29 +186,20 @@ class Job:
             if waited and self._run.ordered and not state.said_bye:
                 self._left[state.host.name] = [f"unknown: {reason}"]
             return commands + self._end_when_all_gone(now)
-        self._fail(
-            Failure(
-                kind=FailureKind.HOST_LOST,
-                host=state.host.name,
-                message=reason,
-                at=now,
-                ran_s=now - self._began,
-            )
-        )
-        return commands + self._stop(now, signal.SIGTERM)
+        return commands + self._host_lost(state, reason, now)
 
     def _when_all_answered(self, now: float) -> list[Command]:
         if self.phase is not Phase.JOINING:
             return []
         states = list(self._hosts.values())
-        if any(state.alive and state.phase is not _HostPhase.READY for state in states):
+        if any(state.alive and state.phase is not HostPhase.READY for state in states):
             return []
         if self._problems:
             self._error = StartError(self._problems, len(states))
             return self._stop(now, signal.SIGTERM)
         try:
             self.placement = place(
-                [_offer(state) for state in states],
+                [state.offer() for state in states],
                 nproc=self.spec.nproc,
                 gpus_per_proc=self.spec.gpus_per_proc,
                 oversubscribe=self.spec.oversubscribe,
@@ -359,58 +208,21 @@ class Job:
             self._error = error
             return self._stop(now, signal.SIGTERM)
         self.phase = Phase.OPENING_STORE
-        open_store = OpenStore(
-            address=self._store_address(),
-            port=self.spec.master_port or DEFAULT_PORT,
-            exact=self.spec.master_port is not None,
-        )
-        return [Tell(states[0].host.name, open_store)]
-
-    def _store_address(self) -> str:
-        """Return the first host's address as the others reach it; empty: as this machine reached it."""
-        states = list(self._hosts.values())
-        if self.spec.master_addr is not None:
-            return self.spec.master_addr
-        if all(state.host.kind is not HostKind.SSH for state in states):
-            return "127.0.0.1"
-        if states[0].host.kind is HostKind.SSH:
-            return ""
-        return next((state.our_address for state in states if state.our_address), "127.0.0.1")
+        return [Tell(states[0].host.name, open_store(self.spec, states))]
 
     def _start(self, store: StoreOpened) -> list[Command]:
         assert self.placement is not None
         self.phase = Phase.RUNNING
         self._run.ordered = True
-        command = self.spec.command
-        commands: list[Command] = []
-        for worker in self.placement.workers:
-            env = worker_environment(
-                self.placement,
-                worker,
-                run_id=self.spec.run_id,
-                attempt=0,
-                max_restarts=0,
-                master_addr=store.address,
-                master_port=store.port,
-            )
-            start = StartWorker(
-                rank=worker.rank,
-                attempt=0,
-                through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
-                argv=[command.target, *command.args],
-                env=env,
-                defaults=worker_defaults(worker),
-            )
-            commands.append(Tell(worker.host, start))
-        return commands
+        return list(start_workers(self.spec, self.placement, store))
 
     # ---- how it ends ----
 
-    def _store_failed(self, state: _HostState, message: StoreFailed, now: float) -> list[Command]:
+    def _store_failed(self, state: HostState, message: StoreFailed, now: float) -> list[Command]:
         if self.phase is Phase.OPENING_STORE:
             self._error = StoreError(f"{state.host.name}: {message.reason}")
             return self._stop(now, signal.SIGTERM)
-        at = _corrected(state, message.time)
+        at = state.corrected(message.time)
         before_our_stop = self._stopped_at is None or at < self._stopped_at  # workers may notice it sooner than we do
         if self._run.ordered and before_our_stop and not self._all_finished():
             self._fail(
@@ -424,11 +236,11 @@ class Job:
             )
         return self._stop(now, signal.SIGTERM) if self.phase is Phase.RUNNING else []
 
-    def _exited(self, state: _HostState, exited: Exited, now: float) -> list[Command]:
+    def _exited(self, state: HostState, exited: Exited, now: float) -> list[Command]:
         self._run.exited[exited.rank] = exited
         self._run.started.setdefault(exited.rank, exited.pid)
         if exited.status != 0:
-            at = _corrected(state, exited.time)
+            at = state.corrected(exited.time)
             failed_before = exited.error is not None and self._stopped_at is not None and at < self._stopped_at
             if failed_before or not exited.provoked:
                 self._fail(_failure(state.host.name, exited, at))
@@ -471,16 +283,16 @@ class Job:
         self._give_up_at = now + self.spec.grace_s + ANSWER_S
         commands: list[Command] = []
         for state in self._hosts.values():
-            if state.phase in (_HostPhase.CHECKING, _HostPhase.READY):
+            if state.phase in (HostPhase.CHECKING, HostPhase.READY):
                 commands.append(Tell(state.host.name, Stop(signum=signum, grace_s=self.spec.grace_s)))
             elif state.alive:  # it has not even greeted: the end of its stream ends it
-                state.phase = _HostPhase.GONE
+                state.phase = HostPhase.GONE
                 commands.append(Close(state.host.name))
         return commands + self._end_when_all_gone(now)
 
-    def _bye(self, state: _HostState, bye: Bye, now: float) -> list[Command]:
+    def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
         state.said_bye = True
-        state.phase = _HostPhase.GONE
+        state.phase = HostPhase.GONE
         self._swept += bye.swept
         if bye.left:
             self._left[state.host.name] = bye.left
@@ -489,18 +301,13 @@ class Job:
             return [Close(state.host.name), *self._when_all_answered(now)]
         commands: list[Command] = [Close(state.host.name)]
         if self.phase is not Phase.STOPPING:
-            message = "its agent was told to end by somebody else"
-            self._fail(
-                Failure(
-                    FailureKind.HOST_LOST,
-                    host=state.host.name,
-                    message=message,
-                    at=now,
-                    ran_s=now - self._began,
-                )
-            )
-            return commands + self._stop(now, signal.SIGTERM)
+            return commands + self._host_lost(state, "its agent was told to end by somebody else", now)
         return commands + self._end_when_all_gone(now)
+
+    def _host_lost(self, state: HostState, reason: str, now: float) -> list[Command]:
+        name, ran_s = state.host.name, now - self._began
+        self._fail(Failure(kind=FailureKind.HOST_LOST, host=name, message=reason, at=now, ran_s=ran_s))
+        return self._stop(now, signal.SIGTERM)
 
     def _ticked(self, now: float) -> list[Command]:
         if self.phase is Phase.STOPPING:
@@ -524,8 +331,8 @@ class Job:
         if self.phase is Phase.JOINING:
             commands: list[Command] = []
             for state in self._hosts.values():
-                if state.alive and state.phase is not _HostPhase.READY:
-                    did = "was not reached" if state.phase is _HostPhase.CONNECTING else "did not answer"
+                if state.alive and state.phase is not HostPhase.READY:
+                    did = "was not reached" if state.phase is HostPhase.CONNECTING else "did not answer"
                     commands += self._lost(state, f"{did} within {limit}", now)
             return commands
         if self.phase is Phase.OPENING_STORE:
@@ -542,7 +349,7 @@ class Job:
         return [
             Tell(state.host.name, message)
             for state in self._hosts.values()
-            if state.phase in (_HostPhase.CHECKING, _HostPhase.READY)
+            if state.phase in (HostPhase.CHECKING, HostPhase.READY)
         ]
 
     def _end_when_all_gone(self, now: float) -> list[Command]:
@@ -578,19 +385,6 @@ class Job:
         return 0
 
 
-def _offer(state: _HostState) -> HostOffer:
-    assert state.facts is not None
-    return HostOffer(
-        name=state.host.name,
-        slots=state.host.slots,
-        gpus=tuple(state.facts.gpus),
-        gpus_verified=state.facts.gpus_verified,
-        gpu_variable=state.facts.gpu_variable,
-        cores=tuple(state.facts.cores),
-        cpu_limit=state.facts.cpu_limit,
-    )
-
-
 def _failure(host: str, exited: Exited, at: float) -> Failure:
     error = exited.error or {}
     if exited.pid == 0:
@@ -612,15 +406,6 @@ def _failure(host: str, exited: Exited, at: float) -> Failure:
         where=error.get("where", ""),
         provoked=exited.provoked,
     )
-
-
-def _corrected(state: _HostState, time: float) -> float:
-    """Return a host's time on the controller's clock."""
-    return time + (state.clock_offset or 0.0)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _some(names: list[str]) -> str:

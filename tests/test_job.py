@@ -11,23 +11,9 @@ import pytest
 
 from launcher import __version__
 from launcher.errors import HostError, PlacementError, StartError, StoreError
+from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Tick, Unread
 from launcher.hosts import Host, HostKind
-from launcher.job import (
-    ANSWER_S,
-    HEARTBEAT_TIMEOUT_S,
-    Close,
-    Command,
-    Connected,
-    Event,
-    Job,
-    Lost,
-    Phase,
-    Said,
-    Signalled,
-    Tell,
-    Tick,
-    Unread,
-)
+from launcher.job import ANSWER_S, HEARTBEAT_TIMEOUT_S, Job, Phase
 from launcher.outcome import FailureKind, Outcome
 from launcher.protocol import (
     PROTOCOL,
