@@ -94,7 +94,7 @@ _how = _all(
     ),
     _option("--only-rank", metavar="R,R", help="Show only the output of these ranks; all of it is kept."),
     click.option("-q", "--quiet", is_flag=True, help="Nothing of dtrain's own but errors."),
-    click.option("-v", "--verbose", is_flag=True, help="Also say where workers are placed and what was left behind."),
+    click.option("-v", "--verbose", is_flag=True, help="Also say what was run, for how long, and where its output is."),
 )
 
 _command = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -184,10 +184,9 @@ def run(command: tuple[str, ...], **options: Any) -> None:
         outcome = controller.run()
     finally:
         output.close()
-    if talk.verbose and controller.job.placement is not None:
-        _complain(
-            f"run {spec.run_id}: {outcome.world_size} workers on {outcome.hosts} hosts, {outcome.duration_s:.1f} s"
-        )
+    if talk.verbose:
+        ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
+        _complain(f"run {spec.run_id}: {ran}; output in {folder}")
     text = report(outcome, folder if logs.usable else None, lambda rank: output.tail(rank, 2))
     if text and (not talk.quiet or outcome.exit_code != 0):
         _complain(text)

@@ -1,0 +1,42 @@
+"""Data-parallel training: every rank holds the whole model and a share of the data, and gradients are averaged.
+
+Two lines make a single-process script distributed:
+
+    world = ddp.init()                                                  # ranks from the launcher; alone: a
+    world of one model = ddp.DistributedDataParallel(model.to(world.device))         # gradients are
+    averaged during backward
+
+and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. Start the script with `dtrain
+run`, torchrun, mpirun or srun, or alone with plain python.
+"""
+
+from ddp.errors import (
+    ArgumentError,
+    BackwardError,
+    CollectiveError,
+    DdpError,
+    LaunchEnvironmentError,
+    LayoutMismatchError,
+    NotInitializedError,
+    RendezvousError,
+    UnsupportedError,
+)
+from ddp.parallel import DistributedDataParallel
+from ddp.sampler import DistributedSampler
+from ddp.world import World, init
+
+__all__ = [
+    "ArgumentError",
+    "BackwardError",
+    "CollectiveError",
+    "DdpError",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "LaunchEnvironmentError",
+    "LayoutMismatchError",
+    "NotInitializedError",
+    "RendezvousError",
+    "UnsupportedError",
+    "World",
+    "init",
+]

@@ -1,0 +1,166 @@
+"""Which gradients travel together, in which order, and where each lies in its bucket: pure functions and their results.
+
+The plan follows Li et al. 2020 (PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+VLDB 13(12)): gradients become ready roughly in the reverse order of registration, buckets of some MB keep
+the latency of a collective small against its transfer, and a small first bucket starts the communication
+early. It adds two things. A gradient that is large enough is a bucket by itself and is reduced where it
+lies, without a copy in or out. And the last bucket is always a flat one, which carries one extra number for
+each parameter: the ranks' verdict about which parameters had gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = [
+    "BucketLimits",
+    "BucketPlan",
+    "GradSpec",
+    "Slot",
+    "plan_buckets",
+    "slot_view",
+    "spec_of",
+]
+
+# From here on, one call that copies and divides a gradient costs less than a second pass over its memory.
+_LARGE_BYTES = 32 << 10
+
+# A flat bucket up to this size may wait for a larger gradient behind it, so that the verdict needs no
+# collective of its own.
+_MAY_WAIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class BucketLimits:
+    """Sizes in bytes at which a flat bucket is closed, and from which on a gradient is a bucket of its own."""
+
+    cap_bytes: int
+    first_cap_bytes: int
+    own_bytes: int
+
+
+@dataclass(frozen=True)
+class GradSpec:
+    """What the plan must know of one gradient. `stride` is dense: the layout that autograd gives."""
+
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def flat_dtype(self) -> torch.dtype:
+        """The dtype on the wire: that of the real and imaginary parts for a complex gradient."""
+        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+
+    @property
+    def flat_numel(self) -> int:
+        numel = torch.Size(self.shape).numel()
+        return 2 * numel if self.dtype.is_complex else numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat_numel * self.flat_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A gradient's place in a flat bucket, in elements of the bucket's dtype."""
+
+    spec: GradSpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Gradients that are reduced together, small ones first.
+
+    `is_own`: a single gradient, reduced where it lies. `small_count` slots are small and fill the first
+    `small_numel` elements. `numel` excludes the verdict.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    is_own: bool
+    small_count: int = 0
+    small_numel: int = 0
+    verdict_numel: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
+    """Describe the gradient that autograd will give to `parameter`."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps strides if they are dense, else makes them so
+    return GradSpec(index, tuple(parameter.shape), dense.stride(), parameter.dtype, parameter.device)
+
+
+def plan_buckets(specs: Sequence[GradSpec], limits: BucketLimits) -> tuple[BucketPlan, ...]:
+    """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
+
+    The last bucket is flat and has room for one verdict number per spec; it may be empty otherwise.
+    """
+    finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
+    open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
+    last: dict[tuple[torch.device, torch.dtype], int] = {}
+    cap = limits.first_cap_bytes
+    for position, spec in enumerate(specs):
+        if spec.nbytes >= limits.own_bytes and not spec.dtype.is_complex:
+            finished.append((position, _bucket([spec], is_own=True)))
+            continue
+        key = (spec.device, spec.flat_dtype)
+        open_.setdefault(key, []).append(spec)
+        last[key] = position
+        if sum(member.nbytes for member in open_[key]) >= cap:
+            finished.append((position, _bucket(open_.pop(key))))
+            cap = limits.cap_bytes
+    finished += [(last[key], _bucket(members)) for key, members in open_.items()]
+    return _with_verdict([plan for _, plan in sorted(finished, key=lambda pair: pair[0])], len(specs), specs[0].device)
+
+
+def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
+    slots: list[Slot] = []
+    offset = small_count = small_numel = 0
+    for spec in sorted(specs, key=lambda spec: spec.nbytes >= _LARGE_BYTES):
+        offset += offset % 2 if spec.dtype.is_complex else 0  # torch.view_as_complex needs an even offset
+        slots.append(Slot(spec, offset))
+        offset += spec.flat_numel
+        if spec.nbytes < _LARGE_BYTES:
+            small_count, small_numel = len(slots), offset
+    first = slots[0].spec
+    return BucketPlan(
+        slots=tuple(slots),
+        dtype=first.flat_dtype,
+        device=first.device,
+        numel=offset,
+        is_own=is_own,
+        small_count=small_count,
+        small_numel=small_numel,
+    )
+
+
+def _with_verdict(plans: list[BucketPlan], count: int, device: torch.device) -> tuple[BucketPlan, ...]:
+    """Put a flat bucket last and give it room for the verdict: the last small one there is, else an empty one."""
+    at = max((i for i, plan in enumerate(plans) if not plan.is_own), default=None)
+    if at is not None and (at == len(plans) - 1 or plans[at].nbytes <= _MAY_WAIT_BYTES):
+        carrier = plans.pop(at)
+    else:
+        carrier = BucketPlan((), torch.float32, device, 0, is_own=False)
+    return (*plans, replace(carrier, verdict_numel=count))
+
+
+def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The view of `flat` that holds the gradient of `slot`, with its shape, strides and dtype."""
+    spec = slot.spec
+    part = flat[slot.offset : slot.offset + spec.flat_numel]
+    if spec.dtype.is_complex:
+        part = torch.view_as_complex(part.view(-1, 2))
+    return part.as_strided(spec.shape, spec.stride, part.storage_offset())

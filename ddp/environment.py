@@ -1,0 +1,179 @@
+"""Where the launcher put this process, read from its environment: torchrun's variables, Open MPI's or SLURM's.
+
+Pure functions of a mapping, called by `ddp.world`; nothing here talks to a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp.errors import LaunchEnvironmentError
+
+__all__ = ["ALONE", "Placement", "read_placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of one process in its world, as its launcher announced it.
+
+    `source` names the launcher's convention ("env", "mpirun", "srun" or "alone"); `job_key` is a text that only the
+    processes of this job share, or None where the launcher gives none; `node_rank` is None where nobody says.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int | None
+    source: str
+    job_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, index, size in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if size < 1:
+                raise LaunchEnvironmentError(
+                    f"{self._where()}: a world for {name}s of size {size}; it must be 1 or more"
+                )
+            if not 0 <= index < size:
+                raise LaunchEnvironmentError(
+                    f"{self._where()}: {name} {index} in a world of {size}; it must be 0 to {size - 1}. "
+                    "Start every process of the job with the same world size and its own rank"
+                )
+        if self.local_world_size > self.world_size:
+            raise LaunchEnvironmentError(
+                f"{self._where()}: {self.local_world_size} local processes in a world of {self.world_size}; "
+                "the local world cannot be larger than the whole"
+            )
+
+    @property
+    def is_single_host(self) -> bool:
+        """Whether every rank of the world runs on this host."""
+        return self.local_world_size == self.world_size
+
+    def _where(self) -> str:
+        names = {
+            "env": "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
+            "mpirun": "OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE",
+            "srun": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID",
+        }
+        return f"contradiction in the environment ({names.get(self.source, self.source)})"
+
+
+ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, source="alone")
+
+
+def read_placement(environ: Mapping[str, str]) -> Placement:
+    """Find this process's place: RANK and its kin first, then Open MPI's variables, then those of an `srun` step.
+
+    With none of them the process is alone. Raises LaunchEnvironmentError for anything half set or malformed.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_env(environ)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _from_mpirun(environ)
+    # A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n too, but it is one process: only a step's tasks
+    # are a world.
+    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdecimal():
+        return _from_srun(environ)
+    return ALONE
+
+
+def _from_env(environ: Mapping[str, str]) -> Placement:
+    rank, world_size = _required(environ, "RANK"), _required(environ, "WORLD_SIZE")
+    # torch asks for no local rank; without one, this host is taken to hold the whole world, and on a host
+    # with fewer devices than that the choice of a device fails with the name of the variable to set.
+    local_rank = _optional(environ, "LOCAL_RANK")
+    local_world_size = _optional(environ, "LOCAL_WORLD_SIZE")
+    if local_world_size is None:
+        local_world_size = world_size if local_rank in (None, rank) else max(1, min(world_size, local_rank + 1))
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else local_rank,
+        local_world_size=local_world_size,
+        node_rank=_optional(environ, "GROUP_RANK"),
+        source="env",
+    )
+
+
+def _from_mpirun(environ: Mapping[str, str]) -> Placement:
+    rank, world_size = _required(environ, "OMPI_COMM_WORLD_RANK"), _required(environ, "OMPI_COMM_WORLD_SIZE")
+    # Which of these exist differs between Open MPI 4 and 5. The transports key is random for each job,
+    # which keeps a file that a crashed job left behind from being taken for ours.
+    key = [
+        f"{name}={environ[name]}"
+        for name in (
+            "PMIX_NAMESPACE",
+            "PMIX_SERVER_URI41",
+            "OMPI_MCA_ess_base_jobid",
+            "OMPI_MCA_orte_hnp_uri",
+            "OMPI_MCA_orte_precondition_transports",
+        )
+        if environ.get(name)
+    ]
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_required(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=_required(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        node_rank=None,
+        source="mpirun",
+        job_key="\n".join(key) or None,
+    )
+
+
+def _from_srun(environ: Mapping[str, str]) -> Placement:
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    rank, world_size = _required(environ, "SLURM_PROCID"), _required(environ, size_name)
+    local_rank = _required(environ, "SLURM_LOCALID")
+    nodes = _optional(environ, "SLURM_STEP_NUM_NODES") or _optional(environ, "SLURM_NNODES")
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    local_world_size = world_size if nodes == 1 else _tasks_on_node(tasks, _optional(environ, "SLURM_NODEID"))
+    key = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size or local_rank + 1,
+        node_rank=_optional(environ, "SLURM_NODEID"),
+        source="srun",
+        job_key="slurm " + ".".join(key) if key[0] else None,
+    )
+
+
+def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
+    """Number of tasks on node `node` in SLURM's compressed list: "4(x2),2" is 4, 4, 2. None if it cannot be told."""
+    if node is None:
+        return None
+    for part in filter(None, tasks_per_node.split(",")):
+        count, _, times = part.partition("(x")
+        node -= int(times.rstrip(")") or 1)
+        if node < 0:
+            return int(count)
+    return None
+
+
+def _required(environ: Mapping[str, str], name: str) -> int:
+    value = _optional(environ, name)
+    if value is None:
+        raise LaunchEnvironmentError(
+            f"{name} is not set, but other variables of its family are: set all of them, or none to run alone; "
+            "dtrain run, torchrun, mpirun and srun set them for you"
+        )
+    return value
+
+
+def _optional(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchEnvironmentError(
+            f"{name}={text!r} is not an integer; the launcher of this process sets it"
+        ) from None

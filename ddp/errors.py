@@ -1,0 +1,84 @@
+"""Every error that `ddp` raises on purpose.
+
+```
+DdpError(RuntimeError)
+├── LaunchEnvironmentError   the environment of this process does not describe a world
+├── RendezvousError          the ranks could not meet
+├── NotInitializedError      something needs the process group before `ddp.init()`
+├── ArgumentError            a wrong argument (also a ValueError)
+├── UnsupportedError         torch's DDP can do it, this module cannot yet (also a NotImplementedError)
+├── LayoutMismatchError      the ranks wrap different modules
+├── BackwardError            a backward pass that cannot be reduced exactly
+└── CollectiveError          a collective failed: a rank is gone, or too slow
+```
+
+The root is a RuntimeError because that is what torch raises in these places, so that handlers written for
+torch still work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "BackwardError",
+    "CollectiveError",
+    "DdpError",
+    "LaunchEnvironmentError",
+    "LayoutMismatchError",
+    "NotInitializedError",
+    "RendezvousError",
+    "UnsupportedError",
+]
+
+
+class DdpError(RuntimeError):
+    """Any error that `ddp` raises on purpose."""
+
+
+class LaunchEnvironmentError(DdpError):
+    """Variables such as RANK and WORLD_SIZE are missing, malformed or contradict each other."""
+
+
+class RendezvousError(DdpError):
+    """The ranks could not meet at the store, or the backend could not connect them."""
+
+
+class NotInitializedError(DdpError):
+    """There is no process group yet: `ddp.init()` comes first."""
+
+
+class ArgumentError(DdpError, ValueError):
+    """An argument has a value that cannot be meant."""
+
+
+class UnsupportedError(DdpError, NotImplementedError):
+    """A feature of torch's DDP that this version does not have; nothing was done silently instead."""
+
+
+class LayoutMismatchError(DdpError):
+    """The ranks hold different parameters, buffers or settings.
+
+    `rank` is the first rank of the group that differs from rank 0, and `entry` names what differs first.
+    """
+
+    def __init__(self, message: str, *, rank: int, entry: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.entry = entry
+
+
+class BackwardError(DdpError):
+    """A backward pass that cannot be reduced exactly, with the name of the parameter where there is one."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class CollectiveError(DdpError):
+    """A collective failed. `rank` is the rank that saw it, `what` the collective that failed."""
+
+    def __init__(self, message: str, *, rank: int, what: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.what = what

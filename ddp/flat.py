@@ -1,0 +1,227 @@
+"""A flat bucket on its way: many gradients in one tensor, with views of it as gradients where nobody can notice.
+
+That saves copying the averages back. It is done for gradients that backward itself made, in memory that nobody else
+looks at any more: who keeps `.grad` of a step, or anything that shares its memory, finds it unchanged later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from ddp.buckets import BucketPlan, Slot, slot_view
+from ddp.transfer import Adder, Member, ready_twice, refuse_sparse
+
+__all__ = ["FlatTransfer"]
+
+_Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
+# How many own a tensor besides its Python object; not in every version of torch.
+_use_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+
+
+class _Region:
+    """Places for gradients in one tensor."""
+
+    def __init__(self, tensor: torch.Tensor, members: Sequence[Member], slots: Sequence[Slot]) -> None:
+        self.tensor = tensor
+        self.places: list[_Place] = [
+            (member, member.parameter, slot_view(tensor, slot)) for member, slot in zip(members, slots, strict=True)
+        ]
+        self.is_given_away = False  # whether a place is, or was, `.grad` of its parameter
+        self._holders_at_first = self._holders()
+
+    def is_watched(self) -> bool:
+        """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
+        if not self.is_given_away:
+            return False
+        holders = self._holders()
+        if holders == self._holders_at_first and holders is not None:
+            return False
+        if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
+            return any(parameter.grad is not place for _, parameter, place in self.places)
+        return any(
+            now != then and parameter.grad is not place
+            for now, then, (_, parameter, place) in zip(
+                holders[1:], self._holders_at_first[1:], self.places, strict=True
+            )
+        )
+
+    def _holders(self) -> list[tuple[int, int]] | None:
+        """How many hold the memory, then each place: as a Python object, and in all other ways."""
+        if _use_count is None:
+            return None
+        storage = self.tensor.untyped_storage()
+        memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+        return [memory, *((sys.getrefcount(view), _use_count(view)) for _, _, view in self.places)]
+
+
+class FlatTransfer:
+    """Many gradients in one flat tensor.
+
+    Small gradients go through a staging tensor, all with one call. Large ones are divided into the flat tensor when
+    they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an older gradient.
+    The last bucket's flat tensor also carries the verdict: one number for each parameter of the module.
+    """
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], adder: Adder, *, as_views: bool) -> None:
+        self.members = tuple(members)
+        self.indices = frozenset(member.index for member in members)
+        self.missing = set(self.indices)
+        self.taken_early = frozenset(member.index for member in members[plan.small_count :])
+        self.work: dist.Work | None = None
+        self._plan = plan
+        self._adder = adder
+        self._as_views = as_views
+        self._renew_small()
+        self._renew_large()
+        self._made_by_backward: set[int] = set()
+        self._taken: set[int] = set()  # large ones that are in their places
+        self._grads: list[torch.Tensor] = []  # those that lie elsewhere and get the average, and
+        self._places: list[torch.Tensor] = []  # where it is
+        self._absent: list[_Place] = []
+        self._old: dict[int, torch.Tensor] = {}  # what was in the place of an absent gradient, by index
+
+    @property
+    def label(self) -> str:
+        """The parameters, for messages."""
+        if len(self.members) < 2:
+            return repr(self.members[0].name) if self.members else "the verdict"
+        return f"{self.members[0].name!r} to {self.members[-1].name!r}"
+
+    def _renew_small(self) -> None:
+        plan = self._plan
+        staging = torch.zeros(plan.small_numel, dtype=plan.dtype, device=plan.device)
+        self._small = _Region(staging, self.members[: plan.small_count], plan.slots[: plan.small_count])
+
+    def _renew_large(self) -> None:
+        plan = self._plan
+        self._flat = torch.empty(plan.numel + plan.verdict_numel, dtype=plan.dtype, device=plan.device)
+        self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
+        self._large_of = {place[0].index: place for place in self._large.places}
+
+    def begin(self) -> None:
+        """Prepare, before backward reaches the parameters, for the gradients that it will make."""
+        if not self._as_views:
+            if self._small.is_watched():
+                self._renew_small()
+            if self._large.is_watched():
+                self._renew_large()
+        self._made_by_backward = {member.index for member in self.members if member.parameter.grad is None}
+
+    def take_early(self, index: int) -> None:
+        """Take a large gradient that has just become ready.
+
+        The caches still hold it, and its memory is free for the next one that autograd makes. Another gradient for
+        the same parameter would be added to one that is divided already, so it is refused.
+        """
+        place = self._large_of[index]
+        if index in self._taken:
+            raise ready_twice(place[0])
+        grad = place[1].grad
+        if grad is not None:
+            self._take(place, grad)
+
+    def _take(self, place: _Place, grad: torch.Tensor) -> None:
+        """Divide a large gradient into its place with one call, so that its memory is read and written once."""
+        member, _, view = place
+        if grad.layout is not torch.strided:
+            refuse_sparse(member)
+        self._taken.add(member.index)
+        torch.div(grad, self._adder.size, out=view)
+        if grad is not view:
+            self._settle(place, grad, self._large)
+
+    def _settle(self, place: _Place, grad: torch.Tensor, region: _Region) -> None:
+        """Make the place the gradient if nobody can notice, else note to copy the average back."""
+        member, parameter, view = place
+        if self._as_views or member.index in self._made_by_backward:
+            parameter.grad = view
+            region.is_given_away = True
+        else:
+            self._grads.append(grad)
+            self._places.append(view)
+
+    def gather(self, touched: Collection[int]) -> list[int]:
+        """Put the gradients, divided, into the flat tensor; return the indices of absent ones."""
+        if self._small.places:
+            self._gather_small(touched)
+            torch.div(self._small.tensor, self._adder.size, out=self._flat[: self._plan.small_numel])
+        for place in self._large.places:
+            member, parameter, view = place
+            if member.index in self._taken:
+                continue
+            grad = parameter.grad
+            if grad is None or member.index not in touched:
+                self._gather_absent(place, grad)
+                view.div_(self._adder.size)
+            else:  # made inside no_sync() before
+                self._take(place, grad)
+        return [member.index for member, _, _ in self._absent]
+
+    def _gather_small(self, touched: Collection[int]) -> None:
+        """Copy all with one call: for small gradients the number of calls counts, not the bytes."""
+        places, views, grads = [], [], []
+        for place in self._small.places:
+            member, parameter, view = place
+            grad = parameter.grad
+            if grad is None or member.index not in touched:
+                self._gather_absent(place, grad)
+            elif grad is not view:
+                if grad.layout is not torch.strided:
+                    refuse_sparse(member)
+                places.append(place)
+                views.append(view)
+                grads.append(grad)
+        if grads:
+            torch._foreach_copy_(views, grads)
+        for place, grad in zip(places, grads, strict=True):
+            self._settle(place, grad, self._small)
+
+    def _gather_absent(self, place: _Place, grad: torch.Tensor | None) -> None:
+        member, _, view = place
+        self._absent.append(place)
+        if grad is None:
+            view.zero_()
+        elif grad is view:
+            self._old[member.index] = view.clone()
+        else:
+            view.copy_(grad)
+
+    def mark(self, absent: Sequence[int]) -> None:
+        """Write this rank's verdict, between `gather` and `send`: 1 for each parameter but those `absent`."""
+        verdict = self._flat[self._plan.numel :]
+        verdict.fill_(1)
+        if absent:
+            verdict[list(absent)] = 0
+
+    def send(self) -> None:
+        """Start the all-reduce."""
+        self.work = self._adder.start(self._flat)
+
+    def used_among(self, indices: Sequence[int]) -> frozenset[int]:
+        """Those of `indices` for which any rank had a gradient, once the verdict is here. Waits for the device."""
+        counts = self._flat[self._plan.numel :].tolist()
+        return frozenset(index for index in indices if counts[index] > 0)
+
+    def deliver(self, used: Collection[int]) -> None:
+        """Put the averages into `.grad`; absent gradients only if they are in `used`, those that some rank had."""
+        if self._small.places:
+            self._small.tensor.copy_(self._flat[: self._plan.small_numel])
+        if self._grads:
+            torch._foreach_copy_(self._grads, self._places)
+        for member, parameter, view in self._absent:
+            if member.index not in used:
+                if member.index in self._old:
+                    view.copy_(self._old[member.index])
+            elif parameter.grad is None:
+                parameter.grad = view if self._as_views else view.clone()
+            elif parameter.grad is not view:
+                parameter.grad.copy_(view)
+        for record in (self._grads, self._places, self._absent, self._old, self._taken):
+            record.clear()
+        self.work = None
+        self.missing.update(self.indices)

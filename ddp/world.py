@@ -1,0 +1,193 @@
+"""The world of this process: joins the ranks into a process group and says who and where this one is.
+
+`init` is the entry. It makes at most one default process group and closes it when the interpreter ends;
+a group that somebody else made is used as it is and left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+    FileStore,
+    HashStore,
+    Store,
+)
+
+from ddp.environment import ALONE, Placement, read_placement
+from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
+
+__all__ = ["World", "init"]
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks of its job.
+
+    `device` is where this rank's model and batches belong. `backend` is what the process group was made with.
+    `node_rank` is None where the launcher does not tell.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int | None
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints, logs and saves."""
+        return self.rank == 0
+
+
+_world: World | None = None
+
+
+def init(backend: str | None = None, *, timeout_s: float | None = None) -> World:
+    """Join the process group that the launcher prepared, and return this process's place in it.
+
+    Every rank must call it; it blocks until all have, at most `timeout_s` seconds (default: torch's 30
+    minutes, 10 for NCCL), which is also the limit of each later collective. Ranks come from RANK and
+    WORLD_SIZE (dtrain run, torchrun), else from Open MPI's or SLURM's variables; without any, the process
+    is a world of one with a group of its own. Where CUDA is available, the device is `cuda:LOCAL_RANK`
+    (`cuda:0` if only one is visible), made current, and the backend NCCL, with gloo for CPU tensors;
+    otherwise the CPU and gloo. `backend="gloo"` stays on the CPU whatever there is.
+
+    A second call returns the same object. A default group that already exists is used and not closed at exit.
+    Raises LaunchEnvironmentError for an inconsistent environment, RendezvousError if the ranks cannot meet.
+    """
+    global _world
+    if _world is not None and dist.is_initialized():
+        if backend is not None and backend != _world.backend:
+            raise ArgumentError(f"init(backend={backend!r}), but this process already joined with {_world.backend!r}")
+        return _world
+    if dist.is_initialized():
+        _world = _adopt()
+        return _world
+    placement = read_placement(os.environ)
+    device = _choose_device(placement, backend)
+    if backend is None:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _join(placement, backend, timeout_s)
+    _world = _world_of(placement, device, backend)
+    return _world
+
+
+def _world_of(placement: Placement, device: torch.device, backend: str) -> World:
+    return World(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        local_rank=placement.local_rank,
+        local_world_size=placement.local_world_size,
+        node_rank=placement.node_rank,
+        device=device,
+        backend=backend,
+    )
+
+
+def _adopt() -> World:
+    """Describe the default group that somebody else made; its rank and size count, not the environment's."""
+    rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    try:
+        placement = read_placement(os.environ)
+    except LaunchEnvironmentError:
+        placement = ALONE
+    if (placement.rank, placement.world_size) != (rank, world_size):
+        placement = Placement(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            node_rank=None,
+            source="an existing process group",
+        )
+    # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
+    on_cuda = torch.cuda.is_available() and backend != "gloo"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return _world_of(placement, device, backend)
+
+
+def _choose_device(placement: Placement, backend: str | None) -> torch.device:
+    wants_cuda = backend is None or "nccl" in backend or "cuda" in backend
+    if not wants_cuda or not torch.cuda.is_available():
+        if backend is not None and "nccl" in backend:
+            raise ArgumentError(
+                f"backend={backend!r} needs CUDA, but torch finds no usable device; use backend='gloo' on the CPU"
+            )
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    # A launcher that shows each worker only its own device leaves it at index 0.
+    index = 0 if count == 1 else placement.local_rank
+    if index >= count:
+        raise LaunchEnvironmentError(
+            f"rank {placement.rank} has local rank {placement.local_rank}, but {count} CUDA devices are visible here "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {count} "
+            "workers on this host, set LOCAL_RANK if RANK was set by hand, or train on the CPU with ddp.init('gloo')"
+        )
+    return torch.device("cuda", index)
+
+
+def _join(placement: Placement, backend: str, timeout_s: float | None) -> None:
+    options: dict[str, Any] = {"backend": backend, "rank": placement.rank, "world_size": placement.world_size}
+    if timeout_s is not None:
+        options["timeout"] = timedelta(seconds=timeout_s)
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT") and placement.source != "alone":
+        options["init_method"] = "env://"
+    else:
+        options["store"] = _own_store(placement)
+    try:
+        dist.init_process_group(**options)
+    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+        meeting_point = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")).strip(":")
+        raise RendezvousError(
+            f"rank {placement.rank} of {placement.world_size} could not join the others"
+            f"{' at ' + meeting_point if 'init_method' in options else ''} with backend {backend!r}: {error}"
+        ) from error
+    atexit.register(_leave)
+
+
+def _own_store(placement: Placement) -> Store:
+    """Make a store without MASTER_ADDR: in memory if alone, else in a file that only this job's ranks can name."""
+    if placement.world_size == 1:
+        return HashStore()
+    if not placement.is_single_host or placement.job_key is None:
+        raise LaunchEnvironmentError(
+            f"rank {placement.rank} of {placement.world_size} does not know where to meet the others: set MASTER_ADDR "
+            "to the host of rank 0, by a name that all ranks reach, and MASTER_PORT to a free port on it "
+            "(mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)"
+        )
+    name = hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
+    return FileStore(str(_private_directory() / name), placement.world_size)
+
+
+def _private_directory() -> Path:
+    """A directory that no other user can write to or read: a store in it cannot be forged or watched."""
+    path = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise RendezvousError(
+            f"{path} is not a directory that only this user can enter; remove it, or set TMPDIR or MASTER_ADDR"
+        )
+    return path
+
+
+def _leave() -> None:
+    """Close the group at exit, unless the process ends with an error: closing may wait for a rank that is gone."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
