@@ -2,12 +2,11 @@
 
 Two lines make a single-process script distributed:
 
-    world = ddp.init()                                                  # ranks from the launcher; alone: a
-    world of one model = ddp.DistributedDataParallel(model.to(world.device))         # gradients are
-    averaged during backward
+    world = ddp.init()  # who this rank is; without a launcher, a world of one
+    model = ddp.DistributedDataParallel(model.to(world.device))  # averages gradients during backward
 
-and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. Start the script with `dtrain
-run`, torchrun, mpirun or srun, or alone with plain python.
+and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. Start the script with `dtrain run`,
+torchrun, mpirun or srun, or alone with plain python.
 """
 
 from ddp.errors import (

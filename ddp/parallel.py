@@ -50,13 +50,12 @@ class DistributedDataParallel(nn.Module):
     - `process_group`: the ranks that average with each other; default: all.
     - `bucket_cap_mb`: size in MiB at which a bucket is closed; the first is closed at 1 MiB so that
       communication starts early.
-    - `gradient_as_bucket_view`: let `.grad` stay a view of its bucket, which saves memory and a copy for
-      small gradients (large ones are reduced in place either way), but the next backward then overwrites it
-      even if it was kept elsewhere.
+    - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
+      before, and use the bucket again although an older gradient may have been kept elsewhere. By default
+      `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
     - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use
       are always handled exactly: one that some rank used is averaged with zeros for the others, one that
-      none used keeps its old gradient. `find_unused_parameters=True` only makes the first step overlap
-      better.
+      none used keeps its old gradient.
 
     A world of one communicates nothing. What torch's class can do and this one cannot raises
     UnsupportedError.
@@ -140,7 +139,6 @@ class DistributedDataParallel(nn.Module):
             parameters,
             limits,
             as_views=self.gradient_as_bucket_view,
-            look_for_unused=self.find_unused_parameters,
         )
         if self.broadcast_buffers:
             self._buffer_sync = BufferSync(self.process_group, buffer_collector(self.module, self.parameters_to_ignore))

@@ -55,12 +55,10 @@ class Reducer:
         limits: BucketLimits,
         *,
         as_views: bool,
-        look_for_unused: bool,
     ) -> None:
         self._group = group
         self._limits = limits
         self._as_views = as_views
-        self._look_for_unused = look_for_unused
         self._adder = Adder(group)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -73,6 +71,7 @@ class Reducer:
         self._next = 0  # the first transfer that has not been sent in this backward pass
         self._touched: dict[int, None] = {}  # has a gradient since the last reduction, in order of arrival
         self._absent: list[int] = []
+        self._last_absent: frozenset[int] = frozenset()
         self._has_arrival_order = False
         self._has_warned = False
         self._transfers: list[Transfer] = []
@@ -168,12 +167,20 @@ class Reducer:
         self._running = True
         self._next = 0
         Variable._execution_engine.queue_callback(self._finish)
-        if self._look_for_unused:
-            # The engine knows which parameters this pass will reach, so their buckets need not wait for its
-            # end.
-            for index, node in enumerate(self._nodes):
-                if not torch._C._will_engine_execute_node(node):
-                    self._transfer_of[index].missing.discard(index)
+        if self._last_absent:
+            self._expect_absent()
+
+    def _expect_absent(self) -> None:
+        """Do not let buckets wait for parameters that this pass will not reach, if they were absent last time too.
+
+        Only the engine knows which it will reach, and even it does not see into reentrant checkpoints; so
+        a parameter that had a gradient last time is waited for.
+        """
+        will_execute = torch._C._will_engine_execute_node
+        unreached = frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+        if unreached <= self._last_absent:
+            for index in unreached:
+                self._transfer_of[index].missing.discard(index)
 
     def _advance(self, member: Member) -> None:
         """Send every bucket whose turn it is and which is complete."""
@@ -197,12 +204,11 @@ class Reducer:
         while self._next < len(self._transfers):
             self._send_next()
         self._wait()
-        # Only a rank that lacks a gradient must know what the others had, so only that one waits for the
-        # device.
+        # Only a rank that lacks a gradient must know what the others had, and wait for the device to learn it.
         used = self._carrier.used_among(self._absent) if self._absent else frozenset()
         for transfer in self._transfers:
             transfer.deliver(used)
-        self._look_for_unused = bool(self._absent)
+        self._last_absent = frozenset(self._absent)
         if not self._has_arrival_order:
             self._follow_arrival_order()
         self._touched.clear()

@@ -124,8 +124,8 @@ class OwnTransfer:
 
 def ready_twice(member: Member) -> BackwardError:
     return BackwardError(
-        f"the gradient of {member.name!r} became ready a second time in one backward pass, after the first was on "
-        "its way: a parameter shared between several activation checkpoints needs use_reentrant=False",
+        f"the gradient of {member.name!r} became ready again after its bucket was on its way in the same backward "
+        "pass: a parameter that several activation checkpoints use needs use_reentrant=False in them",
         parameter=member.name,
     )
 

@@ -8,6 +8,7 @@ run when the agent dies, whatever killed it, and ends them.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher import __version__, devices, processes
+from launcher import __version__, devices, processes, scratch
 from launcher.errors import DtrainError, ProtocolError, UsageError
 from launcher.guard import MARK, guard, reap
 from launcher.outbox import Outbox
@@ -54,6 +55,7 @@ PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 def main() -> None:
     processes.adopt_orphans()
+    processes.raise_file_limit()
     mark, parent = os.urandom(16).hex(), os.getpid()
     guarded = os.fork()
     if guarded:
@@ -77,6 +79,14 @@ def _executable(program: str, workdir: Path) -> bool:
     return shutil.which(program, path=os.environ.get("PATH")) is not None
 
 
+def _hint(number: int | None) -> str:
+    if number == errno.E2BIG:
+        return "; one argument or variable may have 128 KiB, see --export"
+    if number in (errno.EMFILE, errno.EAGAIN):
+        return "; this user's limits there are too low, see ulimit -n and ulimit -u"
+    return ""
+
+
 class Agent:
     """Owns the workers and the store of this host, and both directions of the controller's stream."""
 
@@ -91,7 +101,7 @@ class Agent:
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or "127.0.0.1"
         self._workers: dict[int, Worker] = {}
         self._store: Rendezvous | None = None
-        self._files = ""  # folder for the workers' error files
+        self._files = ""  # folder for the workers' error files, once it is made
         self._kill_at: float | None = None  # set when stopping
         self._killed = False
         self._sweep: processes.Sweep | None = None
@@ -136,7 +146,7 @@ class Agent:
                 self._on_time()
             self._outbox.flush(5.0)
         finally:
-            self._remove_files()
+            scratch.remove_folder(self._mark)
         return 0 if self._sweep is not None and not self._sweep.left else 1
 
     def _told_to_end(self, *_: object) -> None:
@@ -172,12 +182,6 @@ class Agent:
 
     def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
-
-    def _remove_files(self) -> None:
-        if self._files:
-            for name in os.listdir(self._files):
-                os.unlink(os.path.join(self._files, name))
-            os.rmdir(self._files)
 
     # ---- the controller's stream ----
 
@@ -239,6 +243,10 @@ class Agent:
             problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
         if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
             problems.append(f"the program {message.program} is not in PATH there")
+        try:
+            self._files = scratch.make_folder(self._mark)
+        except OSError as error:
+            problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
         gpus = devices.Gpus()
         try:
             gpus = devices.find_gpus(os.environ)
@@ -286,10 +294,6 @@ class Agent:
         assert self._prepared is not None
         if self._kill_at is not None:
             return
-        if not self._files:
-            folder = f"{os.environ.get('TMPDIR', '/tmp')}/dtrain-{os.urandom(8).hex()}"
-            os.mkdir(folder, 0o700)
-            self._files = folder
         error_file = Path(self._files, f"{message.attempt}-{message.rank}.json")
         env = {**message.defaults, **os.environ, **message.env}
         env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
@@ -300,7 +304,7 @@ class Agent:
         try:
             worker = Worker(message.rank, argv, env, cwd=self._prepared.workdir, error_file=error_file)
         except OSError as error:
-            self._never_started(message.rank, f"{argv[0]}: {error.strerror}")
+            self._never_started(message.rank, f"{argv[0]}: {error.strerror}{_hint(error.errno)}")
             return
         self._workers[message.rank] = worker
         self._send(Started(rank=message.rank, pid=worker.pid, time=worker.began))

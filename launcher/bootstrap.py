@@ -116,7 +116,7 @@ def _fail(error: BaseException) -> NoReturn:
     error.__traceback__ = trace
     try:
         _write_error_files(error)
-    except OSError as problem:  # a full disk must not hide the traceback
+    except Exception as problem:  # a full disk, or an exception that cannot be shown, must not hide the traceback
         print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
     hook = sys.excepthook
     try:
@@ -139,10 +139,12 @@ def _write_error_files(error: BaseException) -> None:
     import traceback
 
     name = type(error).__qualname__
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # At most so many frames and characters: a recursion error has a thousand times more, and takes seconds to format.
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-100))[-100_000:]
+    message = _text(error)[:10_000]
     facts = {
         "type": name,
-        "message": str(error),
+        "message": message,
         "where": _innermost_own_frame(error),
         "time": repr(time.monotonic()),
     }
@@ -151,7 +153,14 @@ def _write_error_files(error: BaseException) -> None:
     if not os.path.exists(path):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump({"message": {"message": f"{name}: {error}", "extraInfo": extra}}, file)
+            json.dump({"message": {"message": f"{name}: {message}", "extraInfo": extra}}, file)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text cannot be had: {type(problem).__name__}>"
 
 
 def _innermost_own_frame(error: BaseException) -> str:
@@ -161,7 +170,7 @@ def _innermost_own_frame(error: BaseException) -> str:
 
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__, limit=-1000)
     installed = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     own = [f for f in frames if not f.filename.startswith((*installed, "<"))]
     for frame in reversed(own or frames):

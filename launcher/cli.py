@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -24,22 +25,50 @@ _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 def main() -> None:
     """Run the command line; the console script's entry."""
+    _open_standard_streams()
+    _end(_main())
+
+
+def _main() -> int:
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.Abort:
-        sys.exit(130)
+        return stop.exit_code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except (click.Abort, KeyboardInterrupt):
+        return 130
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        with contextlib.suppress(OSError):  # nobody reads it
+            error.show()
+        return error.exit_code
     except DtrainError as error:
         _complain(str(error))
-        sys.exit(error.exit_code)
+        return error.exit_code
+    return 0
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where 0, 1 or 2 is closed, before a pipe of ours gets one of these numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # lives as long as the process
+
+
+def _end(status: int) -> NoReturn:
+    """End with the run's exit code, also where stdout or stderr cannot take their last bytes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _complain(text: str) -> None:
-    click.echo("\n".join(f"dtrain: {line}" for line in text.splitlines()), err=True)
+    with contextlib.suppress(OSError):  # stderr is gone; the exit code still says what happened
+        click.echo("\n".join(f"dtrain: {line}" for line in text.splitlines()), err=True)
 
 
 # ---- options -------------------------------------------------------------------------------------------------
@@ -106,7 +135,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         ctx.default_map = {}
         known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        settings = read_settings(Path.cwd(), known - {"help", "as_json"})
+        settings = read_settings(_current_folder(), known - {"help", "as_json"})
         for name, command in self.commands.items():
             ctx.default_map[name] = _defaults(command, settings, ctx)
         return super().invoke(ctx)
@@ -165,16 +194,21 @@ def run(command: tuple[str, ...], **options: Any) -> None:
 
     spec = _spec(command, options)
     _check_here(spec)
+    _warn_of_unknown_variables(options["quiet"])
     opened = start_local_agents(spec)
 
     from launcher.console import Console
     from launcher.controller import Controller
-    from launcher.logfiles import LogFiles
+    from launcher.logfiles import LogFiles, set_aside
     from launcher.output import OutputThread
+    from launcher.processes import raise_file_limit
     from launcher.report import report
 
+    raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id
+    if (moved := set_aside(folder)) is not None and not options["quiet"]:
+        _complain(f"there was a run {spec.run_id} before; its files are in {moved} now")
     logs = LogFiles(folder, lambda reason: console.say(reason))
     output = OutputThread(console, logs, only_ranks=_ranks(options["only_rank"]))
     output.start()
@@ -187,8 +221,10 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     if talk.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         _complain(f"run {spec.run_id}: {ran}; output in {folder}")
-    text = report(outcome, folder if logs.usable else None, lambda rank: output.tail(rank, 2))
-    if text and (not talk.quiet or outcome.exit_code != 0):
+    if outcome.error is None and (ranks := _ranks(options["only_rank"])) and max(ranks) >= outcome.world_size:
+        _complain(f"--only-rank {options['only_rank']}: there were only ranks 0 to {outcome.world_size - 1}")
+    text = report(outcome, folder if logs.usable else None, output.tail)
+    if text and (talk.verbose or outcome.left or outcome.exit_code != 0):
         _complain(text)
     sys.exit(outcome.exit_code)
 
@@ -213,6 +249,20 @@ def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
     click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
 
 
+def _warn_of_unknown_variables(quiet: bool) -> None:
+    """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
+    known = {str(option.envvar) for option in run.params if isinstance(option, click.Option) and option.envvar}
+    foreign = {"DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_STRATEGY", "DTRAIN_TOKEN", "DTRAIN_TORCH_INDEX"}
+    unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known | foreign]
+    if quiet or not unknown:
+        return
+    import difflib
+
+    for name in unknown:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+            _complain(f"the variable {name} is not known and does nothing; did you mean {close[0]}?")
+
+
 # ---- from options to the job ---------------------------------------------------------------------------------
 
 
@@ -229,7 +279,12 @@ class _Talk:
 
 
 def _spec(command: tuple[str, ...], options: dict[str, Any]) -> JobSpec:
-    hosts = choose_hosts(options["hosts"], nnodes=options["nnodes"], simulate=options["simulate"])
+    context = click.get_current_context()
+    typed = click.core.ParameterSource.COMMANDLINE
+    listed: str | None = options["hosts"]
+    if context.get_parameter_source("simulate") is typed and context.get_parameter_source("hosts") is not typed:
+        listed = None  # the flag is stronger than hosts from the environment or a file
+    hosts = choose_hosts(listed, nnodes=options["nnodes"], simulate=options["simulate"])
     remote = any(host.kind is HostKind.SSH for host in hosts)
     config = options.get("ssh_config")
     return JobSpec(
@@ -268,7 +323,16 @@ def _workdir(named: str | None) -> Path:
     if named is not None:
         return Path(named).expanduser().absolute()
     shell = os.environ.get("PWD", "")
-    return Path(shell) if os.path.isabs(shell) and os.path.samefile(shell, ".") else Path.cwd()
+    if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, "."):
+        return Path(shell)
+    return _current_folder()
+
+
+def _current_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder does not exist any more; change to another one") from error
 
 
 def _check_here(spec: JobSpec) -> None:
@@ -278,7 +342,7 @@ def _check_here(spec: JobSpec) -> None:
     if not spec.workdir.is_dir():
         raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")
     script = spec.workdir / spec.command.target
-    if not script.exists():
+    if not os.path.exists(script):
         hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
         raise UsageError(f"the script {script} does not exist{hint}")
 
@@ -287,6 +351,9 @@ def _ranks(text: str | None) -> frozenset[int] | None:
     if text is None:
         return None
     try:
-        return frozenset(int(word) for word in text.split(","))
+        ranks = frozenset(int(word) for word in text.split(","))
+        if min(ranks) < 0:
+            raise ValueError(text)
+        return ranks
     except ValueError as error:
         raise UsageError(f"--only-rank is {text!r}; it must be numbers such as 0 or 0,4") from error

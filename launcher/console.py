@@ -7,6 +7,7 @@ elsewhere only its last state is written, and now and then one between. Used by 
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Console:
         """Write unfinished lines as they are and clear the last line."""
         for line in self._lines.values():
             state = _last_state(line.text)
-            if state and state != line.shown:
+            if state.strip() and state != line.shown:
                 self._put(line.stream, line.prefix + state + b"\n")
             line.text = b""
         self._changed.clear()
@@ -145,12 +146,23 @@ class Console:
         """Replace the terminal's last line."""
         if not self._terminal[2] or text == self._bottom:
             return
-        width = os.get_terminal_size(self._fds[2]).columns or 80
-        shown = text.decode("utf-8", "replace")
-        if not self._coloured[2] and len(shown) >= width:
-            shown = shown[: width - 1]
-        self._write(2, (_ERASE if self._bottom else b"") + shown.encode())
+        self._write(2, (_ERASE if self._bottom else b"") + self._cut(text))
         self._bottom = text
+
+    def _cut(self, text: bytes) -> bytes:
+        """Return as much of a line as the terminal is wide; a longer one could not be redrawn."""
+        try:
+            width = os.get_terminal_size(self._fds[2]).columns or 80
+        except OSError:  # the terminal has gone
+            width = 80
+        shown, room = "", width - 1
+        for part in re.split(r"(\x1b\[[0-9;]*m)", text.decode("utf-8", "replace")):
+            if part.startswith("\x1b["):
+                shown += part
+            else:
+                shown += part[:room]
+                room -= len(part[:room])
+        return shown.encode()
 
     def _write(self, stream: int, data: bytes) -> None:
         fd = self._fds[stream]

@@ -27,6 +27,7 @@ from launcher.transport import Stream, connect
 __all__ = ["Controller"]
 
 HEARTBEAT_S = 5.0
+ASLEEP_S = 5.0  # a wait that took so much longer than asked for
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -81,7 +82,11 @@ class Controller:
                 event = self._events.get(timeout=max(0.0, until - now))
             except queue.Empty:
                 event = Tick()
+            slept = time.monotonic() - now > until - now + ASLEEP_S
             now = time.monotonic()
+            if slept:  # by Ctrl-Z, or a suspended machine: the hosts were not silent, nobody listened
+                for host in self._spec.hosts:
+                    self._carry_out(self._job.handle(Unread(host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
             if now >= next_heartbeat:
@@ -184,15 +189,22 @@ class _Link:
     # ---- in the reader's thread ----
 
     def _connect(self, limit: threading.BoundedSemaphore, deadline: float) -> Stream | None:
+        if not limit.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            at_once = self._spec.ssh.connect_at_once
+            self._events.put(
+                Lost(self.host.name, f"was not tried: others took the {at_once} places till the time was up")
+            )
+            return None
         try:
-            with limit:
-                return connect(self.host, self._spec, deadline)
+            return connect(self.host, self._spec, deadline)
         except HostError as error:
             self._events.put(Lost(self.host.name, error.reason))
         except DtrainError as error:
             self._events.put(Lost(self.host.name, str(error)))
         except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
             self._events.put(Lost(self.host.name, f"{type(error).__name__}: {error}"))
+        finally:
+            limit.release()
         return None
 
     def _read(self, stream: Stream) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from launcher import processes
+from launcher import processes, scratch
 
 __all__ = ["MARK", "guard", "reap"]
 
@@ -35,6 +35,7 @@ def guard(agent: int, mark: str) -> int:
     while not sweep.step():
         time.sleep(sweep.pause_s)
         reap()
+    scratch.remove_folder(mark)
     return status if status > 0 else 128 - status
 
 

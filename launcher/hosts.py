@@ -40,12 +40,16 @@ def choose_hosts(listed: str | None, *, nnodes: int | None, simulate: bool) -> t
     if nnodes is not None and nnodes < 1:
         raise UsageError(f"--nnodes is {nnodes}; it must be 1 or more")
     if simulate:
-        if listed:
-            raise UsageError("--simulate divides this machine; it cannot be used together with --hosts")
+        if listed is not None:
+            raise UsageError(
+                "--simulate divides this machine; it cannot be used together with hosts, which are: " + listed
+            )
         if nnodes is None:
             raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
         return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=nnodes) for part in range(nnodes))
-    if listed is None or not listed.strip():
+    if listed is not None and not listed.strip():
+        raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
+    if listed is None:
         if nnodes is not None and nnodes > 1:
             raise UsageError(f"--nnodes {nnodes}, but no hosts are known. Name them: {_SOURCES}")
         return (Host(_own_name(), HostKind.LOCAL),)

@@ -5,11 +5,12 @@ Bytes are kept as they came. A folder that cannot be written or a full disk cost
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogFiles"]
+__all__ = ["LogFiles", "set_aside"]
 
 _NAMES = {1: "stdout.log", 2: "stderr.log"}
 
@@ -58,8 +59,22 @@ class LogFiles:
             self.close()
             self._complain(
                 f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
-                "Choose another folder with --log-dir"
+                + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
             )
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename the folder of an earlier run of the same name, so that two runs never mix; return its new name."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    try:
+        folder.rename(aside)
+    except OSError:  # not ours to rename: writing will fail as well, and says so
+        return None
+    return aside
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -6,6 +6,7 @@ no process grows. The loop never waits here.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -17,8 +18,10 @@ from launcher.logfiles import LogFiles
 __all__ = ["OutputThread"]
 
 QUEUE_BYTES = 4 << 20
-TAIL_BYTES = 4096
+TAIL_BYTES = 8192
+LINE_CHARACTERS = 300
 STATUS_PAUSE_S = 0.1
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class OutputThread:
@@ -62,9 +65,10 @@ class OutputThread:
         self._put(lambda: self._console.show_status(text))
 
     def tail(self, rank: int, stream: int) -> list[str]:
-        """Return the last lines of a worker's stream; call after `close`."""
-        lines = self._tails.get((rank, stream), b"").decode("utf-8", "replace").splitlines()
-        return [line.rpartition("\r")[2] for line in lines if line.strip()]
+        """Return the last lines of a worker's stream as a terminal would show them; call after `close`."""
+        text = self._tails.get((rank, stream), b"").decode("utf-8", "replace")
+        lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        return [_printable(line) for line in lines if line.strip()]
 
     def hurry(self) -> None:
         """From now on a terminal that takes nothing (a stopped pager, Ctrl-S) is not waited for."""
@@ -93,7 +97,10 @@ class OutputThread:
                 ready, self._queue = self._queue, deque()
                 closing = self._closing
             for action, size in ready:
-                action()
+                try:
+                    action()
+                except Exception as error:  # a defect here must cost some output, not the run
+                    self._console.say(f"output was lost: {type(error).__name__}: {error}")
                 if size:
                     with self._changed:
                         self._bytes -= size
@@ -114,3 +121,9 @@ class OutputThread:
         self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]
         if self._only_ranks is None or rank in self._only_ranks:
             self._console.write(rank, stream, data)
+
+
+def _printable(line: str) -> str:
+    """Return a line without what could steer the terminal, and not longer than a screen is wide."""
+    plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))
+    return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,21 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child."""
+    global _file_limit
+    _file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_file_limit[1], _file_limit[1]))
+
+
+def restore_file_limit() -> None:
+    if _file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _file_limit)
+
+
+_file_limit: tuple[int, int] | None = None
 
 
 def _prctl(option: int, value: int) -> None:

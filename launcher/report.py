@@ -14,10 +14,11 @@ __all__ = ["report"]
 TAIL_LINES = 15
 
 
-def report(outcome: Outcome, folder: Path | None, tail: Callable[[int], list[str]]) -> str:
+def report(outcome: Outcome, folder: Path | None, tail: Callable[[int, int], list[str]]) -> str:
     """Return the report; empty for a run that just went well.
 
-    `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's stderr.
+    `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's
+    stream (1 or 2).
     """
     if outcome.error is not None:
         return "\n".join([str(outcome.error), *_left(outcome)])
@@ -30,17 +31,19 @@ def report(outcome: Outcome, folder: Path | None, tail: Callable[[int], list[str
     return "\n".join(_left(outcome))
 
 
-def _cause(outcome: Outcome, cause: Failure, folder: Path | None, tail: Callable[[int], list[str]]) -> list[str]:
+def _cause(outcome: Outcome, cause: Failure, folder: Path | None, tail: Callable[[int, int], list[str]]) -> list[str]:
     lines = [_headline(cause)]
     if cause.kind is FailureKind.RAISED:
         lines.append(f"  {cause.error_type}: {_first_lines(cause.message)}")
         if cause.where:
             lines.append(f"  at {cause.where}")
     if cause.rank is not None:
-        words = tail(cause.rank)[-TAIL_LINES:]
-        if words:
-            lines.append("  the last lines of its stderr:")
-            lines += [f"  | {line}" for line in words]
+        for stream, name in ((2, "stderr"), (1, "stdout")):
+            words = tail(cause.rank, stream)[-TAIL_LINES:]
+            if words:
+                lines.append(f"  the last lines of its {name}:")
+                lines += [f"  | {line}" for line in words]
+                break
     consequences = []
     if outcome.other_failures:
         consequences.append(f"{_count(outcome.other_failures, 'other worker')} failed after it")
@@ -50,7 +53,7 @@ def _cause(outcome: Outcome, cause: Failure, folder: Path | None, tail: Callable
         lines.append("  " + "; ".join(consequences))
     if folder is not None and cause.rank is not None:
         lines.append(
-            f"  its whole output: less {shlex.quote(str(folder / 'attempt_0' / str(cause.rank) / 'stderr.log'))}"
+            f"  its whole output: {shlex.quote(str(folder / 'attempt_0' / str(cause.rank)))}/stdout.log, stderr.log"
         )
     elif folder is not None:
         lines.append(f"  the output of all workers: {shlex.quote(str(folder))}")

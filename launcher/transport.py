@@ -6,7 +6,6 @@ elsewhere (ssh.py). A stream is read by one thread, written and ended by another
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 from typing import Protocol
@@ -87,8 +86,9 @@ class LocalStream:
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
         self._stderr = self._process.stderr
-        self._words = ""
-        self._finishing = threading.Lock()
+        self._words = b""
+        self._listener = threading.Thread(target=self._listen, name="agent's stderr", daemon=True)
+        self._listener.start()
 
     def read(self) -> bytes:
         return self._stdout.read(1 << 16) or b""
@@ -102,15 +102,16 @@ class LocalStream:
         self._stdin.close()
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
-        with self._finishing:
-            try:
-                status: int | None = self._process.wait(wait_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
-                self._process.wait()
-                status = None
-            if not self._stderr.closed:
-                os.set_blocking(self._stderr.fileno(), False)
-                self._words = (self._stderr.read(1 << 16) or b"").decode("utf-8", "replace")
-                self._stderr.close()
-            return status, self._words
+        try:
+            status: int | None = self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
+            self._process.wait()
+            status = None
+        self._listener.join(1.0)
+        return status, self._words.decode("utf-8", "replace")
+
+    def _listen(self) -> None:
+        """Keep the last that the agent said on stderr, and never let it wait for a reader."""
+        while words := self._stderr.read(1 << 16):
+            self._words = (self._words + words)[-(1 << 16) :]

@@ -63,6 +63,7 @@ def _become(
 ) -> None:
     os.setsid()
     processes.die_with_parent(parent)
+    processes.restore_file_limit()
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)

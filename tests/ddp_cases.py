@@ -544,6 +544,7 @@ def checkpointed(use_reentrant: bool) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = Mlp(), nn.Linear(3, 6)
+            self.never = nn.Parameter(torch.ones(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x if x.requires_grad else x.clone().requires_grad_()

@@ -2,10 +2,11 @@
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, started
+from testbed.processes import run_dtrain, run_program, started
 from testbed.sshd import SshHosts
 
 
@@ -25,6 +26,8 @@ def script(tmp_path: Path) -> Path:
         (["--nnodes", "3", "--hosts", "a,b"], "--nnodes 3, but only 2 hosts are named: a, b"),
         (["--hosts", "a,b,a"], "host a is named twice; give it more slots instead: a:2"),
         (["--hosts", "a:0"], "'a:0' has no slots"),
+        (["--hosts", ""], "--hosts is empty; name hosts as in --hosts a,b, or leave it out"),
+        (["--only-rank", "-1"], "--only-rank is '-1'; it must be numbers"),
         (["--hosts", "a b"], "'a b' is not a host; write NAME, NAME:SLOTS"),
         (["--hosts", "-oProxyCommand=true"], "is not a host; write NAME"),
         (["--hosts", "a", "--simulate"], "--simulate divides this machine"),
@@ -116,3 +119,31 @@ def test_agent_that_never_answers_meets_the_deadline(script: Path, tmp_path: Pat
         _, stderr = process.communicate(timeout=20)
         assert process.returncode == 1
         assert b"did not answer within 0.5 s (--start-timeout-s)" in stderr
+
+
+def test_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = f'mkdir {gone}; cd {gone}; rmdir {gone}; exec "$0" -m launcher run script.py'
+    result = run_program("sh", "-c", command, sys.executable)
+    assert result.returncode == 2
+    assert "the current folder does not exist any more" in result.stderr
+
+
+def test_wrong_pwd_variable_does_no_harm(script: Path) -> None:
+    assert run_dtrain("run", script, cwd=script.parent, env={"PWD": "/no/such/folder"}).returncode == 0
+
+
+def test_temporary_folder_that_is_missing_is_replaced(script: Path) -> None:
+    result = run_dtrain("run", script, cwd=script.parent, env={"TMPDIR": "/no/such/folder"})
+    assert result.returncode == 0, result.stderr
+
+
+def test_misspelt_variable_is_named(script: Path) -> None:
+    result = run_dtrain("run", script, cwd=script.parent, env={"DTRAIN_NPROC_PER_NOD": "2"})
+    assert result.returncode == 0
+    assert "DTRAIN_NPROC_PER_NOD is not known and does nothing; did you mean DTRAIN_NPROC_PER_NODE?" in result.stderr
+
+
+def test_rank_to_show_that_does_not_exist_is_said(script: Path) -> None:
+    result = run_dtrain("run", "--only-rank", "3", script, cwd=script.parent)
+    assert "--only-rank 3: there were only ranks 0 to 0" in result.stderr

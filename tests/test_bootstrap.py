@@ -216,3 +216,30 @@ def test_bootstrap_compiles_on_the_oldest_python() -> None:
     source = Path(__file__).parents[1].joinpath("launcher/bootstrap.py").read_text()
     ast.parse(source, feature_version=(3, 10))
     assert subprocess.run([sys.executable, "-c", "import launcher.bootstrap"], check=False).returncode == 0
+
+
+def test_exception_that_cannot_be_shown_is_still_the_cause(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        """
+        class Odd(Exception):
+            def __str__(self): raise TypeError("no text")
+        raise Odd
+        """,
+    )
+    ours = run_dtrain("run", "script.py", cwd=tmp_path)
+    assert ours.returncode == 1
+    assert "dtrain:   Odd: <its text cannot be had: TypeError>" in ours.stderr
+    assert "bootstrap" not in ours.stderr
+
+
+def test_huge_message_and_deep_recursion_are_reported_in_short(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "def f(): f()\ntry: f()\nexcept RecursionError as e: raise ValueError('x' * 3_000_000) from e",
+    )
+    ours = run_dtrain("run", "--run-id", "r", "script.py", cwd=tmp_path)
+    assert "dtrain:   ValueError: xxx" in ours.stderr
+    assert (tmp_path / "runs/r/attempt_0/0/error.json").stat().st_size < 300_000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import MARK, kill, marked, run_dtrain, started_dtrain, wait_until
+from testbed.processes import MARK, kill, marked, run_dtrain, started, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
 # A worker with a child, a child in a session of its own without our environment, and a daemon that ignores TERM.
@@ -63,7 +63,7 @@ def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:
 
 
 def test_normal_end_leaves_nothing(where: list[str], family: Path, tmp_path: Path) -> None:
-    result = run_dtrain("run", "--grace-s", "0.5", *where, family, "exit=0", cwd=tmp_path)
+    result = run_dtrain("run", "-v", "--grace-s", "0.5", *where, family, "exit=0", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "outlived the workers and were ended" in result.stderr
 
@@ -245,7 +245,7 @@ def test_report_names_cause_place_and_file(tmp_path: Path) -> None:
     assert "raised an exception" in report[0]
     assert "JSONDecodeError: Expecting value" in report[1]
     assert f"{script}:3 in load" in report[2]
-    assert "runs/r1/attempt_0/0/stderr.log" in report[-1]
+    assert "its whole output: runs/r1/attempt_0/0/stdout.log, stderr.log" in report[-1]
     assert (tmp_path / "runs/r1/attempt_0/0/stderr.log").read_text().startswith("Traceback")
 
 
@@ -277,3 +277,21 @@ def test_interrupt_typed_at_a_terminal_reaches_the_workers_once(tmp_path: Path) 
         os.close(main)
     assert b"interrupts: 1" in seen
     assert process.returncode == 130
+
+
+def test_stopped_and_continued_dtrain_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and fg, for longer than a host may be silent (here: 5.5 s)."""
+    (tmp_path / "script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(8)\nprint('done')")
+    impatient = tmp_path / "impatient.py"
+    impatient.write_text(
+        "import sys, launcher.job, launcher.controller, launcher.cli\n"
+        "launcher.job.HEARTBEAT_TIMEOUT_S = 5.5\nlauncher.controller.ASLEEP_S = 0.5\nlauncher.cli.main()"
+    )
+    with started(sys.executable, impatient, "run", "script.py", cwd=tmp_path) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(6.5)
+        process.send_signal(signal.SIGCONT)
+        stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 0, stderr
+    assert b"done" in stdout

@@ -69,7 +69,7 @@ def test_what_is_no_list_of_hosts_is_refused_with_a_reason(text: str, complaint:
 
 
 def test_without_a_list_the_host_is_this_machine() -> None:
-    for listed in (None, "", " "):
+    for listed in (None,):
         (host,) = choose_hosts(listed, nnodes=None, simulate=False)
         assert (host.kind, host.name) == (HostKind.LOCAL, socket.gethostname().split(".")[0])
     assert choose_hosts(None, nnodes=1, simulate=False) == (host,)
@@ -95,7 +95,7 @@ def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
         ("a,b", 0, False, "--nnodes is 0; it must be 1 or more"),
         (None, -1, True, "--nnodes is -1"),
         (None, None, True, "--simulate needs to know between how many hosts to divide this machine: --nnodes N"),
-        ("a,b", 2, True, "--simulate divides this machine; it cannot be used together with --hosts"),
+        ("a,b", 2, True, "--simulate divides this machine; it cannot be used together with hosts, which are: a,b"),
     ],
 )
 def test_hosts_that_are_not_there_are_never_invented(

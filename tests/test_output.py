@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import run_dtrain, started, started_dtrain, wait_until
+from testbed.processes import run_dtrain, run_program, started, started_dtrain, wait_until
 
 
 def script(folder: Path, text: str) -> Path:
@@ -159,16 +159,23 @@ def test_log_folder_that_cannot_be_written_is_said_once_and_training_goes_on(tmp
     assert "--log-dir" in result.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
 def test_full_disk_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "runs/r/attempt_0/0"
-    folder.mkdir(parents=True)
-    (folder / "stdout.log").symlink_to("/dev/full")
+    """A limit on the size of files, of 512 bytes, stands in for the disk."""
     path = script(tmp_path, "for i in range(100): print('trained', i)")
-    result = run_dtrain("run", "--run-id", "r", path, cwd=tmp_path)
-    assert result.returncode == 0
+    ours = [sys.executable, "-m", "launcher", "run", "--run-id", "r", str(path)]
+    result = run_program("sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *ours, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert "trained 99" in result.stdout
-    assert result.stderr.count("No space left on device") == 1
+    assert result.stderr.count("cannot be written (File too large)") == 1
+
+
+def test_second_run_of_the_same_name_keeps_the_first_ones_files(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nprint(os.environ['WORD'])")
+    for word in ("first", "second"):
+        result = run_dtrain("run", "--run-id", "r", path, cwd=tmp_path, env={"WORD": word})
+    assert "its files are in runs/r.1 now" in result.stderr
+    assert (tmp_path / "runs/r.1/attempt_0/0/stdout.log").read_text() == "first\n"
+    assert (tmp_path / "runs/r/attempt_0/0/stdout.log").read_text() == "second\n"
 
 
 def terminal_run(folder: Path, *argv: str, until: bytes = b"") -> bytes:
@@ -229,3 +236,60 @@ def test_quiet_says_nothing_of_its_own(tmp_path: Path) -> None:
     seen = terminal_run(tmp_path, "--quiet", str(path))
     assert b"dtrain" not in seen
     assert b"hosts ready" not in seen
+
+
+def test_bars_are_cut_to_a_narrow_terminal(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys, time\n"
+        "for i in range(8):\n    sys.stderr.write(f'\\r{i}' + '#' * 110)\n    sys.stderr.flush()\n"
+        "    time.sleep(0.06)\n"
+        "sys.stderr.write('\\r' + ' ' * 111 + '\\r')",
+    )
+    seen = terminal_run(tmp_path, str(path))
+    drawn = [part for part in seen.split(b"\r") if b"#" in part]
+    assert len(drawn) > 2
+    # The terminal has no size of its own, which counts as 80 columns; colours take no room.
+    assert all(len(re.sub(rb"\x1b\[[0-9;]*[mK]", b"", part)) == 79 for part in drawn)
+    assert seen.endswith(b"\r\x1b[K")  # the bar has removed itself
+
+
+def test_terminal_that_vanishes_does_not_stop_the_run(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys, time\nfor i in range(30):\n    sys.stderr.write(f'\\r{i}')\n    sys.stderr.flush()\n"
+        "    time.sleep(0.03)\n"
+        "for i in range(20000): print('x' * 99)\nopen('finished', 'w').close()",
+    )
+    main, secondary = pty.openpty()
+    argv = ["nohup", sys.executable, "-m", "launcher", "run", "--run-id", "r", str(path)]
+    process = subprocess.Popen(argv, stdin=secondary, stdout=secondary, stderr=secondary, cwd=tmp_path)
+    os.close(secondary)
+    time.sleep(0.6)
+    os.close(main)
+    assert process.wait(timeout=30) == 0
+    assert (tmp_path / "finished").exists()
+    assert (tmp_path / "runs/r/attempt_0/0/stdout.log").stat().st_size == 2_000_000
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
+def test_closed_or_full_streams_change_neither_run_nor_exit_code(tmp_path: Path, closed: str) -> None:
+    path = script(
+        tmp_path, "import os, sys\nprint(1)\nprint(2, file=sys.stderr)\nopen(os.environ['RANK'], 'w')\nsys.exit(3)"
+    )
+    command = f'exec "$0" -m launcher run --grace-s 5 --nproc-per-node 2 {path} {closed}'
+    assert run_program("sh", "-c", command, sys.executable, cwd=tmp_path).returncode == 3
+    assert (tmp_path / "0").exists() or (tmp_path / "1").exists()
+
+
+def test_report_shows_the_end_of_a_bar_and_no_escapes(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys\nprint('the reason', file=sys.stderr)\n"
+        "for i in range(100): sys.stderr.write(f'\\rstep {i}/100')\n"
+        "sys.stderr.write('\\n\\x1b[2Jgone\\n')\nsys.exit(9)",
+    )
+    result = run_dtrain("run", path, cwd=tmp_path)
+    report = [line.partition("| ")[2] for line in result.stderr.splitlines() if line.startswith("dtrain:   |")]
+    assert report == ["the reason", "step 99/100", "gone"]
+    assert result.returncode == 9

@@ -94,7 +94,7 @@ def test_unknown_host_key_is_refused_with_the_command_that_accepts_it(ssh_hosts:
     assert result.returncode == 1
     assert "1 of 2 hosts cannot start; no worker was started" in result.stderr
     assert "node2: its host key ssh-ed25519 SHA256:" in result.stderr
-    assert f"ssh -p {ssh_hosts.port} " in result.stderr
+    assert f"accept it once by: ssh -F {config} node2 true" in result.stderr
     assert "--accept-new-host-keys" in result.stderr
     assert result.stdout == ""
 
