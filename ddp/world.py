@@ -30,6 +30,8 @@ from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
 
 __all__ = ["World", "init"]
 
+_file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
+
 
 @dataclass(frozen=True)
 class World:
@@ -171,8 +173,10 @@ def _own_store(placement: Placement) -> Store:
             "to the host of rank 0, by a name that all ranks reach, and MASTER_PORT to a free port on it "
             "(mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)"
         )
-    name = hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
-    return FileStore(str(_private_directory() / name), placement.world_size)
+    global _file_store
+    path = _private_directory() / hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
+    _file_store = FileStore(str(path), placement.world_size)
+    return _file_store
 
 
 def _private_directory() -> Path:
@@ -189,5 +193,10 @@ def _private_directory() -> Path:
 
 def _leave() -> None:
     """Close the group at exit, unless the process ends with an error: closing may wait for a rank that is gone."""
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+    if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
+        return
+    world_size = dist.get_world_size()
+    dist.destroy_process_group()
+    # FileStore removes its file when its last owner is destroyed, which an interpreter that ends need not do.
+    if _file_store is not None and _file_store.add("ddp/left", 1) == world_size:
+        Path(_file_store.path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # not in torch's stubs
