@@ -20,6 +20,7 @@ from ddp.buckets import BucketLimits
 from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
 from ddp.layout import check_same_layout, describe
 from ddp.reducer import Reducer
+from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel"]
 
@@ -144,6 +145,14 @@ class DistributedDataParallel(nn.Module):
             self._buffer_sync = BufferSync(self.process_group, buffer_collector(self.module, self.parameters_to_ignore))
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
         weakref.finalize(self, _remove, self._reducer.handles)
+        before_leaving(self, DistributedDataParallel._let_go)
+
+    def _let_go(self) -> None:
+        """Drop the process group and everything that communicates; the module itself stays usable."""
+        if self._reducer is not None:
+            _remove(self._reducer.handles)
+        self._reducer = self._buffer_sync = None
+        del self.process_group
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""

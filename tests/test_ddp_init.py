@@ -177,3 +177,29 @@ def test_a_rank_that_cannot_meet_the_others_says_where(tmp_path: Path) -> None:
     result = run([sys.executable, "-c", "import ddp; ddp.init(timeout_s=1)"], **env)
     assert result.returncode == 1
     assert "RendezvousError: rank 1 of 2 could not join the others at 127.0.0.1:1" in result.stderr
+
+
+def test_a_script_that_keeps_its_model_ends_well(tmp_path: Path) -> None:
+    """The group's threads must end before the interpreter does, though the script's globals hold the group."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import atexit, torch, ddp
+            from torch import nn
+            from ddp import world
+            ddp.init()
+            model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+            atexit.unregister(world._leave)
+            world._leave()
+            assert not hasattr(model, "process_group")
+            print(model(torch.randn(4, 8)).shape)  # the module is still of use
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("torch.Size([4, 8])") == 2
