@@ -207,7 +207,7 @@ def _leave() -> None:
     """Close the group at exit, unless the process ends with an error: closing may wait for a rank that is gone.
 
     A group ends its threads when the last reference to it goes. Left to the interpreter's teardown, such a thread may
-    want the interpreter's lock when there is none any more: 3 of 30 runs aborted so, with torch 2.13.
+    want the interpreter's lock when there is none any more: 2 of 24 runs aborted so, with torch 2.13.
     """
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
