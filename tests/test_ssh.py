@@ -1,6 +1,7 @@
 """Remote hosts over real sshd: configuration, trust, keys, and the errors for each way in which they fail."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -198,7 +199,7 @@ def test_missing_python_there_is_named(ssh_hosts: SshHosts, script: Path) -> Non
 
 def test_python_without_dtrain_there_is_named(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I -S "$@"\n')
+    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.realpath(sys.executable))} -I -S "$@"\n')
     bare.chmod(0o755)
     result = run_dtrain(*on(ssh_hosts, "node1"), "--python", bare, script, cwd=script.parent)
     assert result.returncode == 1
@@ -218,7 +219,7 @@ def test_other_version_there_is_named(
 ) -> None:
     other = tmp_path / "other_python"
     program = f"import launcher.agent, sys; {change}; launcher.agent.main()"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
+    other.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{program}"\n')
     other.chmod(0o755)
     result = run_dtrain(*on(ssh_hosts, "node1"), "--python", other, script, cwd=script.parent)
     assert result.returncode == 1
@@ -229,7 +230,9 @@ def test_other_version_there_is_named(
 
 def test_noisy_login_shell_does_no_harm(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
     noisy = tmp_path / "noisy_python"
-    noisy.write_text(f'#!/bin/sh\necho "Welcome to the cluster"\necho motd >&2\nexec {sys.executable} "$@"\n')
+    noisy.write_text(
+        f'#!/bin/sh\necho "Welcome to the cluster"\necho motd >&2\nexec {shlex.quote(sys.executable)} "$@"\n'
+    )
     noisy.chmod(0o755)
     result = run_dtrain(*on(ssh_hosts, "node1"), "--python", noisy, script, cwd=script.parent)
     assert result.returncode == 0, result.stderr

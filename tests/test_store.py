@@ -1,10 +1,11 @@
 """The rendezvous store and the environment: unmodified scripts of torch meet each other."""
 
 import json
-import os
 import re
+import shlex
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -61,7 +62,14 @@ def test_store_serves_a_program_that_is_not_python(tmp_path: Path) -> None:
     """No bootstrap wakes the store then: the first connection does."""
     script = write(tmp_path, ALL_REDUCE)
     result = run_dtrain(
-        "run", "--nproc-per-node", "2", "--no-python", "sh", "-c", f"exec {os.sys.executable} {script}", cwd=tmp_path
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "sh",
+        "-c",
+        shlex.join(["exec", sys.executable, str(script)]),
+        cwd=tmp_path,
     )
     assert result.stdout.count("sum 3.0") == 2, result.stderr
 
