@@ -252,22 +252,16 @@ class Agent:
             gpus = devices.find_gpus(os.environ)
         except UsageError as error:
             problems.append(str(error))
-        cores, limit = devices.cores(), devices.cpu_limit()
-        ids = gpus.ids
+        cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), message.part, message.parts)
         if message.parts > 1:
-            ids = devices.share(ids, message.part, message.parts)
-            cores, limit = (
-                devices.share(cores, message.part, message.parts) or cores,
-                max(1, limit // message.parts),
-            )
             os.sched_setaffinity(0, cores)
         self._send(
             Facts(
-                gpus=list(ids),
+                gpus=list(devices.share(gpus.ids, message.part, message.parts)),
                 gpu_variable=gpus.variable,
                 gpus_verified=gpus.verified,
                 cores=list(cores),
-                cpu_limit=min(limit, len(cores)),
+                cpu_limit=limit,
                 problems=problems,
                 time=time.monotonic(),
             )

@@ -194,6 +194,7 @@ def run(command: tuple[str, ...], **options: Any) -> None:
 
     spec = _spec(command, options)
     _check_here(spec)
+    only_ranks = _ranks(options["only_rank"])
     _warn_of_unknown_variables(options["quiet"])
     opened = start_local_agents(spec)
 
@@ -210,7 +211,7 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     if (moved := set_aside(folder)) is not None and not options["quiet"]:
         _complain(f"there was a run {spec.run_id} before; its files are in {moved} now")
     logs = LogFiles(folder, lambda reason: console.say(reason))
-    output = OutputThread(console, logs, only_ranks=_ranks(options["only_rank"]))
+    output = OutputThread(console, logs, only_ranks=only_ranks)
     output.start()
     talk = _Talk(quiet=options["quiet"], verbose=options["verbose"])
     controller = Controller(spec, output, output.show_status if talk.progress else lambda _: None, opened)
@@ -221,7 +222,7 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     if talk.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         _complain(f"run {spec.run_id}: {ran}; output in {folder}")
-    if outcome.error is None and (ranks := _ranks(options["only_rank"])) and max(ranks) >= outcome.world_size:
+    if outcome.error is None and only_ranks and max(only_ranks) >= outcome.world_size:
         _complain(f"--only-rank {options['only_rank']}: there were only ranks 0 to {outcome.world_size - 1}")
     text = report(outcome, folder if logs.usable else None, output.tail)
     if text and (talk.verbose or outcome.left or outcome.exit_code != 0):

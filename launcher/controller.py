@@ -50,10 +50,6 @@ class Controller:
         self._job = Job(spec, time.monotonic())
         self._links: dict[str, _Link] = {}
 
-    @property
-    def job(self) -> Job:
-        return self._job
-
     def run(self) -> Outcome:
         """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
         deadline = time.monotonic() + self._spec.start_timeout_s

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from launcher.errors import UsageError
 
-__all__ = ["Gpus", "cores", "cpu_limit", "find_gpus", "share"]
+__all__ = ["Gpus", "cores", "cpu_limit", "divide", "find_gpus", "share"]
 
 
 T = TypeVar("T")
@@ -211,3 +211,12 @@ def share(things: tuple[T, ...], part: int, parts: int) -> tuple[T, ...]:
     size, more = divmod(len(things), parts)
     start = part * size + min(part, more)
     return things[start : start + size + (part < more)]
+
+
+def divide(cores: tuple[int, ...], limit: int, part: int, parts: int) -> tuple[tuple[int, ...], int]:
+    """Return the processors of the `part`-th of `parts` simulated hosts, and how many of them may be busy at a time.
+
+    With fewer processors than hosts, all hosts share all of them.
+    """
+    own = share(cores, part, parts) or cores
+    return own, min(max(1, limit // parts), len(own))

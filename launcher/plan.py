@@ -58,15 +58,15 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
 
 def _look(host: Host) -> HostOffer:
     gpus = devices.find_gpus(os.environ)
-    cores, limit = devices.cores(), devices.cpu_limit()
+    cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), host.part, host.parts)
     return HostOffer(
         name=host.name,
         slots=host.slots,
         gpus=devices.share(gpus.ids, host.part, host.parts),
         gpus_verified=gpus.verified,
         gpu_variable=gpus.variable,
-        cores=devices.share(cores, host.part, host.parts) or cores,
-        cpu_limit=max(1, limit // host.parts),
+        cores=cores,
+        cpu_limit=limit,
     )
 
 
