@@ -5,13 +5,16 @@ Two lines make a single-process script distributed:
     world = ddp.init()  # who this rank is; without a launcher, a world of one
     model = ddp.DistributedDataParallel(model.to(world.device))  # averages gradients during backward
 
-and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. Start the script with `dtrain run`,
+and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. `ddp.Checkpoint(folder)` saves all that a
+run needs to go on, and finds the newest whole one when it starts again. Start the script with `dtrain run`,
 torchrun, mpirun or srun, or alone with plain python.
 """
 
+from ddp.checkpoint import Checkpoint, Restored
 from ddp.errors import (
     ArgumentError,
     BackwardError,
+    CheckpointError,
     CollectiveError,
     DdpError,
     LaunchEnvironmentError,
@@ -27,6 +30,8 @@ from ddp.world import World, init
 __all__ = [
     "ArgumentError",
     "BackwardError",
+    "Checkpoint",
+    "CheckpointError",
     "CollectiveError",
     "DdpError",
     "DistributedDataParallel",
@@ -35,6 +40,7 @@ __all__ = [
     "LayoutMismatchError",
     "NotInitializedError",
     "RendezvousError",
+    "Restored",
     "UnsupportedError",
     "World",
     "init",

@@ -9,6 +9,7 @@ DdpError(RuntimeError)
 ├── UnsupportedError         torch's DDP can do it, this module cannot yet (also a NotImplementedError)
 ├── LayoutMismatchError      the ranks wrap different modules
 ├── BackwardError            a backward pass that cannot be reduced exactly
+├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
 └── CollectiveError          a collective failed: a rank is gone, or too slow
 ```
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "BackwardError",
+    "CheckpointError",
     "CollectiveError",
     "DdpError",
     "LaunchEnvironmentError",
@@ -73,6 +75,10 @@ class BackwardError(DdpError):
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class CheckpointError(DdpError):
+    """A checkpoint could not be written, is not whole, or does not fit what should be restored from it."""
 
 
 class CollectiveError(DdpError):

@@ -19,6 +19,7 @@ from ddp.broadcast import BufferSync, broadcast_tensors, buffer_collector
 from ddp.buckets import BucketLimits
 from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
 from ddp.layout import check_same_layout, describe
+from ddp.progress import count_step_after
 from ddp.reducer import Reducer
 from ddp.world import before_leaving
 
@@ -160,7 +161,10 @@ class DistributedDataParallel(nn.Module):
             inputs, kwargs = _moved((inputs, kwargs), torch.device(self.device.type, self.device_ids[0]))
         reducer = self._reducer
         if reducer is None:
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+            if self.require_backward_grad_sync:
+                count_step_after(_tensors_in(output))
+            return output
         if self._buffer_sync is not None and self.require_forward_param_sync:
             self._buffer_sync.run()
         output = self.module(*inputs, **kwargs)

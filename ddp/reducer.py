@@ -25,6 +25,7 @@ from ddp.broadcast import broadcast_tensors
 from ddp.buckets import BucketLimits, plan_buckets, spec_of
 from ddp.errors import BackwardError, CollectiveError, UnsupportedError
 from ddp.flat import FlatTransfer
+from ddp.progress import count_step
 from ddp.transfer import Adder, Member, OwnTransfer, ready_twice
 
 __all__ = ["Reducer"]
@@ -215,6 +216,7 @@ class Reducer:
         self._absent.clear()
         self._mode = _Mode.IDLE
         self._running = False
+        count_step()
 
     def _wait(self) -> None:
         for position, transfer in enumerate(self._transfers):

@@ -87,6 +87,8 @@ def test_the_public_names() -> None:
     assert ddp.__all__ == [
         "ArgumentError",
         "BackwardError",
+        "Checkpoint",
+        "CheckpointError",
         "CollectiveError",
         "DdpError",
         "DistributedDataParallel",
@@ -95,6 +97,7 @@ def test_the_public_names() -> None:
         "LayoutMismatchError",
         "NotInitializedError",
         "RendezvousError",
+        "Restored",
         "UnsupportedError",
         "World",
         "init",

@@ -1,0 +1,208 @@
+"""A folder of checkpoint files: writes one so that it is there as a whole or not at all, tells whole ones from others.
+
+A file is what `torch.save` writes, then a trailer of 60 bytes with a SHA-256 of all before it. One file, because two
+cannot be renamed at once; a trailer, not a header, because the state is hashed while it is written and torch reads a
+zip archive from its end, so that `torch.load(path)` works on the file as it is.
+
+Nothing here knows of ranks; `ddp.checkpoint` calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import struct
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from ddp.errors import CheckpointError
+
+__all__ = ["TRAILER_BYTES", "Trailer", "ends_whole", "newest_first", "prune", "verify", "write"]
+
+_MAGIC = b"ddp-ckpt"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the trailer
+TRAILER_BYTES = _HEAD.size + hashlib.sha256().digest_size
+_CHUNK_BYTES = 4 << 20
+_NAME = re.compile(r"step-([0-9]+)\.pt")
+_UNFINISHED = re.compile(r"\.step-[0-9]+\.pt\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class Trailer:
+    """What a file says of itself. Two files with one digest have the same content."""
+
+    step: int
+    length: int
+    digest: bytes
+
+
+def newest_first(folder: Path) -> list[tuple[int, Path]]:
+    """The files of `folder` that are named as checkpoints, with their steps, the last first, whatever is in them."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = [(int(match[1]), folder / match[0]) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(found, reverse=True)
+
+
+def _read_trailer(file: BinaryIO) -> Trailer:
+    """Read what a file says of itself, from its last bytes only. Raises CheckpointError with the reason."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TRAILER_BYTES))
+    tail = file.read(TRAILER_BYTES)
+    if len(tail) < TRAILER_BYTES or not tail.startswith(_MAGIC):
+        raise CheckpointError(_foreign(file, size))
+    _, version, step, length = _HEAD.unpack_from(tail)
+    if version != _VERSION:
+        raise CheckpointError(f"is of format {version}, and this version of ddp reads format {_VERSION}")
+    if length != size - TRAILER_BYTES:
+        raise CheckpointError(f"says that its state has {length:,} bytes, but has {size - TRAILER_BYTES:,}")
+    return Trailer(step, length, tail[_HEAD.size :])
+
+
+def _foreign(file: BinaryIO, size: int) -> str:
+    if not size:
+        return "is empty"
+    file.seek(0)
+    if file.read(4) == b"PK\3\4":  # the start of every zip archive, and so of what torch.save writes
+        return f"is cut short at {size:,} bytes, or not written by ddp.Checkpoint: its checksum is missing at the end"
+    return "is not a checkpoint of ddp: it starts and ends with other bytes"
+
+
+def verify(file: BinaryIO) -> Trailer:
+    """Read all of a file and compare it with its checksum. Raises CheckpointError with the reason."""
+    trailer = _read_trailer(file)
+    file.seek(0)
+    sha = hashlib.sha256()
+    left = trailer.length + _HEAD.size
+    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        sha.update(chunk)
+        left -= len(chunk)
+    if sha.digest() != trailer.digest:
+        raise CheckpointError("has other content than its checksum says: it was damaged or changed after it was saved")
+    file.seek(0)
+    return trailer
+
+
+def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write `state`; when this returns, the file is there and survives a loss of power. Returns its path.
+
+    What a killed writer left unfinished in `folder` is removed first. A file of the same step is replaced.
+    Raises OSError where the system does, without leaving anything.
+    """
+    _make_durably(folder)
+    _remove_unfinished(folder)
+    path = folder / f"step-{step:010d}.pt"
+    with _unfinished(path) as (temporary, file):
+        stream = _Hashing(file)
+        torch.save(dict(state), cast("IO[bytes]", stream))  # it calls write and flush only
+        stream.write(_HEAD.pack(_MAGIC, _VERSION, step, stream.length))
+        stream.write(stream.sha.digest())
+        if stream.error is not None:
+            raise stream.error
+        os.fsync(file.fileno())
+        os.replace(temporary, path)
+    _fsync_folder(folder)
+    return path
+
+
+class _Hashing:
+    """The file as torch's zip writer sees it: hashes what passes, and keeps the first error until the end.
+
+    torch's C++ writer answers an exception in the middle with another one, which hides the first.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha = hashlib.sha256()
+        self.length = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = whole = memoryview(data).cast("B")
+        if self.error is None:
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                self.error = error
+            self.sha.update(whole)
+            self.length += len(whole)
+        return len(whole)
+
+    def flush(self) -> None:
+        """Leave it to the fsync at the end."""
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new temporary file beside `path`, locked as long as its writer lives; removed unless it was renamed.
+
+    The kernel drops the lock however the writer ends, so what can be locked was left by a dead one.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        with open(temporary, "xb", buffering=0) as file:
+            try:
+                with contextlib.suppress(OSError):  # a file system without locks: nothing unfinished is removed there
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if not os.fstat(file.fileno()).st_nlink:
+                    continue  # another writer took it for a left-over before it was locked
+                yield temporary, file
+                return
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for name in os.listdir(folder):
+        if _UNFINISHED.fullmatch(name):
+            with contextlib.suppress(OSError), open(folder / name, "r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+
+
+def prune(folder: Path, keep: int, broken: Collection[str]) -> None:
+    """Remove all but the newest `keep` files that end as whole ones do. Others, and those named in `broken`, stay."""
+    whole = [path for _, path in newest_first(folder) if path.name not in broken and ends_whole(path)]
+    for path in whole[keep:]:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {path} could not be removed: {error.strerror}", stacklevel=3)
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether a file ends as a whole one does, which one that was cut short does not. Does not read the rest."""
+    try:
+        with open(path, "rb") as file:
+            _read_trailer(file)
+    except (OSError, CheckpointError):
+        return False
+    return True
+
+
+def _make_durably(folder: Path) -> None:
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in missing:
+        _fsync_folder(parent.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""Counts steps and saved checkpoints where the launcher can see them: two numbers in a file that both have mapped.
+
+DTRAIN_PROGRESS_FILE names a file of 16 bytes that the launcher made: the number of backward passes whose gradients
+are in place, and that of durable checkpoints, as little-endian 64-bit integers. Only this process writes to it. Without
+the variable, or with a file that cannot be mapped, nothing is counted; nothing here ever raises.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import Variable
+
+__all__ = ["count_checkpoint", "count_step", "count_step_after"]
+
+_VARIABLE = "DTRAIN_PROGRESS_FILE"
+_SIZE_BYTES = 16
+_STEPS, _CHECKPOINTS = 0, 1
+
+
+def _mapped() -> memoryview | None:
+    path = os.environ.get(_VARIABLE)
+    if not path or sys.byteorder != "little":
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return memoryview(mmap.mmap(descriptor, _SIZE_BYTES)).cast("Q")
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):  # ValueError: the file is shorter
+        return None
+
+
+_counters = _mapped()
+_is_queued = False  # for the end of the backward pass that runs
+
+
+def count_step() -> None:
+    """Count one backward pass whose gradients are in place."""
+    if _counters is not None:
+        _counters[_STEPS] += 1
+
+
+def count_checkpoint() -> None:
+    """Count one checkpoint that is durable."""
+    if _counters is not None:
+        _counters[_CHECKPOINTS] += 1
+
+
+def count_step_after(outputs: Iterable[torch.Tensor]) -> None:
+    """Count one step at the end of each backward pass through any of `outputs`, what a forward returned."""
+    global _is_queued
+    if _counters is None:
+        return
+    _is_queued = False
+    for output in outputs:
+        if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
+            output.register_hook(_on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _on_grad(_: torch.Tensor) -> None:
+    global _is_queued
+    if not _is_queued:
+        _is_queued = True
+        Variable._execution_engine.queue_callback(_at_the_end)
+
+
+def _at_the_end() -> None:
+    global _is_queued
+    _is_queued = False
+    count_step()

@@ -1,0 +1,55 @@
+"""The state of this process's random number generators: Python's, NumPy's if it is loaded, torch's on the CPU and on
+the current CUDA device. Used by checkpoints; draws nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["capture", "reseed", "restore"]
+
+_NUMPY_SEED_LIMIT = 1 << 32
+_TORCH_SEED_LIMIT = 1 << 63
+
+
+def capture() -> dict[str, Any]:
+    """Return the states in types that `torch.load(weights_only=True)` reads."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = _plain(numpy.random.get_state(legacy=False), numpy)
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Set the generators to what `capture` returned; one that is missing here or there keeps its state."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def reseed(states: Mapping[str, Any], rank: int) -> None:
+    """Seed every generator with a number that follows from captured states and from `rank`."""
+    material = bytes(states["torch"].tolist()) + repr(states["python"]).encode()
+    seed = int.from_bytes(hashlib.sha256(material + b" %d" % rank).digest(), "little")
+    random.seed(seed)
+    torch.manual_seed(seed % _TORCH_SEED_LIMIT)  # on all devices
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
+
+
+def _plain(value: Any, numpy: Any) -> Any:
+    """`value` with its arrays as lists, which NumPy takes back as well."""
+    if isinstance(value, dict):
+        return {key: _plain(item, numpy) for key, item in value.items()}
+    return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic) else value
