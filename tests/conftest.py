@@ -6,12 +6,16 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
+import psutil
 import pytest
+from testbed.namespaces import PARTS, find_part
+from testbed.network import NetworkHosts, why_not
 from testbed.processes import MARK, describe, everyone, kill, left_behind
 from testbed.require import require
 from testbed.sshd import SshHosts, find_sshd
 
 SSH_LAB = pytest.StashKey[SshHosts]()
+NETWORK_LAB = pytest.StashKey[NetworkHosts]()
 LEFT_BEHIND_S = 5.0
 
 # A developer's own settings, or the job that the tests themselves run in, must not reach the runs under test.
@@ -35,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "ssh_hosts" in getattr(item, "fixturenames", ()):
+        if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
 
 
@@ -58,6 +62,27 @@ def ssh_hosts(_ssh_lab: SshHosts) -> SshHosts:
     return _ssh_lab
 
 
+@pytest.fixture(scope="session")
+def _network_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkHosts]:
+    for part, package in PARTS.items():
+        require(find_part(part), part, f"apt-get install {package}")
+    if reason := why_not():  # in CI as well: nothing that could be installed would help
+        pytest.skip(f"hosts with a network of their own cannot be made here: {reason}")
+    with NetworkHosts(tmp_path_factory.mktemp("network")) as hosts:
+        request.config.stash[NETWORK_LAB] = hosts
+        yield hosts
+
+
+@pytest.fixture
+def network_hosts(_network_lab: NetworkHosts) -> NetworkHosts:
+    """Three hosts, far1 ... far3, on which network faults can be made; all are well whatever the last test did.
+
+    What runs on them at the end of a test counts as left behind, on a host that is cut off as on any other.
+    """
+    _network_lab.reset()
+    return _network_lab
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test that leaves a process running, here or on an SSH host, and end that process."""
@@ -65,13 +90,14 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     monkeypatch.setenv(MARK, mark)
     before = everyone()
     yield
-    lab = request.config.stash.get(SSH_LAB, None)
-    marks, servers = {mark}, set(_helpers_of_python())
-    if lab is not None:
-        marks.add(lab.mark)
-        servers |= lab.pids
+    labs = [lab for key in (SSH_LAB, NETWORK_LAB) if (lab := request.config.stash.get(key, None)) is not None]
+    marks = {mark, *(lab.mark for lab in labs)}
+
+    def left_now() -> list[psutil.Process]:
+        return left_behind(before, marks, {*_helpers_of_python(), *(pid for lab in labs for pid in lab.pids)})
+
     deadline = time.monotonic() + LEFT_BEHIND_S
-    while (left := left_behind(before, marks, servers)) and time.monotonic() < deadline:
+    while (left := left_now()) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         found = "\n".join(f"  {describe(process)}" for process in left)

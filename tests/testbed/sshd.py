@@ -111,15 +111,15 @@ class SshHosts:
     @cached_property
     def wrong_identity(self) -> Path:
         """A client key that no host accepts."""
-        return _write_key(self.folder / "id_wrong", Ed25519PrivateKey.generate())
+        return write_key(self.folder / "id_wrong", Ed25519PrivateKey.generate())
 
     @cached_property
     def locked_identity(self) -> Path:
         """A client key that every host accepts, locked with `PASSPHRASE`."""
         key = Ed25519PrivateKey.generate()
         with (self.folder / "authorized_keys").open("a") as accepted:
-            accepted.write(f"{_public(key)} locked\n")
-        return _write_key(self.folder / "id_locked", key, BestAvailableEncryption(PASSPHRASE.encode()))
+            accepted.write(f"{public_line(key)} locked\n")
+        return write_key(self.folder / "id_locked", key, BestAvailableEncryption(PASSPHRASE.encode()))
 
     @property
     def pids(self) -> frozenset[int]:
@@ -181,8 +181,8 @@ class SshHosts:
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # root's sshd refuses to start without it
         client = Ed25519PrivateKey.generate()
-        _write_key(self.identity, client)
-        (self.folder / "authorized_keys").write_text(f"{_public(client)} client\n")
+        write_key(self.identity, client)
+        (self.folder / "authorized_keys").write_text(f"{public_line(client)} client\n")
         self.port = _free_port([self.address(i) for i in self._numbers()])
         try:
             for i in self._numbers():
@@ -213,24 +213,20 @@ class SshHosts:
     def _write_host(self, i: int) -> None:
         folder = self._host_folder(i)
         (folder / "home").mkdir(parents=True)
-        _write_key(folder / "host_key", self._keys[i])
+        write_key(folder / "host_key", self._keys[i])
         environment = {"HOME": str(folder / "home"), MARK: self.mark, HOST: self.names[i - 1], **self._env}
         config = SSHD_CONFIG.format(
             address=self.address(i),
             port=self.port,
             folder=folder,
             authorized_keys=self.folder / "authorized_keys",
-            environment=" ".join(f'"{name}={value}"' for name, value in environment.items()),
+            environment=in_sshd_config(environment),
         )
         (folder / "sshd_config").write_text(config + self._penalties)
 
     @cached_property
     def _penalties(self) -> str:
-        # From 9.8 on sshd shuts out an address whose logins fail; here all clients have the same one.
-        # Older ones refuse to start when they are told of it.
-        probe = [self._sshd, "-T", "-f", "/dev/null", "-h", str(self._host_folder(1) / "host_key")]
-        known = subprocess.run([*probe, "-o", "PerSourcePenalties=no"], capture_output=True).returncode == 0
-        return "PerSourcePenalties no\n" if known else ""
+        return no_penalties(self._sshd, self._host_folder(1) / "host_key")
 
     def _write_client_files(self) -> None:
         self._write_known_hosts(self.known_hosts)
@@ -238,7 +234,7 @@ class SshHosts:
 
     def _write_known_hosts(self, path: Path, *, without: Collection[int] = ()) -> None:
         known = (i for i in self._numbers() if i not in without)
-        path.write_text("".join(f"[{self.address(i)}]:{self.port} {_public(self._keys[i])}\n" for i in known))
+        path.write_text("".join(f"[{self.address(i)}]:{self.port} {public_line(self._keys[i])}\n" for i in known))
 
     def _write_ssh_config(self, path: Path, identity: Path, known_hosts: Path) -> Path:
         hosts = (
@@ -257,7 +253,7 @@ class SshHosts:
 
     def _restart_with_key(self, i: int, key: Ed25519PrivateKey) -> None:
         self.stop(i)
-        _write_key(self._host_folder(i) / "host_key", key)
+        write_key(self._host_folder(i) / "host_key", key)
         self.start(i)
 
     def _launch(self, i: int) -> None:
@@ -300,10 +296,26 @@ def _free_port(addresses: Collection[str]) -> int:
     raise OSError(f"no port from {first} to {first + 999} is free on all of {', '.join(addresses)}")
 
 
-def _write_key(path: Path, key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> Path:
+def in_sshd_config(environment: Mapping[str, str]) -> str:
+    """Variables as SetEnv takes them."""
+    return " ".join(f'"{name}={value}"' for name, value in environment.items())
+
+
+def no_penalties(sshd: str, host_key: Path) -> str:
+    """The line of sshd's configuration by which failed logins have no consequences; empty where it knows none.
+
+    From 9.8 on sshd shuts out an address whose logins fail; here all clients have the same one. Older ones refuse
+    to start when they are told of it.
+    """
+    probe = [sshd, "-T", "-f", "/dev/null", "-h", str(host_key), "-o", "PerSourcePenalties=no"]
+    known = subprocess.run(probe, capture_output=True).returncode == 0
+    return "PerSourcePenalties no\n" if known else ""
+
+
+def write_key(path: Path, key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> Path:
     path.touch(mode=0o600)
     path.write_bytes(_private(key, lock))
-    path.with_name(f"{path.name}.pub").write_text(f"{_public(key)}\n")
+    path.with_name(f"{path.name}.pub").write_text(f"{public_line(key)}\n")
     return path
 
 
@@ -311,5 +323,5 @@ def _private(key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = N
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, lock or NoEncryption())
 
 
-def _public(key: Ed25519PrivateKey) -> str:
+def public_line(key: Ed25519PrivateKey) -> str:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
