@@ -1,14 +1,14 @@
 """The agent: starts, watches and stops the workers of one host, and reports. It decides nothing.
 
 Started by the controller as `python -m launcher.agent`, on this machine or through SSH, with the protocol's stream on
-its standard input and output. End of its input means that the controller is gone: stop everything. Single-threaded,
-one selector. Its parent is a guard: the same program, forked before anything else, which inherits every process of the
-run when the agent dies, whatever killed it, and ends them.
+its standard input and output. It lives through all attempts of a run. End of its input means that the controller is
+gone: stop everything; so does a lease that has run out (lease.py). Single-threaded, one selector. Its parent is a
+guard: the same program, forked before anything else, which inherits every process of the run when the agent dies,
+whatever killed it, and ends them.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import selectors
 import signal
@@ -16,102 +16,86 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from launcher import __version__, devices, processes, scratch
-from launcher.errors import DtrainError, ProtocolError, UsageError
-from launcher.guard import MARK, guard, reap
+from launcher import __version__, processes, scratch
+from launcher.attempt import READ_BYTES, Attempt
+from launcher.ending import Ending
+from launcher.errors import ProtocolError
+from launcher.facts import find_facts
+from launcher.guard import guard, reap
+from launcher.inquiry import Inquiry
+from launcher.lease import ENDS_WITHIN_S, Lease, Limits
+from launcher.mark import Mark
 from launcher.outbox import Outbox
 from launcher.protocol import (
     PREAMBLE,
     PROTOCOL,
     Bye,
+    Collect,
     Decoder,
-    Exited,
-    Facts,
+    EndAttempt,
     Heartbeat,
     Hello,
     Message,
     OpenStore,
-    Output,
     Prepare,
-    Report,
     SignalWorkers,
-    Started,
     StartWorker,
     Stop,
-    StoreFailed,
-    StoreOpened,
-    encode,
+    Suspend,
+    Swept,
 )
-from launcher.rendezvous import Rendezvous
-from launcher.worker import Worker
+from launcher.suspension import Suspension
+from launcher.traces import Cleaning, Trace
 
-BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-HEARTBEAT_S = 5.0
-READ_BYTES = 1 << 16
-PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
+HEARTBEAT_S = 1.0
+FLUSH_S = 5.0
 
 
 def main() -> None:
     processes.adopt_orphans()
     processes.raise_file_limit()
-    mark, parent = os.urandom(16).hex(), os.getpid()
+    mark, limits, parent = Mark.new(), Limits(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(guard(guarded, mark))  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     status = 1
     try:
-        status = Agent(mark).run()
+        status = Agent(mark, limits).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
 
 
-def _executable(program: str, workdir: Path) -> bool:
-    import shutil  # slow to import, and seldom needed
-
-    if os.sep in program:
-        return os.access(workdir / program, os.X_OK)
-    return shutil.which(program, path=os.environ.get("PATH")) is not None
-
-
-def _hint(number: int | None) -> str:
-    if number == errno.E2BIG:
-        return "; one argument or variable may have 128 KiB, see --export"
-    if number in (errno.EMFILE, errno.EAGAIN):
-        return "; this user's limits there are too low, see ulimit -n and ulimit -u"
-    return ""
-
-
 class Agent:
-    """Owns the workers and the store of this host, and both directions of the controller's stream."""
+    """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: Mark, limits: Limits) -> None:
         self._mark = mark
+        self._limits = limits
+        self._guard = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._decoder = Decoder()
         self._outbox = Outbox(1, self._selector, self._hold)
-        self._holding = False  # workers' pipes are not read at the moment
+        self._lease = Lease(limits)
         self._prepared: Prepare | None = None
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or "127.0.0.1"
-        self._workers: dict[int, Worker] = {}
-        self._store: Rendezvous | None = None
-        self._files = ""  # folder for the workers' error files, once it is made
-        self._kill_at: float | None = None  # set when stopping
-        self._killed = False
-        self._sweep: processes.Sweep | None = None
+        self._folder = ""  # for the workers' files, once it is made
+        self._attempt: Attempt | None = None
+        self._cleaning: Cleaning | None = None  # what goes on...
+        self._suspension: Suspension | None = None
+        self._inquiry = Inquiry(self._outbox)
+        self._ending: Ending | None = None
+        self._ending_attempt: int | None = None  # to be answered with Swept when that is done
+        self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
+        self._left: list[str] = []
+        self._done = False
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         self._terminated = False
-        self._done = False
-
-    @property
-    def _grace_s(self) -> float:
-        return 0.0 if self._prepared is None else self._prepared.grace_s
 
     # ---- the loop ----
 
@@ -129,13 +113,14 @@ class Agent:
         self._watch(0, self._read_controller)
         self._watch(wake_read, lambda: self._children_ended(wake_read))
         self._outbox.put(PREAMBLE)
-        self._send(
+        self._outbox.send(
             Hello(
                 protocol=PROTOCOL,
                 version=__version__,
                 python="{}.{}.{}".format(*sys.version_info[:3]),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
+                trace=str(Trace.ours(self._mark)),
                 time=time.monotonic(),
             )
         )
@@ -143,45 +128,73 @@ class Agent:
             while not self._done:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
-                self._on_time()
-            self._outbox.flush(5.0)
+                self._on_time(time.monotonic())
+            self._outbox.flush(FLUSH_S)
         finally:
-            scratch.remove_folder(self._mark)
-        return 0 if self._sweep is not None and not self._sweep.left else 1
+            self._mark.remove()
+            if os.getppid() == self._guard:
+                os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
+        return 1 if self._left else 0
 
     def _told_to_end(self, *_: object) -> None:
         self._terminated = True
 
     def _pause_s(self) -> float:
         now = time.monotonic()
-        deadlines = [self._next_heartbeat]
-        if self._kill_at is not None and self._sweep is None:
-            deadlines.append(self._kill_at)
-        if self._sweep is not None:
-            deadlines.append(now + self._sweep.pause_s)
-        return max(0.0, min(deadlines) - now)
+        pauses = [self._next_heartbeat - now, self._lease.end - now]
+        pauses += [work.pause_s for work in (self._cleaning, self._suspension, self._inquiry) if work is not None]
+        if self._ending is not None and self._cleaning is None:
+            pauses.append(self._ending.pause_s(now))
+        return max(0.0, min(pauses))
 
-    def _on_time(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + HEARTBEAT_S
-            if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
-                self._send(Heartbeat(time=now))
+    def _on_time(self, now: float) -> None:
+        """Do what is due, and go on with whatever goes on."""
+        if now >= self._lease.end:
+            self._lease.used_up(now)
+            self._exit(signal.SIGKILL, 0.0, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
         if self._terminated:
-            self._stop(signal.SIGTERM, self._grace_s)
-        self._report_ended()
-        if self._kill_at is None:
-            return
-        if now >= self._kill_at and not self._killed:
-            self._killed = True
-            for worker in self._workers.values():
-                worker.signal(signal.SIGKILL, stop=True)
-            if self._sweep is None and any(worker.status is None for worker in self._workers.values()):
-                self._kill_at = now + 5.0
-        self._sweep_up(now)
+            self._terminated = False
+            lost = os.getppid() != self._guard
+            self._exit(signal.SIGTERM, self._grace_s, "its guard was killed" if lost else "somebody sent it SIGTERM")
+        if now >= self._next_heartbeat:
+            self._beat(now)
+        if self._cleaning is not None and self._cleaning.step():
+            self._cleaned(self._cleaning)
+        if self._suspension is not None:
+            self._suspension.step()
+        self._inquiry.step()
+        if self._attempt is not None:
+            self._attempt.report()
+        if self._ending is not None and self._cleaning is None and self._ending.step(now):
+            self._ended(self._ending)
+
+    def _beat(self, now: float) -> None:
+        lease_s = self._lease.duration_s
+        self._next_heartbeat = now + (min(HEARTBEAT_S, lease_s / 7) if lease_s > 0 else HEARTBEAT_S)
+        if self._attempt is not None:
+            self._attempt.look()
+        if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
+            self._outbox.send(Heartbeat(time=now, progress=0 if self._attempt is None else self._attempt.progress))
+
+    @property
+    def _grace_s(self) -> float:
+        return 0.0 if self._prepared is None else self._prepared.grace_s
 
     def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def _hold(self, hold: bool) -> None:
+        if self._attempt is not None:
+            self._attempt.hold(hold)
+
+    def _children_ended(self, wake_read: int) -> None:
+        try:
+            os.read(wake_read, READ_BYTES)
+        except BlockingIOError:
+            return
+        ended = self._inquiry.without_helpers(reap())
+        if self._attempt is not None:
+            self._attempt.ended(ended)
 
     # ---- the controller's stream ----
 
@@ -193,210 +206,137 @@ class Agent:
         if not data:
             self._selector.unregister(0)
             self._outbox.close()
-            self._stop(signal.SIGTERM, self._grace_s)
+            self._exit(signal.SIGTERM, self._grace_s, "the controller is gone")
             return
         try:
             for message in self._decoder.feed(data):
                 self._obey(message)
         except ProtocolError as error:
             print(f"dtrain agent: {error}", file=sys.stderr)
-            self._stop(signal.SIGTERM, self._grace_s)
+            self._exit(signal.SIGTERM, self._grace_s, str(error))
 
     def _obey(self, message: Message) -> None:
-        if isinstance(message, Prepare):
+        if isinstance(message, Heartbeat):
+            self._lease.beat(message.time, time.monotonic())
+        elif isinstance(message, Prepare):
             self._prepare(message)
-        elif isinstance(message, OpenStore):
-            self._open_store(message)
-        elif isinstance(message, StartWorker):
-            self._start(message)
+        elif isinstance(message, OpenStore | StartWorker):
+            self._begin(message)
         elif isinstance(message, SignalWorkers):
-            for worker in self._workers.values():
-                worker.signal(message.signum, stop=False)
+            if self._attempt is not None:
+                self._attempt.signal(message.signum, stop=False)
+        elif isinstance(message, Suspend):
+            self._suspend(message.suspended)
+        elif isinstance(message, Collect):
+            self._inquiry.begin(message, None if self._ending is not None else self._attempt)
+        elif isinstance(message, EndAttempt):
+            self._end_attempt(message)
         elif isinstance(message, Stop):
-            self._stop(message.signum, message.grace_s)
-
-    def _send(self, message: Report) -> None:
-        self._outbox.put(encode(message))
-
-    def _hold(self, hold: bool) -> None:
-        """Stop or go on reading what the workers write."""
-        if hold == self._holding:
-            return
-        self._holding = hold
-        for worker in self._workers.values():
-            for descriptor in worker.pipes:
-                if hold:
-                    self._selector.unregister(descriptor)
-                else:
-                    self._watch_pipe(worker, descriptor)
+            self._exit(message.signum, message.grace_s, "")
 
     # ---- what it is told ----
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message
-        problems = []
-        workdir = Path(message.workdir)
+        self._lease.begin(message.lease_s, time.monotonic())
+        self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        if not workdir.is_dir():
-            problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
-        elif message.script is not None and not (workdir / message.script).exists():
-            problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
-        if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
-            problems.append(f"the program {message.program} is not in PATH there")
+        self._cleaning = Cleaning(message.clean)
+
+    def _cleaned(self, cleaning: Cleaning) -> None:
+        """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
+        assert self._prepared is not None
+        self._cleaning = None
+        problems = []
         try:
-            self._files = scratch.make_folder(self._mark)
+            self._folder = scratch.make_folder(self._mark.value)
         except OSError as error:
             problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
-        gpus = devices.Gpus()
-        try:
-            gpus = devices.find_gpus(os.environ)
-        except UsageError as error:
-            problems.append(str(error))
-        cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), message.part, message.parts)
-        if message.parts > 1:
-            os.sched_setaffinity(0, cores)
-        self._send(
-            Facts(
-                gpus=list(devices.share(gpus.ids, message.part, message.parts)),
-                gpu_variable=gpus.variable,
-                gpus_verified=gpus.verified,
-                cores=list(cores),
-                cpu_limit=limit,
-                problems=problems,
-                time=time.monotonic(),
-            )
-        )
+        if self._mark.cgroup is not None:
+            self._mark.cgroup.make()
+        self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
+        self._outbox.send(find_facts(self._prepared, problems=problems, left=cleaning.left))
+        self._lease.renew(time.monotonic())
 
-    def _open_store(self, message: OpenStore) -> None:
-        address = message.address or self._reached_at
-        try:
-            self._store = Rendezvous(address, message.port, exact=message.exact)
-        except DtrainError as error:
-            self._send(StoreFailed(reason=str(error), time=time.monotonic()))
-            return
-        assert self._store.listening is not None
-        self._watch(self._store.listening.fileno(), self._first_client)
-        self._send(StoreOpened(address=self._store.address, port=self._store.port))
-
-    def _first_client(self) -> None:
-        assert self._store is not None
-        assert self._store.listening is not None
-        self._selector.unregister(self._store.listening.fileno())
-        self._store.start()
-
-    def _start(self, message: StartWorker) -> None:
+    def _begin(self, message: OpenStore | StartWorker) -> None:
+        """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
-        if self._kill_at is not None:
+        if self._ending is not None:
             return
-        error_file = Path(self._files, f"{message.attempt}-{message.rank}.json")
-        env = {**message.defaults, **os.environ, **message.env}
-        env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-        argv = message.argv
-        if message.through:
-            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
-        env[MARK] = self._mark
-        try:
-            worker = Worker(message.rank, argv, env, cwd=self._prepared.workdir, error_file=error_file)
-        except OSError as error:
-            self._never_started(message.rank, f"{argv[0]}: {error.strerror}{_hint(error.errno)}")
-            return
-        self._workers[message.rank] = worker
-        self._send(Started(rank=message.rank, pid=worker.pid, time=worker.began))
-        if not self._holding:
-            for descriptor in worker.pipes:
-                self._watch_pipe(worker, descriptor)
-
-    def _never_started(self, rank: int, reason: str) -> None:
-        self._send(
-            Exited(
-                rank=rank,
-                pid=0,
-                status=127,
-                ran_s=0.0,
-                provoked=False,
-                error={"type": "", "message": f"could not be started: {reason}", "where": ""},
-                error_file=None,
-                time=time.monotonic(),
+        if self._attempt is None:
+            self._attempt = Attempt(
+                message.attempt, folder=self._folder, mark=self._mark, selector=self._selector, outbox=self._outbox
             )
-        )
+        if isinstance(message, OpenStore):
+            self._attempt.open_store(message, self._reached_at)
+        else:
+            self._attempt.start(message, self._prepared.workdir)
 
-    def _stop(self, signum: int, grace_s: float) -> None:
-        """Begin to stop, or be quicker about it."""
-        kill_at = time.monotonic() + (0.0 if signum == signal.SIGKILL else grace_s)
-        if self._kill_at is None:
-            self._kill_at = kill_at
-            for worker in self._workers.values():
-                worker.signal(signum, stop=True)
-        elif not self._killed:
-            self._kill_at = min(self._kill_at, kill_at)
-        if self._sweep is not None and signum == signal.SIGKILL:
-            self._sweep.hurry()
+    def _suspend(self, suspended: bool) -> None:
+        if suspended and self._suspension is None and self._ending is None:
+            self._lease.rest()
+            self._suspension = Suspension(self._members)
+            self._suspension.step()
+        elif not suspended:
+            self._go_on()
 
-    # ---- the workers ----
+    def _go_on(self) -> None:
+        if self._suspension is not None:
+            self._suspension.release()
+            self._suspension = None
+            self._lease.renew(time.monotonic())
 
-    def _watch_pipe(self, worker: Worker, descriptor: int) -> None:
-        self._watch(descriptor, lambda: self._read_pipe(worker, descriptor))
+    def _members(self) -> list[processes.Process]:
+        store = None if self._attempt is None else self._attempt.store_pid
+        return self._mark.members(ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store])
 
-    def _read_pipe(self, worker: Worker, descriptor: int) -> bool:
-        """Pass on what a worker wrote; return whether there may be more now."""
-        if self._holding or descriptor not in worker.pipes:  # changed since the selector looked
-            return False
-        try:
-            data = os.read(descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(descriptor)
-            del worker.pipes[descriptor]
-            os.close(descriptor)
-            return False
-        self._send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
-        return True
+    # ---- the end of an attempt, and of the agent ----
 
-    def _children_ended(self, wake_read: int) -> None:
-        try:
-            os.read(wake_read, READ_BYTES)
-        except BlockingIOError:
+    def _end_attempt(self, message: EndAttempt) -> None:
+        self._ending_attempt = message.attempt
+        if self._ending is None and (self._attempt is None or self._attempt.idle):
+            self._close_attempt()
+            self._outbox.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
+            self._ending_attempt = None
             return
-        ended = reap()
-        for worker in self._workers.values():
-            if worker.status is None and worker.pid in ended:
-                worker.ended_with(ended[worker.pid])
-        if self._store is not None and self._store.pid in ended:
-            reason = f"the store's process ended: {self._store.ended()}"
-            self._send(StoreFailed(reason=reason, time=time.monotonic()))
-        self._report_ended()
+        self._end(message.signum, message.grace_s)
 
-    def _report_ended(self) -> None:
-        """Report workers that have ended and whose output up to then has been passed on."""
-        for worker in self._workers.values():
-            if worker.status is None or worker.reported:
-                continue
-            for descriptor in list(worker.pipes):
-                for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
-                    if self._holding or not self._read_pipe(worker, descriptor):
-                        break
-            if not self._holding or self._outbox.closed:
-                worker.reported = True
-                self._send(worker.exited())
+    def _exit(self, signum: int, grace_s: float, reason: str) -> None:
+        """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
+        if self._reason is None:
+            self._reason = reason
+        self._limits.ending_by = time.monotonic() + grace_s + ENDS_WITHIN_S
+        if self._cleaning is not None:
+            self._cleaning.hurry()
+        self._end(signum, grace_s)
 
-    def _sweep_up(self, now: float) -> None:
-        """When stopping and no worker runs any more: end the processes that they left, then say good-bye."""
-        assert self._kill_at is not None
-        gone = all(worker.status is not None for worker in self._workers.values())
-        if self._sweep is None and (gone or (self._killed and now >= self._kill_at)):
-            if self._store is not None:
-                self._store.close()
-            self._sweep = processes.Sweep(
-                lambda: processes.related(ancestor=os.getpid(), mark=f"{MARK}={self._mark}", spare=[os.getppid()]),
-                grace_s=0.0 if self._killed else max(0.0, self._kill_at - now),
-            )
-        if self._sweep is not None and self._sweep.step():
-            reported = all(worker.reported for worker in self._workers.values() if worker.status is not None)
-            if reported or self._outbox.closed:
-                left = [process.describe() for process in self._sweep.left]
-                self._send(Bye(swept=self._sweep.ended, left=left))
-                self._done = True
+    def _end(self, signum: int, grace_s: float) -> None:
+        self._inquiry.stop()
+        if self._ending is not None:
+            self._ending.hurry(signum, grace_s)
+        else:
+            self._ending = Ending(self._attempt, self._mark, signum=signum, grace_s=grace_s)
+        self._go_on()  # after the signal, which is then the first thing that they see
+
+    def _ended(self, ending: Ending) -> None:
+        """Answer, once all of it is told; then wait for the next attempt, or exit."""
+        if self._attempt is not None and not self._attempt.reported and not self._lease.over:
+            return  # the controller reads slowly
+        saved = 0 if self._attempt is None else self._attempt.saved
+        swept, self._left = ending.swept, ending.left
+        self._close_attempt()
+        self._ending = None
+        if self._ending_attempt is not None:
+            self._outbox.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
+            self._ending_attempt, swept = None, 0
+        if self._reason is not None:
+            self._outbox.send(Bye(swept=swept, left=self._left, reason=self._reason))
+            self._done = True
+
+    def _close_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
 
 
 if __name__ == "__main__":

@@ -23,13 +23,15 @@ if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
+STACK_SIGNAL = 51  # the same in evidence.py, which says why
+
 
 def main() -> None:
     kind, target, *args = sys.argv[1:]
     executable = sys.orig_argv[0] if sys.orig_argv else sys.executable
     sys.argv = [target, *args]
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
-    _print_crashes()
+    _print_stacks()
     if os.environ.get("RANK") == "0":
         sys.meta_path.insert(0, _WakeStore())
     program = _module if kind == "module" else _script
@@ -41,11 +43,27 @@ def main() -> None:
         _fail(error)
 
 
-def _print_crashes() -> None:
+def _print_stacks() -> None:
+    """Have the interpreter print every thread's stack on a crash, and into the agent's file on its signal.
+
+    That handler runs at once, whoever holds the interpreter, and system calls go on after it (SA_RESTART).
+    """
     import faulthandler
 
     if "PYTHONFAULTHANDLER" not in os.environ:
         faulthandler.enable()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import _signal  # type: ignore[import-not-found]  # built in, no stub; `signal` itself takes 2 ms more
+
+    try:
+        file = os.open(path + ".stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # closed by exec
+        # What the signal finds when the interpreter has taken its handlers down: it must not end the process then.
+        _signal.signal(STACK_SIGNAL, _signal.SIG_IGN)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError) as error:  # the script runs as well without
+        print(f"dtrain: no stack can be asked for: {error}", file=sys.stderr)
 
 
 # ---- running it ----------------------------------------------------------------------------------------------
@@ -142,10 +160,12 @@ def _write_error_files(error: BaseException) -> None:
     # At most so many frames and characters: a recursion error has a thousand times more, and takes seconds to format.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-100))[-100_000:]
     message = _text(error)[:10_000]
+    where, inside = _position(error)
     facts = {
         "type": name,
         "message": message,
-        "where": _innermost_own_frame(error),
+        "where": where,
+        "inside": inside,
         "time": repr(time.monotonic()),
     }
     with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -163,19 +183,25 @@ def _text(error: BaseException) -> str:
         return f"<its text cannot be had: {type(problem).__name__}>"
 
 
-def _innermost_own_frame(error: BaseException) -> str:
-    """Return `file:line in function` of the deepest frame outside of installed packages and the library."""
+def _position(error: BaseException) -> tuple[str, str]:
+    """Return `file:line in function` of the deepest frame of the user's own code, and the function that raised.
+
+    Not the user's own are installed packages, the standard library and what this file belongs to.
+    """
     import sysconfig
     import traceback
 
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
+        return f"{error.filename}:{error.lineno}", ""
     frames = traceback.extract_tb(error.__traceback__, limit=-1000)
-    installed = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = [f for f in frames if not f.filename.startswith((*installed, "<"))]
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
+    installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+    own = [f for f in frames if not (f.filename.startswith(foreign) or any(part in f.filename for part in installed))]
     for frame in reversed(own or frames):
-        return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return ""
+        return f"{frame.filename}:{frame.lineno} in {frame.name}", frames[-1].name
+    return "", ""
 
 
 # ---- the store -----------------------------------------------------------------------------------------------

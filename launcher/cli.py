@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -16,7 +16,16 @@ from launcher import __version__
 from launcher.config import Settings, read_settings
 from launcher.errors import DtrainError, UsageError
 from launcher.hosts import HostKind, choose_hosts
-from launcher.spec import Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
+from launcher.spec import (
+    Command,
+    CommandKind,
+    JobSpec,
+    SshOptions,
+    new_run_id,
+    parse_exports,
+    parse_nnodes,
+    parse_nproc,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,8 +99,19 @@ def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in older click
+    """N or MIN:MAX."""
+
+    name = "nnodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | None:
+        return value if isinstance(value, tuple) else parse_nnodes(str(value))
+
+
 _where = _all(
-    _option("--nnodes", type=int, metavar="N", help="How many hosts.  [default: all that are named, else 1]"),
+    _option(
+        "--nnodes", type=_Nnodes(), metavar="N|MIN:MAX", help="How many hosts.  [default: all that are named, else 1]"
+    ),
     _option(
         "--nproc-per-node",
         metavar="N|auto|gpu|cpu",
@@ -113,6 +133,24 @@ _how = _all(
     _option("--run-id", metavar="ID", help="The name of this run.  [default: made from the time]"),
     _option("--start-timeout-s", type=float, default=60.0, show_default=True, help="Until all workers run."),
     _option("--grace-s", type=float, default=10.0, show_default=True, help="From asking workers to end to KILL."),
+    _option(
+        "--max-restarts",
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="How often all workers are started again after a failure.",
+    ),
+    _option("--grow", is_flag=True, help="With --nnodes MIN:MAX: start again as soon as another host has come."),
+    _option(
+        "--heartbeat-timeout-s",
+        type=float,
+        default=30.0,
+        show_default=True,
+        help="A host that is silent for so long is lost; by then it has ended its workers by itself.",
+    ),
+    _option("--stall-timeout-s", type=float, help="A run without any output or step for so long has failed."),
+    _option("--error-json", metavar="FILE", help="Where to write how the run ended, for programs."),
     _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
     _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
     _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
@@ -158,8 +196,9 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
             if isinstance(value, list) and not param.multiple:
                 raise click.BadParameter(f"it is {value!r}; it must be one value")
             param.type_cast_value(ctx, value if isinstance(value, list | bool) else str(value))
-        except click.ClickException as error:
-            raise UsageError(f"{settings.source}: {param.name}: {error.message}") from error
+        except (click.ClickException, UsageError) as error:
+            reason = error.message if isinstance(error, click.ClickException) else str(error)
+            raise UsageError(f"{settings.source}: {param.name}: {reason}") from error
         defaults[param.name] = value if isinstance(value, list | bool) else str(value)
     return defaults
 
@@ -192,14 +231,17 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     """
     from launcher.transport import start_local_agents
 
-    spec = _spec(command, options)
-    _check_here(spec)
+    error_json = _error_file(options["error_json"])
+    with _told_to_programs(error_json):
+        spec = _spec(command, options)
+        _check_here(spec)
     only_ranks = _ranks(options["only_rank"])
     _warn_of_unknown_variables(options["quiet"])
     opened = start_local_agents(spec)
 
     from launcher.console import Console
     from launcher.controller import Controller
+    from launcher.error_json import write_error_json
     from launcher.logfiles import LogFiles, set_aside
     from launcher.output import OutputThread
     from launcher.processes import raise_file_limit
@@ -214,18 +256,30 @@ def run(command: tuple[str, ...], **options: Any) -> None:
     output = OutputThread(console, logs, only_ranks=only_ranks)
     output.start()
     talk = _Talk(quiet=options["quiet"], verbose=options["verbose"])
-    controller = Controller(spec, output, output.show_status if talk.progress else lambda _: None, opened)
+    controller = Controller(
+        spec,
+        output,
+        show_progress=output.show_status if talk.progress else lambda _: None,
+        tell_user=output.say,
+        opened=opened,
+    )
     try:
         outcome = controller.run()
     finally:
         output.close()
+    usable = folder if logs.usable else None
+    if error_json is not None:
+        try:
+            write_error_json(error_json, outcome, folder=usable, evidence_file=controller.evidence_file)
+        except OSError as error:
+            _complain(f"--error-json: {error_json} cannot be written: {error.strerror}")
     if talk.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         _complain(f"run {spec.run_id}: {ran}; output in {folder}")
     if outcome.error is None and only_ranks and max(only_ranks) >= outcome.world_size:
         _complain(f"--only-rank {options['only_rank']}: there were only ranks 0 to {outcome.world_size - 1}")
-    text = report(outcome, folder if logs.usable else None, output.tail)
-    if text and (talk.verbose or outcome.left or outcome.exit_code != 0):
+    text = report(outcome, folder=usable, tail=output.tail, evidence_file=controller.evidence_file)
+    if text and (not talk.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
         _complain(text)
     sys.exit(outcome.exit_code)
 
@@ -253,7 +307,8 @@ def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
 def _warn_of_unknown_variables(quiet: bool) -> None:
     """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
     known = {str(option.envvar) for option in run.params if isinstance(option, click.Option) and option.envvar}
-    foreign = {"DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_STRATEGY", "DTRAIN_TOKEN", "DTRAIN_TORCH_INDEX"}
+    ours = {"DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE"}  # for the workers
+    foreign = {*ours, "DTRAIN_STRATEGY", "DTRAIN_TOKEN", "DTRAIN_TORCH_INDEX"}
     unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known | foreign]
     if quiet or not unknown:
         return
@@ -285,12 +340,20 @@ def _spec(command: tuple[str, ...], options: dict[str, Any]) -> JobSpec:
     listed: str | None = options["hosts"]
     if context.get_parameter_source("simulate") is typed and context.get_parameter_source("hosts") is not typed:
         listed = None  # the flag is stronger than hosts from the environment or a file
-    hosts = choose_hosts(listed, nnodes=options["nnodes"], simulate=options["simulate"])
+    nnodes: tuple[int, int] | None = options["nnodes"]
+    max_restarts = options.get("max_restarts", 0)
+    spares = max_restarts > 0 or (nnodes is not None and nnodes[0] < nnodes[1])
+    hosts = choose_hosts(listed, nnodes=nnodes, simulate=options["simulate"], spares=spares)
     remote = any(host.kind is HostKind.SSH for host in hosts)
     config = options.get("ssh_config")
     return JobSpec(
         command=_parse_command(command, module=options["module"], no_python=options["no_python"]),
         hosts=hosts,
+        nnodes=nnodes,
+        max_restarts=max_restarts,
+        grow=options.get("grow", False),
+        heartbeat_timeout_s=options.get("heartbeat_timeout_s", 30.0),
+        stall_timeout_s=options.get("stall_timeout_s"),
         nproc=parse_nproc(options["nproc_per_node"]),
         gpus_per_proc=options["gpus_per_proc"],
         oversubscribe=options["oversubscribe"],
@@ -346,6 +409,31 @@ def _check_here(spec: JobSpec) -> None:
     if not os.path.exists(script):
         hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
         raise UsageError(f"the script {script} does not exist{hint}")
+
+
+@contextlib.contextmanager
+def _told_to_programs(error_json: Path | None) -> Iterator[None]:
+    """Write the file for programs also where the run ends before it began."""
+    try:
+        yield
+    except DtrainError as error:
+        if error_json is not None:
+            from launcher.error_json import write_usage_error_json
+
+            with contextlib.suppress(OSError):  # the error itself is what is to be seen
+                write_usage_error_json(error_json, error, error.exit_code)
+        raise
+
+
+def _error_file(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise UsageError(f"--error-json: the folder {path.parent} does not exist; make it, or name a file elsewhere")
+    if path.is_dir():
+        raise UsageError(f"--error-json: {path} is a folder; name a file")
+    return path
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:

@@ -7,29 +7,51 @@ holds the loop up. Only the loop touches the job.
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from launcher.errors import DtrainError, HostError, ProtocolError
-from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Tick, Unread
+from launcher.events import (
+    Close,
+    Command,
+    Connected,
+    Event,
+    Keep,
+    Lost,
+    Notice,
+    Open,
+    Said,
+    Signalled,
+    Slept,
+    SuspendSelf,
+    Tell,
+    Tick,
+    Unread,
+)
 from launcher.hosts import Host
 from launcher.job import Job
 from launcher.outcome import Outcome
 from launcher.output import OutputThread
-from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Heartbeat, Output, StartWorker, encode
+from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, StartWorker, encode
 from launcher.spec import JobSpec
+from launcher.stacks import groups, one_line, write_out
 from launcher.transport import Stream, connect
 
 __all__ = ["Controller"]
 
-HEARTBEAT_S = 5.0
-ASLEEP_S = 5.0  # a wait that took so much longer than asked for
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+ASLEEP_S = 5.0  # a wait that took so much longer than asked for; or a quarter of the heartbeat timeout
+LOOK_S = 0.1  # between looks for hosts that are not read
+LET_GO_S = 10.0  # for the end of an agent whose link was given up
+CONNECT_S = 30.0  # for an attempt to reach a host again
+FLUSH_S = 1.0  # for what hosts are told before this process stops itself
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 
 
 class Controller:
@@ -39,7 +61,9 @@ class Controller:
         self,
         spec: JobSpec,
         output: OutputThread,
+        *,
         show_progress: Callable[[str], None],
+        tell_user: Callable[[str], None],
         opened: Mapping[str, Stream],
     ) -> None:
         self._spec = spec
@@ -47,74 +71,105 @@ class Controller:
         self._output = output
         self._show_progress = show_progress
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.evidence_file: Path | None = None  # of the newest failure
+        self._tell_user = tell_user
         self._job = Job(spec, time.monotonic())
-        self._links: dict[str, _Link] = {}
+        self._hosts = {host.name: host for host in spec.hosts}
+        self._limit = threading.BoundedSemaphore(spec.ssh.connect_at_once)
+        self._links: dict[str, _Link] = {}  # the newest of each host
 
     def run(self) -> Outcome:
         """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
-        deadline = time.monotonic() + self._spec.start_timeout_s
-        limit = threading.BoundedSemaphore(self._spec.ssh.connect_at_once)
         with self._signals():
             try:
-                for host in self._spec.hosts:
-                    link = _Link(host, self._spec, self._events, self._output)
-                    link.open(self._opened.get(host.name), limit, deadline)
-                    self._links[host.name] = link
+                self._carry_out(self._job.start())
                 return self._loop()
             finally:
-                for link in self._links.values():
+                links = list(self._links.values())
+                for link in links:
                     link.close()
                 deadline = time.monotonic() + 2.0
-                for link in self._links.values():
+                for link in links:
                     link.finish(deadline)
 
     def _loop(self) -> Outcome:
-        next_heartbeat = time.monotonic() + HEARTBEAT_S
+        next_look = time.monotonic()
+        asleep_s = min(ASLEEP_S, self._spec.heartbeat_timeout_s / 4)
         while self._job.outcome is None:
             self._show_progress(self._job.progress)
             now = time.monotonic()
-            until = min(next_heartbeat, self._job.deadline() or next_heartbeat)
+            until = self._job.deadline()
             try:
                 event = self._events.get(timeout=max(0.0, until - now))
             except queue.Empty:
                 event = Tick()
-            slept = time.monotonic() - now > until - now + ASLEEP_S
+            over_s = time.monotonic() - max(until, now)
             now = time.monotonic()
-            if slept:  # by Ctrl-Z, or a suspended machine: the hosts were not silent, nobody listened
-                for host in self._spec.hosts:
-                    self._carry_out(self._job.handle(Unread(host.name), now))
+            if over_s > asleep_s:  # by Ctrl-Z, or a suspended machine: the hosts were not silent, nobody listened
+                self._carry_out(self._job.handle(Slept(over_s), now))
+            if now >= next_look:
+                next_look = now + LOOK_S
+                for link in self._links.values():
+                    if link.waiting:  # nothing is read from it because the output is behind: that is not its silence
+                        self._carry_out(self._job.handle(Unread(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
-            if now >= next_heartbeat:
-                next_heartbeat = now + HEARTBEAT_S
-                self._beat(now)
         self._show_progress("")
         return self._job.outcome
 
     def _note(self, event: Event) -> None:
-        """Let the output side know what it needs: names for prefixes, files to write, when nobody may wait for it."""
+        """Let the output side know what it needs: files to write, when nobody may wait for it."""
         if isinstance(event, Said) and isinstance(event.message, Exited) and event.message.error_file is not None:
-            self._output.error_file(event.message.rank, event.message.error_file)
+            self._output.error_file(event.message.rank, event.message.attempt, event.message.error_file)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
 
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
-            link = self._links.get(command.host)
-            if link is None:
-                continue
-            if isinstance(command, Tell):
+            if isinstance(command, Open):
+                self._open(command.host, command.link)
+            elif isinstance(command, Tell):
                 if isinstance(command.message, StartWorker):
-                    self._output.add_worker(command.message.rank, command.host)
-                link.tell(encode(command.message))
+                    self._output.add_worker(command.message.rank, command.host, command.message.attempt)
+                self._links[command.host].tell(encode(command.message))
             elif isinstance(command, Close):
-                link.close()
+                self._links[command.host].close()
+            elif isinstance(command, Notice):
+                self._tell_user(command.text)
+            elif isinstance(command, Keep):
+                self._keep(command)
+            else:
+                assert isinstance(command, SuspendSelf)
+                self._suspend()
 
-    def _beat(self, now: float) -> None:
-        for link in self._links.values():
-            if link.waiting:  # nothing is read from it because the output is behind: that says nothing about the host
-                self._carry_out(self._job.handle(Unread(link.host.name), now))
-            link.tell(encode(Heartbeat(time=now)))
+    def _open(self, name: str, number: int) -> None:
+        """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
+        if (old := self._links.get(name)) is not None:
+            threading.Thread(target=old.finish, args=(time.monotonic() + LET_GO_S,), daemon=True).start()
+        link = _Link(self._hosts[name], number, self._spec, self._events, self._output)
+        first = number == 1
+        deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
+        link.open(self._opened.get(name) if first else None, self._limit, deadline)
+        self._links[name] = link
+
+    def _keep(self, keep: Keep) -> None:
+        self._output.keep_evidence(keep.attempt, keep.number, write_out(keep.evidence))
+        where = self._output.evidence_path(keep.attempt, keep.number)
+        if keep.asked:
+            lines = [one_line(group) for group in groups(keep.evidence)]
+            self._tell_user("\n".join([*lines, f"stacks of all ranks: {where}"]))
+        else:
+            self.evidence_file = where
+
+    def _suspend(self) -> None:
+        """Stop as Ctrl-Z does, once the hosts have been told; SIGCONT brings us back here."""
+        deadline = time.monotonic() + FLUSH_S
+        while any(not link.idle for link in self._links.values()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        stopped_at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        now = time.monotonic()
+        self._carry_out(self._job.handle(Slept(now - stopped_at), now))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -122,9 +177,9 @@ class Controller:
             self._events.put(Signalled(signum))
 
         before = {}
-        for signum in (*STOP_SIGNALS, *PASSED_SIGNALS):
-            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-                continue  # started by nohup
+        for signum in (*STOP_SIGNALS, *OTHER_SIGNALS):
+            if signum in (signal.SIGHUP, signal.SIGTSTP) and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started by nohup, or by a shell without job control
             before[signum] = signal.signal(signum, enqueue)
         try:
             yield
@@ -134,17 +189,20 @@ class Controller:
 
 
 class _Link:
-    """The stream to one host with its two threads."""
+    """One stream to a host with its two threads; `number` counts the host's streams."""
 
     def __init__(
         self,
         host: Host,
+        number: int,
         spec: JobSpec,
         events: queue.SimpleQueue[Event],
         output: OutputThread,
     ) -> None:
         self.host = host
         self.waiting = False  # the reader waits for the output
+        self.idle = True  # everything told is written
+        self._number = number
         self._spec = spec
         self._events = events
         self._output = output
@@ -158,14 +216,19 @@ class _Link:
 
         def connect_and_read() -> None:
             stream = opened or self._connect(limit, deadline)
-            if stream is not None:
-                self._read(stream)
+            if stream is None:
+                return
+            if self._closed:  # given up meanwhile: its agent is not to wait for a word of ours
+                stream.finish(0.0)
+                return
+            self._read(stream)
 
         self._reader = threading.Thread(target=connect_and_read, name=f"read {self.host.name}", daemon=True)
         self._reader.start()
 
     def tell(self, data: bytes) -> None:
         if self._stream is not None and not self._closed:
+            self.idle = False
             self._outgoing.put(data)
 
     def close(self) -> None:
@@ -188,17 +251,21 @@ class _Link:
         if not limit.acquire(timeout=max(0.0, deadline - time.monotonic())):
             at_once = self._spec.ssh.connect_at_once
             self._events.put(
-                Lost(self.host.name, f"was not tried: others took the {at_once} places till the time was up")
+                Lost(
+                    self.host.name,
+                    self._number,
+                    f"was not tried: others took the {at_once} places till the time was up",
+                )
             )
             return None
         try:
             return connect(self.host, self._spec, deadline)
         except HostError as error:
-            self._events.put(Lost(self.host.name, error.reason))
+            self._events.put(Lost(self.host.name, self._number, error.reason))
         except DtrainError as error:
-            self._events.put(Lost(self.host.name, str(error)))
+            self._events.put(Lost(self.host.name, self._number, str(error)))
         except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
-            self._events.put(Lost(self.host.name, f"{type(error).__name__}: {error}"))
+            self._events.put(Lost(self.host.name, self._number, f"{type(error).__name__}: {error}"))
         finally:
             limit.release()
         return None
@@ -206,8 +273,8 @@ class _Link:
     def _read(self, stream: Stream) -> None:
         self._stream = stream
         self._writer.start()
-        self._events.put(Connected(self.host.name, stream.our_address))
-        self._events.put(Lost(self.host.name, self._pump(stream)))
+        self._events.put(Connected(self.host.name, self._number, stream.our_address))
+        self._events.put(Lost(self.host.name, self._number, self._pump(stream)))
 
     def _pump(self, stream: Stream) -> str:
         """Read until the end; return why it ended."""
@@ -223,7 +290,8 @@ class _Link:
                         self._output.write(message.rank, message.stream, message.data)
                         self.waiting = False
                     else:
-                        self._events.put(Said(self.host.name, message))  # type: ignore[arg-type]  # job ignores others
+                        # The job ignores what is none of an agent's messages.
+                        self._events.put(Said(self.host.name, self._number, message))  # type: ignore[arg-type]
         except ProtocolError as error:
             return str(error)
         except (OSError, EOFError) as error:
@@ -257,6 +325,7 @@ class _Link:
             self._stream.write(PREAMBLE)
             while (data := self._outgoing.get()) is not None:
                 self._stream.write(data)
+                self.idle = self._outgoing.empty()
             self._stream.end()
         except (OSError, EOFError):  # the reader sees the end as well, and says so
             return

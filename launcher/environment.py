@@ -14,6 +14,7 @@ def worker_environment(
     run_id: str,
     attempt: int,
     max_restarts: int,
+    elastic: bool,
     master_addr: str,
     master_port: int,
 ) -> dict[str, str]:
@@ -36,6 +37,7 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "DTRAIN_HOST": worker.host,
+        "DTRAIN_ELASTIC": "1" if elastic else "0",  # there may be other attempts although none is said to be allowed
     }
     if worker.visible is not None:
         env[worker.gpu_variable] = worker.visible

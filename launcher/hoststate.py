@@ -1,56 +1,111 @@
-"""One host as the job sees it: how far it has come, what it has, when it was heard, how its clock stands to ours."""
+"""One host as the job sees it: how far it has come, what it has, when it was heard, what may still run there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from launcher.hosts import Host
+from launcher.hosts import Host, HostKind
 from launcher.placement import HostOffer
 from launcher.protocol import Facts, Heartbeat, Hello, Report
 
-__all__ = ["HostPhase", "HostState"]
+__all__ = ["HostClock", "HostPhase", "HostState"]
+
+WINDOW_S = 60.0  # clocks drift apart, and stand still while a machine sleeps: old measurements are forgotten
 
 
 class HostPhase(Enum):
+    AWAY = auto()  # no link: lost, or could not be reached; to be tried again
     CONNECTING = auto()
     GREETING = auto()  # connected, no word yet
     CHECKING = auto()  # asked whether the job can start there
     READY = auto()
-    GONE = auto()
+    LEAVING = auto()  # told to end
+    OUT = auto()  # given up for good: never told or tried again
+
+
+class HostClock:
+    """What is known of a host's monotonic clock: of its messages, the one with the least delay tells the most."""
+
+    def __init__(self) -> None:
+        self._offset = self._earlier = float("inf")
+        self._window_until = float("-inf")
+
+    def hear(self, time: float, now: float) -> None:
+        """Take the time at which a message was sent, by the host's clock."""
+        if now >= self._window_until:
+            self._window_until = now + WINDOW_S
+            self._earlier, self._offset = self._offset, float("inf")
+        self._offset = min(self._offset, now - time)
+
+    def corrected(self, time: float) -> float:
+        """Return a time of this host on the controller's clock: late by the least delay, never early."""
+        offset = min(self._offset, self._earlier)
+        return time if offset == float("inf") else time + offset
 
 
 @dataclass
 class HostState:
-    """`heard` is when it last spoke; `said_bye`, that its workers are gone and it is swept."""
+    """`link` numbers its connections, `heard` is when it last spoke, `beaten` when its lease was last renewed.
+
+    `attempt` is the one whose workers may live there, None when it is certain that none do. `traces` are those of
+    lost agents whose processes nobody has looked for yet. Without a link, workers are certainly gone at `fenced_at`.
+    """
 
     host: Host
-    phase: HostPhase = HostPhase.CONNECTING
+    phase: HostPhase = HostPhase.AWAY
+    link: int = 0
     facts: Facts | None = None
     our_address: str | None = None
     heard: float = 0.0
-    clock_offset: float | None = None  # to add to a time of that host; the smallest seen has the least delay in it
-    said_bye: bool = False
+    beaten: float = 0.0
+    rests_until: float | None = None  # its lease rests, unless it says something after that
+    clock: HostClock = field(default_factory=HostClock)
+    trace: str = ""
+    traces: list[str] = field(default_factory=list)
+    attempt: int | None = None
+    fenced_at: float | None = None
+    tries: int = 0  # to reach it since it was lost
+    retry_at: float | None = None
+    strikes: int = 0  # attempts in a row that ended through it
+    wanted: bool = True  # otherwise it goes OUT once it has left
+    reason: str = ""  # why it cannot be used, in words
 
     @property
-    def alive(self) -> bool:
-        return self.phase is not HostPhase.GONE
+    def name(self) -> str:
+        return self.host.name
 
     @property
-    def watched(self) -> bool:
-        """Say whether silence means that it is lost; before its facts, the time limit of the start applies."""
-        return self.alive and self.facts is not None
+    def connected(self) -> bool:
+        return self.phase in (HostPhase.GREETING, HostPhase.CHECKING, HostPhase.READY, HostPhase.LEAVING)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether its agent reads what it is told."""
+        return self.phase in (HostPhase.CHECKING, HostPhase.READY, HostPhase.LEAVING)
+
+    @property
+    def works(self) -> bool:
+        """Whether its agent was told to take part in an attempt, and has not said that it is over there."""
+        return self.phase is HostPhase.READY and self.attempt is not None
+
+    @property
+    def leased(self) -> bool:
+        """Whether its agent ends by itself when it hears nothing; at the end of a local pipe it always notices."""
+        return self.host.kind is HostKind.SSH
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something of the run may live there that nobody watches."""
+        return bool(self.traces) or self.attempt is not None
 
     def hear(self, message: Report, now: float) -> None:
         """Note that it spoke, and what its clock says if the message carries the time of its sending."""
         self.heard = now
         if isinstance(message, Hello | Facts | Heartbeat):
-            offset = now - message.time
-            self.clock_offset = offset if self.clock_offset is None else min(offset, self.clock_offset)
-
-    def corrected(self, time: float) -> float:
-        """Return a time of this host on the controller's clock."""
-        return time + (self.clock_offset or 0.0)
+            self.clock.hear(message.time, now)
+            if self.rests_until is not None and self.clock.corrected(message.time) > self.rests_until:
+                self.rests_until = None
 
     def offer(self) -> HostOffer:
         """Return what it has for the job; its facts must be known."""

@@ -1,412 +1,574 @@
 """The job: a pure state machine. Events go in with the time, commands come out; nothing here waits or touches a file.
 
-    joining -> (every host has answered) -> opening the store -> running -> stopping -> ended
+    gathering hosts -> opening the store -> running -> (collecting evidence) -> ending the attempt -> gathering ...
+                                                                             -> stopping -> ended
 
-The controller owns it and calls `handle` from one loop. All decisions of a run are here: whether it can start, when it
-stops, what the cause was, and the exit code.
+The controller owns it and calls `handle` from one loop. All decisions of a run are here and in what it asks: when an
+attempt can begin and with whom (gathering.py), where workers may live (fleet.py), what an attempt has come to
+(attemptstate.py), what the cause was (cause.py), whether there is another (recovery.py), how the run ends
+(stopping.py, conclusion.py).
 """
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from launcher.attemptstate import AttemptState, choose_members, failure_of
+from launcher.cause import first_cause
+from launcher.collecting import Collecting
+from launcher.conclusion import conclude
 from launcher.errors import DtrainError, HostError, PlacementError, StartError, StoreError
-from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Unread
+from launcher.events import (
+    Command,
+    Connected,
+    Event,
+    Lost,
+    Notice,
+    Said,
+    Signalled,
+    Slept,
+    SuspendSelf,
+    Tell,
+    Unread,
+)
+from launcher.fleet import NEVER, Fleet
+from launcher.gathering import Gathering, Verdict, fit, misfits
 from launcher.hoststate import HostPhase, HostState
-from launcher.orders import mismatch, open_store, prepare, start_workers
+from launcher.notices import attempt_begins, attempt_ended, some
+from launcher.orders import open_store, start_workers
 from launcher.outcome import Failure, FailureKind, Outcome
-from launcher.placement import Placement, place
+from launcher.phase import Phase, progress
 from launcher.protocol import (
     Bye,
+    Collected,
+    EndAttempt,
+    Evidence,
     Exited,
     Facts,
+    Heartbeat,
     Hello,
     Report,
     SignalWorkers,
     Started,
-    Stop,
     StoreFailed,
     StoreOpened,
+    Swept,
 )
-from launcher.protocol import Command as AgentCommand
+from launcher.recovery import Past, judge, judge_early, past_of
 from launcher.spec import JobSpec
+from launcher.stopping import ANSWER_S, Stopping
 
-__all__ = ["ANSWER_S", "HEARTBEAT_TIMEOUT_S", "Job", "Phase"]
+__all__ = ["ROOT_WAIT_S", "Job", "Phase"]
 
-HEARTBEAT_TIMEOUT_S = 60.0
-ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
-
-
-class Phase(Enum):
-    JOINING = auto()
-    OPENING_STORE = auto()
-    RUNNING = auto()
-    STOPPING = auto()
-    ENDED = auto()
-
-
-@dataclass
-class _Run:
-    """What is known of the workers of this attempt."""
-
-    ordered: bool = False  # the hosts were told to start them
-    started: dict[int, int] = field(default_factory=dict)  # rank -> pid
-    exited: dict[int, Exited] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 
 
 class Job:
-    """See the module. `progress` says in a few words what the run is waiting for, or is empty."""
+    """See the module. `start` gives the first commands; `progress` says in a few words what the run is waiting for."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
         self.spec = spec
-        self.phase = Phase.JOINING
+        self.phase = Phase.GATHERING
         self.outcome: Outcome | None = None
-        self.placement: Placement | None = None
-        self._hosts = {host.name: HostState(host, heard=now) for host in spec.hosts}
+        self.attempt: AttemptState | None = None
+        self.fleet = Fleet(spec.hosts, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
+        self._gathering = Gathering(spec, self.fleet, now)
+        self._stopping: Stopping | None = None
         self._began = now
-        self._start_deadline = now + spec.start_timeout_s
-        self._problems: dict[str, str] = {}
-        self._run = _Run()
+        self._since = now  # when this phase began
+        self._until = NEVER  # when this phase must have ended, if it is one between gathering and stopping
+        self._next_beat = self._next_look = now + self.fleet.beat_s
+        self._ticked_at = now
+        self._past: list[Past] = []
+        self._gave_up = ""
+        self._collecting = Collecting()
         self._error: DtrainError | None = None  # why no worker was started
         self._signum: int | None = None  # the signal that told us to stop
-        self._stopped_at: float | None = None
-        self._give_up_at: float | None = None
-        self._swept = 0
-        self._left: dict[str, list[str]] = {}
+        self._suspended = False
+
+    def start(self) -> list[Command]:
+        return [self.fleet.open(state) for state in self.fleet]
 
     @property
     def progress(self) -> str:
-        total = len(self._hosts)
-        if self.phase is Phase.JOINING:
-            waiting = [state.host.name for state in self._hosts.values() if state.facts is None and state.alive]
-            return f"{total - len(waiting)} of {total} hosts ready; waiting for {_some(waiting)}"
-        if self.phase is Phase.OPENING_STORE:
-            return "opening the rendezvous store"
-        if self.phase is Phase.RUNNING and self.placement is not None:
-            started, world = len(self._run.started), self.placement.world_size
-            return "" if started == world else f"{started} of {world} workers started"
-        if self.phase is Phase.STOPPING:
-            return f"stopping; waiting for {_some([s.host.name for s in self._hosts.values() if s.alive])}"
-        return ""
+        return progress(self.phase, self.fleet, self.attempt)
 
-    def deadline(self) -> float | None:
-        """Return when the next Tick matters, or None."""
-        if self.phase is Phase.STOPPING:
-            return self._give_up_at
-        times = [state.heard + HEARTBEAT_TIMEOUT_S for state in self._hosts.values() if state.watched]
-        if not self._all_started():
-            times.append(self._start_deadline)
-        return min(times, default=None)
+    def deadline(self) -> float:
+        """Return when the next Tick matters."""
+        retry = self.fleet.next_retry()
+        times = [self._next_look, self._collecting.until, NEVER if retry is None else retry]
+        if self.phase is Phase.GATHERING:
+            times += self._gathering.deadlines()
+        elif self._stopping is not None:
+            times += self._stopping.deadlines()
+        else:
+            times.append(self._until)
+            fence = self.fleet.next_fence()
+            if fence is not None:
+                times.append(fence)
+            if self.phase is Phase.COLLECTING:
+                times.append(self._since + ROOT_WAIT_S)
+            elif self.phase is Phase.RUNNING:
+                times.append(self._stalled_at())
+        # What was due at the last tick has had its effect, or waits for something else.
+        return min(self._next_beat, *(time for time in times if time > self._ticked_at))
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what is to be done, in order."""
         if self.phase is Phase.ENDED:
             return []
-        if isinstance(event, Connected):
-            return self._connected(event)
-        if isinstance(event, Said):
-            return self._said(self._hosts[event.host], event.message, now)
-        if isinstance(event, Lost):
-            return self._lost(self._hosts[event.host], event.reason, now)
-        if isinstance(event, Unread):
-            self._hosts[event.host].heard = now
-            return []
-        if isinstance(event, Signalled):
-            return self._signalled(event.signum, now)
-        return self._ticked(now)
+        if isinstance(event, Connected | Said | Lost):
+            state = self.fleet.states[event.host]
+            if event.link != state.link or state.phase in (HostPhase.AWAY, HostPhase.OUT):
+                return []  # of a link that was given up
+            commands = self._heard(state, event, now)
+        elif isinstance(event, Unread):
+            self._unread(self.fleet.states[event.host], now)
+            commands = []
+        elif isinstance(event, Slept):
+            self._slept(event.seconds)
+            commands = []
+        elif isinstance(event, Signalled):
+            commands = self._signalled(event.signum, now)
+        else:
+            commands = self._ticked(now)
+        commands += self._advance(now)
+        if now >= self._next_beat:  # where event follows event, there is no Tick between them
+            self._next_beat = now + self.fleet.beat_s
+            commands += self.fleet.heartbeats(now)
+        return commands
+
+    def _advance(self, now: float) -> list[Command]:
+        """Leave the phase if its work is done."""
+        if self.phase is Phase.GATHERING:
+            return self._gather(now)
+        if self.phase is Phase.COLLECTING:
+            return self._end_attempt_when_known(now)
+        if self.phase is Phase.ENDING and not self.fleet.busy:
+            return self._attempt_over(now)
+        if self._stopping is not None:
+            commands = self._stopping.advance(now)
+            if self._stopping.done and self.phase is Phase.STOPPING:
+                self._end(now)
+            return commands
+        return self._collecting.end(self.attempt) if self._collecting.over(now) else []
+
+    def _enter(self, phase: Phase, now: float, limit_s: float) -> None:
+        self.phase = phase
+        self._since = now
+        self._until = now + limit_s
 
     # ---- hosts that join, speak and vanish ----
 
-    def _connected(self, event: Connected) -> list[Command]:
-        state = self._hosts[event.host]
-        if not state.alive:
-            return [Close(event.host)]
-        state.phase = HostPhase.GREETING
-        state.our_address = event.our_address
-        return []
+    def _heard(self, state: HostState, event: Connected | Said | Lost, now: float) -> list[Command]:
+        if isinstance(event, Lost):
+            return self._lost(state, event.reason, now)
+        if isinstance(event, Connected):
+            if state.phase is HostPhase.CONNECTING:
+                self.fleet.connected(state, event.our_address, now)
+            return []
+        state.hear(event.message, now)
+        return self._said(state, event.message, now)
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
-        if not state.alive:
-            return []
-        state.hear(message, now)
         if isinstance(message, Hello):
-            return self._greeted(state, message, now)
+            return self._gathering.greeted(state, message, now)
         if isinstance(message, Facts):
-            return self._checked(state, message, now)
+            commands = self._gathering.checked(state, message)
+            return [*commands, *self._grow_with(state, now)] if state.phase is HostPhase.READY else commands
+        if isinstance(message, Bye):
+            return self._bye(state, message, now)
+        if self.attempt is None or state.attempt is None or state.phase is HostPhase.CHECKING:
+            return []
+        if isinstance(message, Heartbeat):
+            self.attempt.take_progress(state.name, message.progress, now)
+            return []
+        if isinstance(message, Collected | Evidence):
+            self._collecting.take(state.name, message)
+            return []
+        if getattr(message, "attempt", None) != self.attempt.number:
+            return []
         if isinstance(message, StoreOpened):
-            return self._start(message) if self.phase is Phase.OPENING_STORE else []
+            return self._start(message, now) if self.phase is Phase.OPENING_STORE else []
         if isinstance(message, StoreFailed):
             return self._store_failed(state, message, now)
         if isinstance(message, Started):
-            self._run.started[message.rank] = message.pid
-        elif isinstance(message, Exited):
+            self.attempt.take_start(message, now)
+            return self._grow_with(None, now) if self.attempt.all_started else []
+        if isinstance(message, Exited):
             return self._exited(state, message, now)
-        elif isinstance(message, Bye):
-            return self._bye(state, message, now)
+        if isinstance(message, Swept):
+            return self._swept_attempt(state, message)
         return []
-
-    def _greeted(self, state: HostState, hello: Hello, now: float) -> list[Command]:
-        problem = mismatch(self.spec, hello)
-        if problem is not None:
-            return self._unusable(state, problem, now)
-        state.phase = HostPhase.CHECKING
-        return [Tell(state.host.name, prepare(self.spec, state.host))]
-
-    def _checked(self, state: HostState, facts: Facts, now: float) -> list[Command]:
-        if facts.problems:
-            return self._unusable(state, "; ".join(facts.problems), now)
-        state.facts = facts
-        state.phase = HostPhase.READY
-        return self._when_all_answered(now)
-
-    def _unusable(self, state: HostState, reason: str, now: float) -> list[Command]:
-        """Note why a host that has joined cannot be used; it is told to end at once."""
-        self._problems[state.host.name] = reason
-        if self.phase is Phase.STOPPING:
-            return []
-        state.phase = HostPhase.READY
-        return [
-            Tell(state.host.name, Stop(signum=signal.SIGTERM, grace_s=0.0)),
-            *self._when_all_answered(now),
-        ]
 
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
-        if not state.alive:
-            return []
-        waited = state.phase is HostPhase.READY
-        state.phase = HostPhase.GONE
-        commands: list[Command] = [Close(state.host.name)]
-        if self.phase is Phase.JOINING:
-            self._problems.setdefault(state.host.name, reason)
-            return commands + self._when_all_answered(now)
-        if self.phase is Phase.STOPPING:
-            if waited and self._run.ordered and not state.said_bye:
-                self._left[state.host.name] = [f"unknown: {reason}"]
-            return commands + self._end_when_all_gone(now)
-        return commands + self._host_lost(state, reason, now)
+        """Give a host up. If it was quiet before, it went at some time after it was heard last."""
+        silent = now - state.heard >= self.fleet.quiet_s
+        was_coming = state.phase not in (HostPhase.READY, HostPhase.LEAVING)
+        if state.phase is HostPhase.LEAVING and state.reason:
+            reason = state.reason
+        commands = self.fleet.lost(state, reason, now)
+        self._after_link(state, now)
+        at = state.heard if silent else now
+        return commands + self._gone(state, state.attempt, reason, at, now, silent=silent, was_coming=was_coming)
 
-    def _when_all_answered(self, now: float) -> list[Command]:
-        if self.phase is not Phase.JOINING:
+    def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
+        told = state.phase is HostPhase.LEAVING
+        reason = state.reason if told else bye.reason or "its agent was told to end by somebody else"
+        was_in = state.attempt
+        commands = self.fleet.said_bye(state, bye)
+        state.reason = reason
+        self._after_link(state, now)
+        if told:
+            return commands
+        provoked_at = self.attempt.provoked_at(state.name) if self.attempt is not None else None
+        at = now if provoked_at is None else min(now, provoked_at)
+        return commands + self._gone(state, was_in, reason, at, now)
+
+    def _after_link(self, state: HostState, now: float) -> None:
+        """Decide whether a host whose link has ended is tried again."""
+        self._collecting.forget(state.name)
+        if self._stopping is not None:
+            self._stopping.left(state, now)
+        elif (state.wanted or state.dirty) and (self.spec.elastic or self.attempt is not None):
+            self.fleet.try_again(state, now)
+        else:
+            self.fleet.move(state, HostPhase.OUT)
+
+    def _gone(
+        self, state: HostState, was_in: int | None, reason: str, at: float, now: float, *,
+        silent: bool = False, was_coming: bool = False,
+    ) -> list[Command]:  # fmt: skip
+        """Draw the consequences of a host that has gone without having been told to."""
+        attempt = self.attempt
+        if attempt is None or self.phase is Phase.GATHERING:
+            self._gathering.problems.setdefault(state.name, reason)
+            return self._gathering.say_unusable(state, reason) if was_coming and attempt is None else []
+        if was_in != attempt.number or attempt.all_ended_well or not attempt.needs(state.name):
             return []
-        states = list(self._hosts.values())
-        if any(state.alive and state.phase is not HostPhase.READY for state in states):
+        failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at)
+        if self.phase is Phase.STOPPING and not silent:
             return []
-        if self._problems:
-            self._error = StartError(self._problems, len(states))
+        if silent:
+            # It may have gone any time until its next heartbeat was due: what is known to have failed by then was
+            # before it, and once the others are stopped nobody knows that it would have failed.
+            known = min(attempt.first_root_at or NEVER, attempt.stopped_at or NEVER)
+            if known <= at + self.fleet.quiet_s:
+                attempt.victims += [failure] if attempt.first_root_at is not None else []
+                return []
+        return self._fail(failure, now)
+
+    # ---- gathering ----
+
+    def _gather(self, now: float) -> list[Command]:
+        """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
+        verdict = self._gathering.decide(now)
+        if verdict is Verdict.WAIT:
+            return []
+        return self._begin(now) if verdict is Verdict.BEGIN else self._cannot_begin(now)
+
+    def _cannot_begin(self, now: float) -> list[Command]:
+        """End, since too few hosts are ready in time."""
+        attempt = self.attempt
+        if attempt is None:
+            self._error = StartError(self._gathering.why_not_ready(), len(self.fleet))
             return self._stop(now, signal.SIGTERM)
+        self._gave_up = self._gathering.why_not_again()
+        if not attempt.failures:  # it had ended to grow
+            missing = next(s for s in map(self.fleet.states.__getitem__, attempt.members) if s.phase != HostPhase.READY)
+            why = missing.reason or "it did not answer"
+            attempt.take_failure(attempt.failure(FailureKind.HOST_LOST, missing.name, why, now))
+        return self._stop(now, signal.SIGTERM)
+
+    def _begin(self, now: float) -> list[Command]:
+        """Make the next attempt of the hosts that are ready."""
+        previous = self._gathering.previous
+        ready = [state.name for state in self.fleet.ready()]
+        members = choose_members(previous, ready, self.spec.max_hosts)
+        states = [self.fleet.states[name] for name in members]
         try:
-            self.placement = place(
-                [state.offer() for state in states],
-                nproc=self.spec.nproc,
-                gpus_per_proc=self.spec.gpus_per_proc,
-                oversubscribe=self.spec.oversubscribe,
-            )
+            placement = fit(self.spec, states)
         except PlacementError as error:
-            self._error = error
+            if commands := self._gathering.leave_out_misfits(states):
+                return [*commands, *self._gather(now)]
+            if self.attempt is None or not self.attempt.failures:
+                self._error = error
+            else:
+                self._gave_up = f"no further attempt: {error}"
             return self._stop(now, signal.SIGTERM)
-        self.phase = Phase.OPENING_STORE
-        return [Tell(states[0].host.name, open_store(self.spec, states))]
+        number = 0 if self.attempt is None else self.attempt.number + 1
+        start_by = self._gathering.until if self.attempt is None else now + self.spec.start_timeout_s
+        notice = [Notice(attempt_begins(number, members, previous))] if self.attempt is not None else []
+        self.attempt = AttemptState(number, members, placement, began=now)
+        self._enter(Phase.OPENING_STORE, now, start_by - now)
+        for state in states:
+            self.fleet.occupy(state, number)
+        return [*notice, Tell(states[0].name, open_store(self.spec, states, number))]
 
-    def _start(self, store: StoreOpened) -> list[Command]:
-        assert self.placement is not None
-        self.phase = Phase.RUNNING
-        self._run.ordered = True
-        return list(start_workers(self.spec, self.placement, store))
+    def _start(self, store: StoreOpened, now: float) -> list[Command]:
+        attempt = self.attempt
+        assert attempt is not None
+        self.phase = Phase.RUNNING  # the time for the start goes on
+        self._since = now
+        return list(start_workers(self.spec, attempt.placement, store, attempt.number))
 
-    # ---- how it ends ----
+    def _grow_with(self, state: HostState | None, now: float) -> list[Command]:
+        """End the attempt if there is room in the next one for a host that has come."""
+        attempt = self.attempt
+        if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
+            return []
+        if not attempt.all_started or attempt.any_ended or len(attempt.members) >= self.spec.max_hosts:
+            return []
+        if state is None:
+            members = set(attempt.members)
+            state = next((s for s in self.fleet if s.phase is HostPhase.READY and s.name not in members), None)
+        if state is None or state.name in attempt.members or misfits(self.spec, [state]):
+            return []
+        attempt.grown = True
+        notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
+        return [notice, *self._end_attempt(now)]
 
-    def _store_failed(self, state: HostState, message: StoreFailed, now: float) -> list[Command]:
-        if self.phase is Phase.OPENING_STORE:
-            self._error = StoreError(f"{state.host.name}: {message.reason}")
-            return self._stop(now, signal.SIGTERM)
-        at = state.corrected(message.time)
-        before_our_stop = self._stopped_at is None or at < self._stopped_at  # workers may notice it sooner than we do
-        if self._run.ordered and before_our_stop and not self._all_finished():
-            self._fail(
-                Failure(
-                    kind=FailureKind.STORE_LOST,
-                    host=state.host.name,
-                    message=message.reason,
-                    at=at,
-                    ran_s=now - self._began,
-                )
-            )
-        return self._stop(now, signal.SIGTERM) if self.phase is Phase.RUNNING else []
+    # ---- running, and what fails ----
 
     def _exited(self, state: HostState, exited: Exited, now: float) -> list[Command]:
-        self._run.exited[exited.rank] = exited
-        self._run.started.setdefault(exited.rank, exited.pid)
+        attempt = self.attempt
+        assert attempt is not None
+        at = state.clock.corrected(exited.time)
+        attempt.take_exit(state.name, exited, at, now)
         if exited.status != 0:
-            at = state.corrected(exited.time)
-            failed_before = exited.error is not None and self._stopped_at is not None and at < self._stopped_at
+            failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
             if failed_before or not exited.provoked:
-                self._fail(_failure(state.host.name, exited, at))
-                if self.phase is Phase.RUNNING:
-                    return self._stop(now, signal.SIGTERM)
-        if self.phase is Phase.RUNNING and self._all_finished():
+                return self._fail(failure_of(state.name, exited, at, attempt=attempt.number), now)
+        if self.phase is Phase.RUNNING and attempt.all_ended_well:
             return self._stop(now, signal.SIGTERM)
         return []
 
-    def _all_started(self) -> bool:
-        return self.placement is not None and len(self._run.started) == self.placement.world_size
+    def _store_failed(self, state: HostState, message: StoreFailed, now: float) -> list[Command]:
+        attempt = self.attempt
+        assert attempt is not None
+        if self.phase is Phase.OPENING_STORE and attempt.number == 0:
+            self._error = StoreError(f"{state.name}: {message.reason}")
+            return self._stop(now, signal.SIGTERM)
+        at = state.clock.corrected(message.time)
+        before_our_stop = attempt.stopped_at is None or at < attempt.stopped_at
+        if attempt.all_ended_well or not before_our_stop:
+            return []
+        return self._fail(attempt.failure(FailureKind.STORE_LOST, state.name, message.reason, at), now)
 
-    def _all_finished(self) -> bool:
-        """Whether every worker has ended by itself and well; one that its agent stopped unasked has not."""
-        ended = self._run.exited.values()
-        all_ended = self.placement is not None and len(ended) == self.placement.world_size
-        return all_ended and all(exited.status == 0 and not exited.provoked for exited in ended)
+    def _fail(self, failure: Failure, now: float) -> list[Command]:
+        """Note a failure; the first one ends the attempt, after a look at where the others stand."""
+        attempt = self.attempt
+        assert attempt is not None
+        if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
+            # Told to stop by the user, or for growing, it may end as it likes; else it is counted as a victim.
+            if self._signum is None and not attempt.grown:
+                attempt.victims.append(failure)
+            return []
+        attempt.take_failure(failure)
+        if self.phase is Phase.OPENING_STORE:
+            return self._end_attempt(now)
+        if self.phase is not Phase.RUNNING:
+            return []
+        commands = self._collecting.end(self.attempt)
+        self._enter(Phase.COLLECTING, now, NEVER)
+        return [*commands, *self._collect(now, asked=False)]
 
-    def _fail(self, failure: Failure) -> None:
-        if self._signum is None or (self._stopped_at is not None and failure.at < self._stopped_at):
-            self._run.failures.append(failure)
+    def _collect(self, now: float, *, asked: bool) -> list[Command]:
+        assert self.attempt is not None
+        where = [name for name in self.attempt.members if self.fleet.states[name].works]
+        return self._collecting.begin(where, now, asked=asked)
+
+    def _end_attempt_when_known(self, now: float) -> list[Command]:
+        """End the attempt once its evidence is there, and something that is no mere consequence of something else."""
+        attempt = self.attempt
+        assert attempt is not None
+        if self._collecting.under_way and not self._collecting.over(now):
+            return []
+        commands = self._collecting.end(attempt)
+        if attempt.first_root_at is None:
+            if now < self._since + ROOT_WAIT_S:
+                return commands
+            # The root may be a host of which nothing is heard since: before long it speaks, or is lost.
+            quiet = (self.fleet.states[name] for name in self._collecting.unanswered)
+            if any(state.works and state.heard <= self._since for state in quiet):
+                return commands
+        return [*commands, *self._end_attempt(now)]
+
+    def _end_attempt(self, now: float) -> list[Command]:
+        """Have all workers ended; for good, if there can be no other attempt."""
+        attempt = self.attempt
+        assert attempt is not None
+        cause = first_cause(attempt.failures)
+        if cause is not None:
+            verdict = judge_early(self.spec, self._past, cause)
+            if verdict.again_after_s is None:
+                self._gave_up = verdict.reason
+                return self._stop(now, signal.SIGTERM)
+        attempt.stopped_at = now
+        commands = self._collecting.end(self.attempt)
+        self._enter(Phase.ENDING, now, self.spec.grace_s + ANSWER_S)
+        end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM, grace_s=self.spec.grace_s)
+        return [*commands, *(Tell(name, end) for name in attempt.members if self.fleet.states[name].works)]
+
+    def _swept_attempt(self, state: HostState, swept: Swept) -> list[Command]:
+        assert self.attempt is not None
+        self.attempt.saved += swept.saved
+        self.fleet.said_swept(state, swept)
+        if not swept.left:
+            return []
+        return self._gathering.unusable(state, f"processes cannot be ended there: {', '.join(swept.left)}")
+
+    def _attempt_over(self, now: float) -> list[Command]:
+        """Decide what comes after an attempt whose workers are gone everywhere."""
+        attempt = self.attempt
+        assert attempt is not None
+        cause = first_cause(attempt.failures)
+        if cause is None and attempt.all_ended_well:  # while we were about to grow
+            return self._stop(now, signal.SIGTERM)
+        delay_s, notices = 0.0, []
+        if cause is not None:
+            ran_s = max(0.0, cause.at - attempt.began)
+            self._past.append(past_of(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
+            verdict = judge(self.spec, self._past)
+            if verdict.again_after_s is None:
+                self._gave_up = verdict.reason
+                return self._stop(now, signal.SIGTERM)
+            delay_s = verdict.again_after_s
+            notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
+        commands = self._gathering.leave_out(attempt, cause)
+        self._enter(Phase.GATHERING, now, NEVER)
+        self._gathering.again(attempt.members, now, delay_s)
+        return [*notices, *commands, *self._gather(now)]
+
+    # ---- signals ----
 
     def _signalled(self, signum: int, now: float) -> list[Command]:
         if signum in (signal.SIGUSR1, signal.SIGUSR2):
-            return self._tell_all(SignalWorkers(signum=signum)) if self.phase is Phase.RUNNING else []
-        if self._signum is None and not self._run.failures and self._error is None and not self._all_finished():
+            return self._pass_on(signum)
+        if signum == signal.SIGQUIT:
+            if self.phase is Phase.RUNNING and not self._collecting.under_way:
+                return self._collect(now, asked=True)
+            return []
+        if signum == signal.SIGTSTP:
+            self._suspended = True
+            return [*self.fleet.suspend(True, now), SuspendSelf()]
+        if signum == signal.SIGCONT:
+            was_suspended, self._suspended = self._suspended, False
+            return self.fleet.suspend(False, now) if was_suspended else []
+        if self._stopping is None:
+            return self._told_to_stop(signum, now)
+        return self._stopping.hurry(now) if signum == signal.SIGINT else []
+
+    def _pass_on(self, signum: int) -> list[Command]:
+        if self.phase is not Phase.RUNNING or self.attempt is None:
+            return []
+        message = SignalWorkers(signum=signum)
+        return [Tell(name, message) for name in self.attempt.members if self.fleet.states[name].works]
+
+    def _told_to_stop(self, signum: int, now: float) -> list[Command]:
+        attempt = self.attempt
+        if attempt is not None and self.phase is Phase.GATHERING:
+            attempt.failures, attempt.victims = [], []  # they are history; it is the signal that ends the run
+        if attempt is None or not attempt.failures:
             self._signum = signum
-        if self.phase is not Phase.STOPPING:
-            return self._stop(now, signum)
-        if signum == signal.SIGINT:
-            assert self._give_up_at is not None
-            self._give_up_at = min(self._give_up_at, now + ANSWER_S)
-            return self._tell_all(Stop(signum=signal.SIGKILL, grace_s=0.0))
-        return []
+        return self._stop(now, signum)
+
+    # ---- stopping ----
 
     def _stop(self, now: float, signum: int) -> list[Command]:
-        """Go to STOPPING: every joined host is told, the others are given up."""
-        self.phase = Phase.STOPPING
-        self._stopped_at = now
-        self._give_up_at = now + self.spec.grace_s + ANSWER_S
-        commands: list[Command] = []
-        for state in self._hosts.values():
-            if state.phase in (HostPhase.CHECKING, HostPhase.READY):
-                commands.append(Tell(state.host.name, Stop(signum=signum, grace_s=self.spec.grace_s)))
-            elif state.alive:  # it has not even greeted: the end of its stream ends it
-                state.phase = HostPhase.GONE
-                commands.append(Close(state.host.name))
-        return commands + self._end_when_all_gone(now)
+        """Have every host ended."""
+        if self.attempt is not None and self.attempt.stopped_at is None:
+            self.attempt.stopped_at = now
+        commands = self._collecting.end(self.attempt)
+        self._enter(Phase.STOPPING, now, NEVER)
+        self._gathering.closed = True
+        self._stopping = Stopping(self.fleet, grace_s=self.spec.grace_s, now=now)
+        return [*commands, *self._stopping.begin(signum, now)]
 
-    def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
-        state.said_bye = True
-        state.phase = HostPhase.GONE
-        self._swept += bye.swept
-        if bye.left:
-            self._left[state.host.name] = bye.left
-        if self.phase is Phase.JOINING:
-            self._problems.setdefault(state.host.name, "its agent was told to end by somebody else")
-            return [Close(state.host.name), *self._when_all_answered(now)]
-        commands: list[Command] = [Close(state.host.name)]
-        if self.phase is not Phase.STOPPING:
-            return commands + self._host_lost(state, "its agent was told to end by somebody else", now)
-        return commands + self._end_when_all_gone(now)
-
-    def _host_lost(self, state: HostState, reason: str, now: float) -> list[Command]:
-        name, ran_s = state.host.name, now - self._began
-        self._fail(Failure(kind=FailureKind.HOST_LOST, host=name, message=reason, at=now, ran_s=ran_s))
-        return self._stop(now, signal.SIGTERM)
-
-    def _ticked(self, now: float) -> list[Command]:
-        if self.phase is Phase.STOPPING:
-            if self._give_up_at is None or now < self._give_up_at:
-                return []
-            commands: list[Command] = []
-            for state in self._hosts.values():
-                if state.alive:
-                    commands += self._lost(state, "it did not say that its workers are gone", now)
-            return commands
-        commands = []
-        for state in list(self._hosts.values()):
-            if state.watched and now >= state.heard + HEARTBEAT_TIMEOUT_S:
-                commands += self._lost(state, f"nothing was heard from it for {now - state.heard:.0f} s", now)
-        if now >= self._start_deadline and not self._all_started():
-            commands += self._too_slow(now)
-        return commands
-
-    def _too_slow(self, now: float) -> list[Command]:
-        limit = f"{self.spec.start_timeout_s:g} s (--start-timeout-s)"
-        if self.phase is Phase.JOINING:
-            commands: list[Command] = []
-            for state in self._hosts.values():
-                if state.alive and state.phase is not HostPhase.READY:
-                    did = "was not reached" if state.phase is HostPhase.CONNECTING else "did not answer"
-                    commands += self._lost(state, f"{did} within {limit}", now)
-            return commands
-        if self.phase is Phase.OPENING_STORE:
-            self._error = HostError(next(iter(self._hosts)), f"the rendezvous store was not opened within {limit}")
-            return self._stop(now, signal.SIGTERM)
-        if self.phase is Phase.RUNNING and self.placement is not None:
-            late = {w.host: w.rank for w in reversed(self.placement.workers) if w.rank not in self._run.started}
-            names = _some(list(reversed(late)))
-            self._error = HostError(names, f"rank {min(late.values())} was not started within {limit}")
-            return self._stop(now, signal.SIGTERM)
-        return []
-
-    def _tell_all(self, message: AgentCommand) -> list[Command]:
-        return [
-            Tell(state.host.name, message)
-            for state in self._hosts.values()
-            if state.phase in (HostPhase.CHECKING, HostPhase.READY)
-        ]
-
-    def _end_when_all_gone(self, now: float) -> list[Command]:
-        if any(state.alive for state in self._hosts.values()):
-            return []
+    def _end(self, now: float) -> None:
         self.phase = Phase.ENDED
-        cause = min(self._run.failures, key=lambda failure: failure.at, default=None)
-        failed = {failure.rank for failure in self._run.failures}
-        stopped = [e for e in self._run.exited.values() if e.provoked and e.rank not in failed]
-        self.outcome = Outcome(
-            run_id=self.spec.run_id,
-            exit_code=self._exit_code(cause),
+        self.outcome = conclude(
+            self.spec,
+            self.fleet,
+            self.attempt,
             error=self._error,
             signum=self._signum,
-            cause=cause,
-            other_failures=max(0, len(self._run.failures) - 1),
-            stopped=len(stopped),
-            world_size=self.placement.world_size if self.placement is not None else 0,
-            hosts=len(self._hosts),
-            swept=self._swept,
-            left=tuple((host, tuple(left)) for host, left in self._left.items()),
-            duration_s=now - self._began,
+            gave_up=self._gave_up,
+            began=self._began,
+            now=now,
         )
-        return []
 
-    def _exit_code(self, cause: Failure | None) -> int:
-        if self._error is not None:
-            return self._error.exit_code
-        if cause is not None:
-            return cause.exit_code
-        if self._signum is not None:
-            return 128 + self._signum
-        return 0
+    # ---- time ----
 
+    def _unread(self, state: HostState, now: float) -> None:
+        state.heard = now
+        if self.attempt is not None:
+            self.attempt.progressed_at = now
 
-def _failure(host: str, exited: Exited, at: float) -> Failure:
-    error = exited.error or {}
-    if exited.pid == 0:
-        kind = FailureKind.NEVER_STARTED
-    elif exited.error is not None:
-        kind = FailureKind.RAISED
-    else:
-        kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
-    return Failure(
-        kind=kind,
-        host=host,
-        rank=exited.rank,
-        pid=exited.pid,
-        status=exited.status,
-        ran_s=exited.ran_s,
-        at=at,
-        error_type=error.get("type", ""),
-        message=error.get("message", ""),
-        where=error.get("where", ""),
-        provoked=exited.provoked,
-    )
+    def _slept(self, seconds: float) -> None:
+        self.fleet.slept(seconds)
+        self._until += seconds
+        self._since += seconds
+        self._gathering.slept(seconds)
+        if self._stopping is not None:
+            self._stopping.slept(seconds)
+        self._collecting.slept(seconds)
+        if self.attempt is not None:
+            self.attempt.progressed_at += seconds
 
+    def _ticked(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        self._ticked_at = now
+        if now >= self._next_look:
+            self._next_look = now + self.fleet.beat_s
+            for state in self.fleet.silent(now):
+                reason = f"nothing was heard from it for {now - state.heard:.0f} s"
+                commands += self._lost(state, reason, now)
+        if self._stopping is None:
+            self.fleet.fence(now)
+        if self._stopping is not None and now >= self._stopping.until:
+            for state in self.fleet:
+                if state.connected:
+                    commands += self._lost(state, "it did not say that its workers are gone", now)
+            commands += self._stopping.give_up_rest()
+        elif now >= self._until:
+            commands += self._too_slow(now)
+        if self.phase is Phase.RUNNING and now >= self._stalled_at():
+            commands += self._stalled(now)
+        return commands + self.fleet.retries(now)
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    def _stalled_at(self) -> float:
+        attempt = self.attempt
+        if self.spec.stall_timeout_s is None or attempt is None or not attempt.all_started:
+            return NEVER
+        return attempt.progressed_at + self.spec.stall_timeout_s
+
+    def _stalled(self, now: float) -> list[Command]:
+        assert self.attempt is not None
+        message = f"no rank has made progress for {self.spec.stall_timeout_s:g} s"
+        return self._fail(self.attempt.failure(FailureKind.STALLED, "", message, now), now)
+
+    def _too_slow(self, now: float) -> list[Command]:
+        """Act on the end of this phase's time."""
+        attempt = self.attempt
+        assert attempt is not None
+        limit = f"{self.spec.start_timeout_s:g} s (--start-timeout-s)"
+        states = self.fleet.states
+        if self.phase is Phase.ENDING:
+            if never := self.fleet.never_fenced():
+                self._gave_up = f"no further attempt: workers of the last one may still live on {some(never)}"
+                return self._stop(now, signal.SIGTERM)
+            self._until = now + self.fleet.timeout_s
+            late = [name for name in sorted(self.fleet.busy) if states[name].works]
+            reason = "it did not say that its workers are gone"
+        elif self.phase is Phase.OPENING_STORE:
+            late, reason = [attempt.members[0]], f"the rendezvous store was not opened within {limit}"
+        else:
+            self._until = NEVER
+            ranks = {w.host: w.rank for w in reversed(attempt.placement.workers) if w.rank not in attempt.started}
+            late = [name for name in attempt.members if name in ranks]
+            reason = f"rank {min(ranks.values(), default=0)} was not started within {limit}"
+        if late and attempt.number == 0 and self.phase is not Phase.ENDING:
+            self._error = HostError(some(late), reason)
+            return self._stop(now, signal.SIGTERM)
+        return [command for name in late if states[name].connected for command in self._lost(states[name], reason, now)]

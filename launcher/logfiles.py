@@ -1,4 +1,5 @@
-"""The per-rank files: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}`.
+"""The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
+`evidence-<number>.txt`: where every rank stood at one time.
 
 Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
 """
@@ -22,14 +23,28 @@ class LogFiles:
         self.folder = folder
         self.usable = True
         self._complain = complain
-        self._files: dict[tuple[int, int], BinaryIO] = {}
+        self._attempt = 0
+        self._files: dict[tuple[int, int], BinaryIO] = {}  # of that attempt
 
-    def rank_folder(self, rank: int, attempt: int = 0) -> Path:
-        return self.folder / f"attempt_{attempt}" / str(rank)
+    def rank_folder(self, rank: int, attempt: int) -> Path:
+        return self._attempt_folder(attempt) / str(rank)
+
+    def evidence_path(self, attempt: int, number: int) -> Path:
+        return self._attempt_folder(attempt) / f"evidence-{number}.txt"
+
+    def _attempt_folder(self, attempt: int) -> Path:
+        return self.folder / f"attempt_{attempt}"
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Close the files of the attempt before: over a thousand attempts, open files must not add up."""
+        self.close()
+        self._attempt = attempt
 
     def add_worker(self, rank: int) -> None:
+        """Open the files of a rank of the attempt that has begun."""
+
         def open_both() -> None:
-            folder = self.rank_folder(rank)
+            folder = self.rank_folder(rank, self._attempt)
             folder.mkdir(parents=True, exist_ok=True)
             for stream, name in _NAMES.items():
                 self._files[rank, stream] = open(folder / name, "ab", buffering=0)  # noqa: SIM115  # closed by close
@@ -41,8 +56,18 @@ class LogFiles:
         if file is not None:
             self._try(lambda: _write_all(file, data))
 
-    def write_error(self, rank: int, text: str) -> None:
-        self._try(lambda: (self.rank_folder(rank) / "error.json").write_text(text, encoding="utf-8"))
+    def write_error(self, rank: int, attempt: int, text: str) -> None:
+        self._write_text(self.rank_folder(rank, attempt) / "error.json", text)
+
+    def write_evidence(self, attempt: int, number: int, text: str) -> None:
+        self._write_text(self.evidence_path(attempt, number), text)
+
+    def _write_text(self, path: Path, text: str) -> None:
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+        self._try(write)
 
     def close(self) -> None:
         for file in self._files.values():

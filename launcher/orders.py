@@ -29,7 +29,7 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     return None
 
 
-def prepare(spec: JobSpec, host: Host) -> Prepare:
+def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) -> Prepare:
     command = spec.command
     return Prepare(
         run_id=spec.run_id,
@@ -38,14 +38,17 @@ def prepare(spec: JobSpec, host: Host) -> Prepare:
         program=command.target if command.kind is CommandKind.PROGRAM else None,
         export=dict(spec.export),
         grace_s=spec.grace_s,
+        lease_s=lease_s,
+        clean=list(clean),
         part=host.part,
         parts=host.parts,
     )
 
 
-def open_store(spec: JobSpec, hosts: Sequence[HostState]) -> OpenStore:
-    """Return the order for the first host: to listen where the others reach it."""
+def open_store(spec: JobSpec, hosts: Sequence[HostState], attempt: int) -> OpenStore:
+    """Return the order for the first of an attempt's hosts: to listen where the others reach it."""
     return OpenStore(
+        attempt=attempt,
         address=_store_address(spec, hosts),
         port=spec.master_port or DEFAULT_PORT,
         exact=spec.master_port is not None,
@@ -63,7 +66,7 @@ def _store_address(spec: JobSpec, hosts: Sequence[HostState]) -> str:
     return next((state.our_address for state in hosts if state.our_address), "127.0.0.1")
 
 
-def start_workers(spec: JobSpec, placement: Placement, store: StoreOpened) -> Iterator[Tell]:
+def start_workers(spec: JobSpec, placement: Placement, store: StoreOpened, attempt: int) -> Iterator[Tell]:
     """Yield the order to start each worker, for the agent of its host."""
     command = spec.command
     for worker in placement.workers:
@@ -71,14 +74,15 @@ def start_workers(spec: JobSpec, placement: Placement, store: StoreOpened) -> It
             placement,
             worker,
             run_id=spec.run_id,
-            attempt=0,
-            max_restarts=0,
+            attempt=attempt,
+            max_restarts=spec.max_restarts,
+            elastic=spec.elastic,
             master_addr=store.address,
             master_port=store.port,
         )
         start = StartWorker(
             rank=worker.rank,
-            attempt=0,
+            attempt=attempt,
             through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
             argv=[command.target, *command.args],
             env=env,

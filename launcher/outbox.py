@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from launcher.protocol import Report, encode
+
 __all__ = ["Outbox"]
 
 HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
@@ -24,10 +26,14 @@ class Outbox:
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._watched = False
+        self.holding = False  # what was said to `hold` last
         self.closed = False  # the controller is gone: what is put in is dropped
 
     def __bool__(self) -> bool:
         return bool(self._unsent)
+
+    def send(self, message: Report) -> None:
+        self.put(encode(message))
 
     def put(self, data: bytes) -> None:
         if self.closed:
@@ -36,7 +42,7 @@ class Outbox:
         self._unsent_bytes += len(data)
         self.write()
         if self._unsent_bytes > HOLD_BYTES:
-            self._hold(True)
+            self._set_holding(True)
 
     def write(self) -> None:
         """Write as much as the stream takes now."""
@@ -56,7 +62,7 @@ class Outbox:
             self.close()  # the end of our input follows, and stops the agent
         self._watch(bool(self._unsent))
         if self._unsent_bytes < HOLD_BYTES // 2:
-            self._hold(False)
+            self._set_holding(False)
 
     def close(self) -> None:
         """Drop what is unsent and all that comes."""
@@ -64,7 +70,7 @@ class Outbox:
         self._unsent.clear()
         self._unsent_bytes = 0
         self._watch(False)
-        self._hold(False)
+        self._set_holding(False)
 
     def flush(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -72,6 +78,11 @@ class Outbox:
             for key, _ in self._selector.select(0.05):
                 if key.fd == self._fd:
                     self.write()
+
+    def _set_holding(self, holding: bool) -> None:
+        if holding != self.holding:
+            self.holding = holding
+            self._hold(holding)
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._watched:

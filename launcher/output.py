@@ -6,22 +6,20 @@ no process grows. The loop never waits here.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
-from launcher.console import Console
+from launcher.console import Console, printable
 from launcher.logfiles import LogFiles
 
 __all__ = ["OutputThread"]
 
 QUEUE_BYTES = 4 << 20
 TAIL_BYTES = 8192
-LINE_CHARACTERS = 300
 STATUS_PAUSE_S = 0.1
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class OutputThread:
@@ -35,15 +33,19 @@ class OutputThread:
         self._bytes = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._tails: dict[tuple[int, int], bytes] = {}
+        self._attempt = 0
+        self._tails: dict[tuple[int, int], bytes] = {}  # of each rank's newest attempt
         self._thread = threading.Thread(target=self._work, name="output", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add_worker(self, rank: int, host: str) -> None:
-        """Announce a worker before its first bytes."""
-        self._put(lambda: self._add_worker(rank, host))
+    def add_worker(self, rank: int, host: str, attempt: int) -> None:
+        """Announce a worker before its first bytes: from now on all that this rank writes is of this attempt.
+
+        The first worker of a new attempt ends the one before: no more bytes of that one may come.
+        """
+        self._put(lambda: self._add_worker(rank, host, attempt))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
@@ -52,9 +54,16 @@ class OutputThread:
                 self._changed.wait()
         self._put(lambda: self._write(rank, stream, data), len(data))
 
-    def error_file(self, rank: int, text: str) -> None:
+    def error_file(self, rank: int, attempt: int, text: str) -> None:
         """Keep the text of a worker's error file."""
-        self._put(lambda: self._logs.write_error(rank, text))
+        self._put(lambda: self._logs.write_error(rank, attempt, text))
+
+    def keep_evidence(self, attempt: int, number: int, text: str) -> None:
+        """Keep where the ranks stood, in `evidence_path(attempt, number)`."""
+        self._put(lambda: self._logs.write_evidence(attempt, number, text))
+
+    def evidence_path(self, attempt: int, number: int) -> Path:
+        return self._logs.evidence_path(attempt, number)
 
     def say(self, text: str) -> None:
         """Print a message of dtrain's own, on stderr."""
@@ -65,10 +74,10 @@ class OutputThread:
         self._put(lambda: self._console.show_status(text))
 
     def tail(self, rank: int, stream: int) -> list[str]:
-        """Return the last lines of a worker's stream as a terminal would show them; call after `close`."""
+        """Return the last lines that a rank's newest worker wrote as a terminal would show them; call after `close`."""
         text = self._tails.get((rank, stream), b"").decode("utf-8", "replace")
         lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-        return [_printable(line) for line in lines if line.strip()]
+        return [printable(line) for line in lines if line.strip()]
 
     def hurry(self) -> None:
         """From now on a terminal that takes nothing (a stopped pager, Ctrl-S) is not waited for."""
@@ -111,7 +120,13 @@ class OutputThread:
                 self._logs.close()
                 return
 
-    def _add_worker(self, rank: int, host: str) -> None:
+    def _add_worker(self, rank: int, host: str, attempt: int) -> None:
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._console.finish()
+            self._logs.begin_attempt(attempt)
+        for stream in (1, 2):
+            self._tails.pop((rank, stream), None)
         self._console.add_worker(rank, host)
         self._logs.add_worker(rank)
 
@@ -121,9 +136,3 @@ class OutputThread:
         self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]
         if self._only_ranks is None or rank in self._only_ranks:
             self._console.write(rank, stream, data)
-
-
-def _printable(line: str) -> str:
-    """Return a line without what could steer the terminal, and not longer than a screen is wide."""
-    plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))
-    return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."

@@ -32,14 +32,15 @@ class PlannedWorker:
 
 def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
-    remote = {host.name for host in spec.hosts if host.kind is HostKind.SSH}
-    unknown = [host.name for host in spec.hosts if host.name in remote and _asked_for(host, spec) is None]
+    hosts = spec.hosts[: spec.max_hosts]  # the others are spares
+    remote = {host.name for host in hosts if host.kind is HostKind.SSH}
+    unknown = [host.name for host in hosts if host.name in remote and _asked_for(host, spec) is None]
     if unknown:
         raise UsageError(
             f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
             f"write {unknown[0]}:SLOTS or --nproc-per-node N"
         )
-    offers = [_assume(host, spec) if host.name in remote else _look(host) for host in spec.hosts]
+    offers = [_assume(host, spec) if host.name in remote else _look(host) for host in hosts]
     placement = place(offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe)
     return [
         PlannedWorker(

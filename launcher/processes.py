@@ -1,7 +1,8 @@
-"""Processes of this host, each known by pid and start time; who descends from us, who carries our mark.
+"""Processes of this host, each known by pid and start time; who descends from whom; and how they are ended.
 
 Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
-processes is its last act in every run. Never signals a pid whose start time was not checked just before.
+processes is its last act in every run. Never signals a pid whose start time was not checked just before. Which
+processes belong to a run is mark.py's to say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,28 @@ def restore_file_limit() -> None:
 _file_limit: tuple[int, int] | None = None
 
 
+def brand(number: int) -> None:
+    """Give this process and all that it will ever start a number that they cannot lose by accident.
+
+    It is the soft limit of a resource that no kernel counts any more, which goes through every fork and exec. A
+    cleared environment, a session of its own or another parent do not change it, and it needs no right to set.
+    """
+    try:
+        _, hard = resource.getrlimit(_RLIMIT_LOCKS)
+        if hard == resource.RLIM_INFINITY:
+            resource.setrlimit(_RLIMIT_LOCKS, (number, hard))
+    except (OSError, ValueError):  # a kernel that is none of Linux's own
+        return
+
+
+def branded(pid: int, number: int) -> bool:
+    """Say whether a process has the number of `brand`."""
+    try:
+        return resource.prlimit(pid, _RLIMIT_LOCKS)[0] == number
+    except (OSError, ValueError):  # another user's, or ended meanwhile
+        return False
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -100,45 +124,68 @@ def childless() -> bool:
     return False
 
 
-def related(*, ancestor: int, mark: str | None, spare: Iterable[int] = ()) -> list[Process]:
-    """Return the living descendants of `ancestor` and all processes whose environment holds `mark`.
+def related(
+    *, ancestor: int | None, ours: Callable[[Process], bool], spare: Iterable[int] = (), also: Iterable[int] = ()
+) -> list[Process]:
+    """Return the living descendants of `ancestor`, the processes that are `ours`, and the descendants of those.
 
-    `mark` is `NAME=value`. The pids in `spare` and the ancestor itself are left out.
+    The pids in `also` are ours as well. Those in `spare` and the ancestor itself are left out, not what they started.
     """
     processes = {process.pid: process for process in everything()}
-    spared = {ancestor, *spare}
-    found: dict[int, Process] = {}
-    for process in processes.values():
-        if process.pid in spared:
-            continue
-        if _descends(process, ancestor, processes) or (mark is not None and _carries(process.pid, mark)):
-            found[process.pid] = process
-    return list(found.values())
+    for pid in also:
+        if pid not in processes and (process := find(pid)) is not None:  # younger than our look at them all
+            processes[pid] = process
+    spared, known = {ancestor, *spare}, {*also}
+    roots = {pid for pid, process in processes.items() if pid not in spared and (pid in known or ours(process))}
+    above = roots if ancestor is None else roots | {ancestor}
+    return [
+        process
+        for pid, process in processes.items()
+        if pid not in spared and (pid in roots or _descends(process, above, processes))
+    ]
 
 
-def _descends(process: Process, ancestor: int, processes: dict[int, Process]) -> bool:
+def _descends(process: Process, above: set[int], processes: dict[int, Process]) -> bool:
     seen = set()
     at: Process | None = process
     while at is not None and at.pid not in seen:
-        if at.parent == ancestor:
+        if at.parent in above:
             return True
         seen.add(at.pid)
         at = processes.get(at.parent)
     return False
 
 
-def _carries(pid: int, mark: str) -> bool:
+def ancestors(pid: int) -> list[int]:
+    """Return the pids of a process's parent, of that one's parent, and so on."""
+    found: list[int] = []
+    at = find(pid)
+    while at is not None and at.parent > 0 and at.parent not in found:
+        found.append(at.parent)
+        at = find(at.parent)
+    return found
+
+
+def has_variable(process: Process, variable: bytes) -> bool:
+    """Say whether a process was started with `variable` (NAME=value) in its environment."""
+    if process.state == "D":  # its memory may be locked, and reading from it would wait with it
+        return False
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark.encode() in file.read().split(b"\0")
+        with open(f"/proc/{process.pid}/environ", "rb") as file:
+            return variable in file.read().split(b"\0")
     except OSError:  # another user's, or ended meanwhile
         return False
 
 
+def lives(process: Process) -> bool:
+    """Say whether a process is still there, and no other one has got its pid."""
+    now = find(process.pid)
+    return now is not None and now.start == process.start
+
+
 def send(process: Process, signum: int) -> bool:
     """Signal a process if it is still the same one; return whether it was."""
-    now = find(process.pid)
-    if now is None or now.start != process.start:
+    if not lives(process):
         return False
     try:
         os.kill(process.pid, signum)
@@ -154,7 +201,7 @@ def kill_group(process: Process) -> None:
 
     To be called only for a process just seen, and that started in a session of ours: no stranger is in its group then.
     """
-    if process.group == os.getpgrp():
+    if process.group in (0, os.getpgrp()):
         return
     try:
         os.killpg(process.group, signal.SIGKILL)
@@ -167,13 +214,26 @@ class Sweep:
 
     The listing is asked again at each step, since a process may have forked meanwhile. It is no snapshot, so an empty
     one proves nothing: done is when this process, which must be a subreaper, has no children either; the caller reaps
-    them. What is still there `kill_wait_s` after the first KILL (in state D, or another user's) stays in `left`.
+    them. Where what is swept are no descendants of this process (`adopted` False), three empty ones must do.
+    `kill_all` is called beside every KILL: it ends at once what it can. What is still there `kill_wait_s` after the
+    first KILL (in state D, or another user's) stays in `left`.
     """
 
-    def __init__(self, listing: Callable[[], list[Process]], *, grace_s: float, kill_wait_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        listing: Callable[[], list[Process]],
+        *,
+        grace_s: float,
+        kill_wait_s: float = 5.0,
+        adopted: bool = True,
+        kill_all: Callable[[], None] = lambda: None,
+    ) -> None:
         self._listing = listing
         self._kill_at = time.monotonic() + grace_s
         self._kill_wait_s = kill_wait_s
+        self._adopted = adopted
+        self._kill_all = kill_all
+        self._empty = 0
         self._told: set[Process] = set()
         self.left: list[Process] = []
         self.pause_s = 0.002  # until the next step is worth while
@@ -184,13 +244,17 @@ class Sweep:
 
     def hurry(self) -> None:
         self._kill_at = min(self._kill_at, time.monotonic())
+        self.pause_s = 0.002
 
     def step(self) -> bool:
         """Look once, signal what is there, and return whether there is nothing more to do."""
         self.left = self._listing()
         now = time.monotonic()
-        if (not self.left and childless()) or now > self._kill_at + self._kill_wait_s:
+        self._empty = 0 if self.left else self._empty + 1
+        if now > self._kill_at + self._kill_wait_s or self._nothing_left():
             return True
+        if now >= self._kill_at and self.left:
+            self._kill_all()
         for process in self.left:
             if now >= self._kill_at:
                 send(process, signal.SIGKILL)
@@ -201,3 +265,6 @@ class Sweep:
         self._told.update(self.left)
         self.pause_s = min(2 * self.pause_s, 0.05)
         return False
+
+    def _nothing_left(self) -> bool:
+        return childless() and not self.left if self._adopted else self._empty >= 3

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from launcher.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -27,7 +27,10 @@ _LENGTHS = struct.Struct(">II")
 
 @dataclass(frozen=True)
 class Prepare:
-    """Check that the job can start here and say what this host has; `export` is for the workers alone."""
+    """Check that the job can start here and say what this host has; `export` is for the workers alone.
+
+    `clean` are traces of agents that were lost here: what is left of their workers is ended before the answer.
+    """
 
     kind: ClassVar[str] = "prepare"
     run_id: str
@@ -36,6 +39,8 @@ class Prepare:
     program: str | None  # with --no-python: must be found in PATH
     export: dict[str, str]
     grace_s: float  # for the workers when the controller is gone without a word
+    lease_s: float  # without a heartbeat for so long, the host has been given up: kill everything; 0: no such limit
+    clean: list[str]
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
 
@@ -45,6 +50,7 @@ class OpenStore:
     """Bind the rendezvous store's socket on `address` (empty: the address by which this host was reached)."""
 
     kind: ClassVar[str] = "open_store"
+    attempt: int
     address: str
     port: int
     exact: bool  # the user named the port: do not take another
@@ -70,8 +76,35 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
+class Suspend:
+    """Stop every process of the run where it is (SIGSTOP), or let it go on; the lease rests meanwhile."""
+
+    kind: ClassVar[str] = "suspend"
+    suspended: bool
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Say where every living worker stands: an Evidence for each, then Collected, within `limit_s`."""
+
+    kind: ClassVar[str] = "collect"
+    number: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class EndAttempt:
+    """Send `signum` to the workers that still run, KILL after `grace_s`, sweep, close the store; answer with Swept."""
+
+    kind: ClassVar[str] = "end_attempt"
+    attempt: int
+    signum: int
+    grace_s: float
+
+
+@dataclass(frozen=True)
 class Stop:
-    """Send `signum` to the workers that still run, KILL after `grace_s`, sweep, answer with Bye and exit."""
+    """As EndAttempt, but answer with Bye and exit."""
 
     kind: ClassVar[str] = "stop"
     signum: int
@@ -91,6 +124,7 @@ class Hello:
     python: str
     hostname: str
     pid: int
+    trace: str  # what another agent on this host needs to find what this one leaves; see traces.py
     time: float  # this host's monotonic clock, as in every `time` below
 
 
@@ -104,11 +138,13 @@ class Facts:
     cpu_limit: int  # how many at a time (cgroup quota)
     problems: list[str]  # why the job cannot start here
     time: float
+    left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.clean) that cannot be ended
 
 
 @dataclass(frozen=True)
 class StoreOpened:
     kind: ClassVar[str] = "store_opened"
+    attempt: int
     address: str
     port: int
 
@@ -116,6 +152,7 @@ class StoreOpened:
 @dataclass(frozen=True)
 class StoreFailed:
     kind: ClassVar[str] = "store_failed"
+    attempt: int
     reason: str
     time: float
 
@@ -123,6 +160,7 @@ class StoreFailed:
 @dataclass(frozen=True)
 class Started:
     kind: ClassVar[str] = "started"
+    attempt: int
     rank: int
     pid: int
     time: float
@@ -143,23 +181,59 @@ class Exited:
     """A worker ended. `status` is the exit code, or minus the signal's number, as subprocess counts."""
 
     kind: ClassVar[str] = "exited"
+    attempt: int
     rank: int
     pid: int
     status: int
     ran_s: float
     provoked: bool  # the agent had already signalled it
-    error: dict[str, str] | None  # type, message, where; from the file that the worker wrote
+    killer: str  # who killed it, where that is known; else empty
+    error: dict[str, str] | None  # type, message, where, inside; from the file that the worker wrote
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """Where one worker stands: what the kernel says of it, and the stacks of its threads if they could be had."""
+
+    kind: ClassVar[str] = "evidence"
+    number: int  # of the Collect
+    attempt: int
+    rank: int
+    pid: int
+    state: str  # as in /proc/PID/stat: R, S, D, T...
+    waits_in: str  # the kernel function it waits in (/proc/PID/wchan), or empty
+    rss_bytes: int
+    cpu_s: float
+    stack: str  # every thread, the main thread last, as Python's faulthandler prints it
+
+
+@dataclass(frozen=True)
+class Collected:
+    kind: ClassVar[str] = "collected"
+    number: int
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The workers of an attempt are gone and the host is swept; `left` describes what could not be killed."""
+
+    kind: ClassVar[str] = "swept"
+    attempt: int
+    swept: int  # processes that outlived their workers and were ended
+    saved: int  # checkpoints that the workers said they saved in it
+    left: list[str]
+
+
+@dataclass(frozen=True)
 class Bye:
-    """All workers are gone and the host is swept; `left` describes what could not be killed."""
+    """As Swept, and the agent exits; `reason` says why when nobody told it to."""
 
     kind: ClassVar[str] = "bye"
-    swept: int  # processes that outlived their workers and were ended
+    swept: int
     left: list[str]
+    reason: str
 
 
 # ---- both ways -----------------------------------------------------------------------------------------------
@@ -169,17 +243,33 @@ class Bye:
 class Heartbeat:
     kind: ClassVar[str] = "heartbeat"
     time: float
+    progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
 
 
-Command: TypeAlias = Prepare | OpenStore | StartWorker | SignalWorkers | Stop | Heartbeat
-Report: TypeAlias = Hello | Facts | StoreOpened | StoreFailed | Started | Output | Exited | Bye | Heartbeat
+Command: TypeAlias = (
+    Prepare | OpenStore | StartWorker | SignalWorkers | Suspend | Collect | EndAttempt | Stop | Heartbeat
+)
+Report: TypeAlias = (
+    Hello
+    | Facts
+    | StoreOpened
+    | StoreFailed
+    | Started
+    | Output
+    | Exited
+    | Evidence
+    | Collected
+    | Swept
+    | Bye
+    | Heartbeat
+)
 Message: TypeAlias = Command | Report
 
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        Prepare, OpenStore, StartWorker, SignalWorkers, Stop,
-        Hello, Facts, StoreOpened, StoreFailed, Started, Output, Exited, Bye, Heartbeat,
+        Prepare, OpenStore, StartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
+        Hello, Facts, StoreOpened, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye, Heartbeat,
     )
 }  # fmt: skip
 

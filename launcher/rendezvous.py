@@ -62,19 +62,19 @@ class Rendezvous:
             text = ""
         return text.splitlines()[-1] if text else "it said nothing"
 
-    def close(self) -> None:
-        """Release the port; the store's process, a child not reaped yet, is killed and reaped."""
+    def close(self) -> int | None:
+        """Release the port; kill the store's process, a child not reaped yet, and return the pid to be reaped."""
         if self.listening is not None:
             self.listening.close()
             self.listening = None
-        if self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = None
+        killed, self.pid = self.pid, None
+        if killed is not None:
+            os.kill(killed, signal.SIGKILL)  # not waited for: it may be stuck in the kernel
         for descriptor in (self._stdin, self.complaints):
             if descriptor is not None:
                 os.close(descriptor)
         self._stdin = self.complaints = None
+        return killed
 
 
 def _bind(address: str, port: int, *, exact: bool) -> socket.socket:

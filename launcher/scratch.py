@@ -1,11 +1,13 @@
-"""The folder for workers' error files: made by the agent, removed by it or, if it was killed, by its guard."""
+"""The folder for workers' files: errors, stacks, progress. Made by the agent; removed by it, by its guard if it was
+killed, or else by the next agent here."""
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 
-__all__ = ["make_folder", "remove_folder"]
+__all__ = ["clear", "make_folder", "remove_folder"]
 
 
 def make_folder(mark: str) -> str:
@@ -21,19 +23,41 @@ def make_folder(mark: str) -> str:
     raise problem
 
 
+def clear(folder: str, attempt: int) -> None:
+    """Remove what the workers of an attempt have there: files whose names begin with its number."""
+    try:
+        for name in os.listdir(folder):
+            if name.startswith(f"{attempt}-"):
+                os.unlink(os.path.join(folder, name))
+    except OSError as error:  # the disk went away, or a worker put a folder there: the end will see
+        print(f"dtrain agent: {folder}: {error}", file=sys.stderr)
+
+
 def remove_folder(mark: str) -> None:
-    """Remove the folder, if there is one, and the files in it."""
+    """Remove the folder with this mark, if there is one of ours, and what is in it."""
     for path in _candidates(mark):
         try:
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
             names = os.listdir(path)
-        except FileNotFoundError:
+        except OSError:
             continue
         try:
             for name in names:
-                os.unlink(os.path.join(path, name))
+                _remove(os.path.join(path, name))
             os.rmdir(path)
-        except OSError as error:  # a worker put something else there, or the disk went away
+        except OSError as error:
             print(f"dtrain agent: {path} is left: {error}", file=sys.stderr)
+
+
+def _remove(path: str) -> None:
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        from shutil import rmtree  # slow to import, and only for what workers put there
+
+        rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _candidates(mark: str) -> list[str]:

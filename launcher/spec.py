@@ -12,7 +12,16 @@ from pathlib import Path
 from launcher.errors import UsageError
 from launcher.hosts import Host
 
-__all__ = ["Command", "CommandKind", "JobSpec", "SshOptions", "new_run_id", "parse_exports", "parse_nproc"]
+__all__ = [
+    "Command",
+    "CommandKind",
+    "JobSpec",
+    "SshOptions",
+    "new_run_id",
+    "parse_exports",
+    "parse_nnodes",
+    "parse_nproc",
+]
 
 DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
 MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow
@@ -24,7 +33,10 @@ _TRAVELLING = (
     "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "UCX_", "FI_", "DTRAIN_",
 )  # fmt: skip
 # ... but for what belongs to this host or to this process alone.
-_STAYING = {"CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN", "DTRAIN_AGENT"}
+_STAYING = {
+    "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG",
+    "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE",
+}  # fmt: skip
 
 
 class CommandKind(Enum):
@@ -58,6 +70,7 @@ class JobSpec:
 
     command: Command
     hosts: tuple[Host, ...]
+    nnodes: tuple[int, int] | None = None  # least and most hosts of an attempt; None: all. More are spares
     nproc: int | str | None = None
     gpus_per_proc: int | None = None
     oversubscribe: bool = False
@@ -68,9 +81,26 @@ class JobSpec:
     run_id: str = ""
     start_timeout_s: float = 60.0
     grace_s: float = 10.0
+    max_restarts: int = 0
+    grow: bool = False
+    heartbeat_timeout_s: float = 30.0
+    stall_timeout_s: float | None = None
     master_addr: str | None = None
     master_port: int | None = None
     ssh: SshOptions = SshOptions()
+
+    @property
+    def min_hosts(self) -> int:
+        return len(self.hosts) if self.nnodes is None else self.nnodes[0]
+
+    @property
+    def max_hosts(self) -> int:
+        return len(self.hosts) if self.nnodes is None else self.nnodes[1]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether an attempt may do without one of the hosts, and the loss of a host thus costs no restart."""
+        return self.min_hosts < max(self.max_hosts, len(self.hosts))
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -85,10 +115,40 @@ class JobSpec:
             )
         if not 0 <= self.grace_s <= MAX_WAIT_S:
             raise UsageError(f"--grace-s is {self.grace_s:g}; it must be 0 seconds or more, {_AT_MOST}")
+        if not 0 <= self.max_restarts <= 1_000_000:
+            raise UsageError(f"--max-restarts is {self.max_restarts}; it must be 0 to 1000000")
+        if not 1 <= self.heartbeat_timeout_s <= MAX_WAIT_S:
+            raise UsageError(
+                f"--heartbeat-timeout-s is {self.heartbeat_timeout_s:g}; it must be 1 second or more, {_AT_MOST}"
+            )
+        if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
+            raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
+        if not 1 <= self.min_hosts <= self.max_hosts:
+            raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
+        if self.min_hosts > len(self.hosts):
+            names = ", ".join(host.name for host in self.hosts)
+            raise UsageError(f"--nnodes needs {self.min_hosts} hosts, only {len(self.hosts)} are named: {names}")
+        if self.grow and not self.elastic:
+            raise UsageError("--grow needs room to grow: write --nnodes MIN:MAX")
         if self.gpus_per_proc is not None and self.gpus_per_proc < 1:
             raise UsageError(f"--gpus-per-proc is {self.gpus_per_proc}; it must be 1 or more")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+
+def parse_nnodes(text: str | None) -> tuple[int, int] | None:
+    """Read `--nnodes`: N or MIN:MAX."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(-?[0-9]{1,6})(?::([0-9]{1,6}))?", text)
+    if match is None:
+        raise UsageError(f"--nnodes is {text!r}; it must be a number of hosts, or MIN:MAX")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1:
+        raise UsageError(f"--nnodes is {text}; it must be 1 or more")
+    if least > most:
+        raise UsageError(f"--nnodes is {text}; in MIN:MAX, MAX must be at least MIN")
+    return least, most
 
 
 def parse_nproc(text: str | None) -> int | str | None:

@@ -1,7 +1,7 @@
-"""One worker process, as its agent knows it: started here, its pipes, how it ended.
+"""One worker process, as its agent knows it: started here, its pipes and files, how far it is, how it ended.
 
-The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session, dies with
-its agent, and has nothing inherited but its three standard streams.
+The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
+run's mark, dies with its agent, and has nothing inherited but its three standard streams.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import processes
+from launcher.mark import Mark
 from launcher.protocol import Exited
 
-__all__ = ["Worker", "spawn"]
+__all__ = ["Files", "Worker", "spawn"]
+
+_PROGRESS = struct.Struct("<QQ")  # steps, saved checkpoints
 
 
 def spawn(
@@ -29,17 +34,22 @@ def spawn(
     stderr: int,
     keep: Sequence[int] = (),
     stdin: int | None = None,
+    mark: Mark | None = None,
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
-    `keep` are further descriptors that it inherits under their numbers. Raises OSError if it cannot be executed.
+    `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, but for the variables,
+    which `env` has to hold. Raises OSError if it cannot be executed.
     """
     parent = os.getpid()
     failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
     pid = os.fork()
     if pid == 0:
         try:
-            _become(argv, env, cwd, (stdin, stdout, stderr), keep, parent)
+            processes.die_with_parent(parent)
+            if mark is not None:
+                mark.put_on()
+            _become(argv, env, cwd, (stdin, stdout, stderr), keep)
         except OSError as error:
             os.write(failed_write, f"{error.errno}".encode())
         finally:
@@ -59,10 +69,8 @@ def _become(
     cwd: str,
     streams: tuple[int | None, int, int],
     keep: Sequence[int],
-    parent: int,
 ) -> None:
     os.setsid()
-    processes.die_with_parent(parent)
     processes.restore_file_limit()
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE, signal.SIGINT):
@@ -77,22 +85,56 @@ def _become(
     os.execvpe(argv[0], list(argv), dict(env))
 
 
+@dataclass(frozen=True)
+class Files:
+    """The files of one worker in the agent's folder. Their names begin with the attempt's number."""
+
+    error: Path
+
+    @classmethod
+    def of(cls, folder: str, attempt: int, rank: int) -> Files:
+        return cls(Path(folder, f"{attempt}-{rank}.json"))
+
+    @property
+    def facts(self) -> Path:
+        return self.error.with_name(self.error.name + ".facts")
+
+    @property
+    def stack(self) -> Path:
+        return self.error.with_name(self.error.name + ".stack")
+
+    @property
+    def progress(self) -> Path:
+        return self.error.with_name(self.error.name + ".progress")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What tells the worker of them."""
+        return {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
+
+
 class Worker:
     """A running or ended worker. The agent reads `pipes` (descriptor to stream number) until they end."""
 
-    def __init__(self, rank: int, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, error_file: Path) -> None:
+    def __init__(
+        self, rank: int, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, files: Files, mark: Mark
+    ) -> None:
         self.rank = rank
+        self.files = files
         self.provoked = False  # whether the agent has signalled it
+        self.killer = ""
         self.status: int | None = None
         self.reported = False
         self.ended = 0.0
-        self._error_file = error_file
+        self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._progress, _PROGRESS.size)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
         self.began = time.monotonic()
+        variables = {**files.variables, **mark.variables}
         try:
-            self.pid = spawn(argv, env, cwd=cwd, stdout=out_write, stderr=err_write)
+            self.pid = spawn(argv, {**env, **variables}, cwd=cwd, stdout=out_write, stderr=err_write, mark=mark)
         except OSError:
             self.close()
             raise
@@ -101,6 +143,14 @@ class Worker:
             os.close(err_write)
         for descriptor in self.pipes:
             os.set_blocking(descriptor, False)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many steps it made and how many checkpoints it saved, as far as it says so."""
+        # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
+        data = os.pread(self._progress, _PROGRESS.size, 0)
+        steps, saved = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0)
+        return steps, saved
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
@@ -112,27 +162,37 @@ class Worker:
             os.kill(self.pid, signum)
             self.provoked |= stop
 
-    def exited(self) -> Exited:
+    def exited(self, attempt: int) -> Exited:
         """Return the report of its end; call once its status is known and its pipes are drained."""
         assert self.status is not None
-        facts = _read_json(self._error_file.with_name(self._error_file.name + ".facts"))
-        text = _read_text(self._error_file)
-        raised_at = float(facts["time"]) if facts else None
+        facts = _read_json(self.files.facts)
+        text = _read_text(self.files.error)
         return Exited(
+            attempt=attempt,
             rank=self.rank,
             pid=self.pid,
             status=self.status,
             ran_s=self.ended - self.began,
             provoked=self.provoked,
+            killer=self.killer,
             error=facts or _elastic_error(text),
             error_file=text,
-            time=self.ended if raised_at is None else raised_at,
+            time=_raised_at(facts, self.ended),
         )
 
     def close(self) -> None:
-        for descriptor in self.pipes:
+        """Release its descriptors; nothing can be asked of it afterwards."""
+        for descriptor in [*self.pipes, self._progress]:
             os.close(descriptor)
         self.pipes = {}
+
+
+def _raised_at(facts: Mapping[str, str] | None, ended: float) -> float:
+    try:
+        raised = float(facts["time"]) if facts else ended
+    except (KeyError, ValueError):  # a script may write there what it likes
+        return ended
+    return raised if raised <= ended else ended
 
 
 def _read_text(path: Path) -> str | None:
@@ -164,4 +224,4 @@ def _elastic_error(text: str | None) -> dict[str, str] | None:
     if not isinstance(message, str):
         return None
     name, _, rest = message.partition(": ")
-    return {"type": name, "message": rest, "where": ""}
+    return {"type": name, "message": rest, "where": "", "inside": ""}

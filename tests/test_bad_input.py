@@ -22,8 +22,22 @@ def script(tmp_path: Path) -> Path:
     [
         (["--nnodes", "2"], "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
         (["--nnodes", "0"], "--nnodes is 0; it must be 1 or more"),
-        (["--nnodes", "x"], "'x' is not a valid integer"),
+        (["--nnodes", "x"], "--nnodes is 'x'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes", "3", "--hosts", "a,b"], "--nnodes 3, but only 2 hosts are named: a, b"),
+        (["--nnodes", "3:2", "--hosts", "a,b"], "--nnodes is 3:2; in MIN:MAX, MAX must be at least MIN"),
+        (["--nnodes", "0:2", "--hosts", "a,b"], "--nnodes is 0:2; it must be 1 or more"),
+        (["--nnodes", "2:", "--hosts", "a,b"], "--nnodes is '2:'; it must be a number of hosts, or MIN:MAX"),
+        (["--nnodes", "3:4", "--hosts", "a,b"], "--nnodes 3, but only 2 hosts are named: a, b"),
+        (["--max-restarts", "-1"], "--max-restarts is -1; it must be 0 to 1000000"),
+        (["--max-restarts", "x"], "'x' is not a valid integer"),
+        (["--grow"], "--grow needs room to grow: write --nnodes MIN:MAX"),
+        (["--grow", "--simulate", "--nnodes", "2"], "--grow needs room to grow: write --nnodes MIN:MAX"),
+        (["--heartbeat-timeout-s", "0.5"], "--heartbeat-timeout-s is 0.5; it must be 1 second or more"),
+        (["--heartbeat-timeout-s", "nan"], "--heartbeat-timeout-s is nan; it must be 1 second or more"),
+        (["--stall-timeout-s", "0"], "--stall-timeout-s is 0; it must be 1 second or more, at most 2.592e+06"),
+        (["--stall-timeout-s", "inf"], "--stall-timeout-s is inf; it must be 1 second or more"),
+        (["--error-json", "/no/such/folder/e.json"], "--error-json: the folder /no/such/folder does not exist"),
+        (["--error-json", "/proc"], "--error-json: /proc is a folder; name a file"),
         (["--hosts", "a,b,a"], "host a is named twice; give it more slots instead: a:2"),
         (["--hosts", "a:0"], "'a:0' has no slots"),
         (["--hosts", ""], "--hosts is empty; name hosts as in --hosts a,b, or leave it out"),
@@ -115,7 +129,7 @@ def test_agent_that_never_answers_meets_the_deadline(script: Path, tmp_path: Pat
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     options = ["--python", str(silent), "--start-timeout-s", "0.5"]
-    with started("python", "-m", "launcher", "run", *options, str(script), cwd=script.parent) as process:
+    with started(sys.executable, "-m", "launcher", "run", *options, str(script), cwd=script.parent) as process:
         _, stderr = process.communicate(timeout=20)
         assert process.returncode == 1
         assert b"did not answer within 0.5 s (--start-timeout-s)" in stderr

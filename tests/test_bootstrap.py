@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from testbed.processes import Result, run_dtrain, run_program
 
+BOOTSTRAP = Path(__file__).parents[1] / "launcher" / "bootstrap.py"
+
 
 def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
@@ -183,6 +185,48 @@ def test_error_file_is_torch_elastics(tmp_path: Path) -> None:
     assert "line 3, in <module>" in error["message"]["extraInfo"]["py_callstack"]
     assert error["message"]["extraInfo"]["timestamp"].isdigit()
     assert not Path(worker_lines(ours.stdout)[0]).exists()
+
+
+WHERE = {
+    "in the library": ("import json\ndef f(): json.loads('{')\nf()", "script.py:2 in f", "raw_decode"),
+    "in an own function": ("def f():\n    1 / 0\nf()", "script.py:2 in f", "f"),
+    "in an installed package": ("import installed\ndef f(): installed.fail()\nf()", "script.py:2 in f", "fail"),
+    "in our ddp": ("import ddp\ndef f(): ddp.init()\nf()", "script.py:2 in f", None),  # whatever checks it there
+    "in no function": ("x = = 1", "script.py:1", ""),
+}
+
+
+@pytest.mark.parametrize(("program", "where", "inside"), WHERE.values(), ids=WHERE.keys())
+def test_facts_name_the_users_own_line_and_the_function_that_raised(
+    tmp_path: Path, program: str, where: str, inside: str | None
+) -> None:
+    write(tmp_path, "script.py", program)
+    write(tmp_path, "python/site-packages/installed.py", "def fail(): raise ValueError('x')")
+    env = {
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0-1.json"),
+        "PYTHONPATH": str(tmp_path / "python/site-packages"),
+        "RANK": "no number",
+    }
+    assert run_program(sys.executable, "-u", BOOTSTRAP, "script", "script.py", cwd=tmp_path, env=env).returncode == 1
+    facts = json.loads((tmp_path / "0-1.json.facts").read_text())
+    assert facts["where"] == f"{tmp_path}/{where}"
+    assert facts["inside"] == inside or (inside is None and facts["inside"] not in ("", "f"))
+
+
+def test_worker_without_an_agent_writes_no_stacks(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "print([line for line in open('/proc/self/status') if line.startswith('SigCgt')])")
+    env = {"TORCHELASTIC_ERROR_FILE": None}
+    ours = run_program(sys.executable, BOOTSTRAP, "script", "script.py", cwd=tmp_path, env=env)
+    assert not int(ours.stdout.partition("\\t")[2].partition("\\n")[0], 16) >> (51 - 1) & 1
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_worker_runs_where_no_stack_file_can_be_made(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "print('done')")
+    env = {"TORCHELASTIC_ERROR_FILE": "/nowhere/0-1.json"}
+    ours = run_program(sys.executable, BOOTSTRAP, "script", "script.py", cwd=tmp_path, env=env)
+    assert (ours.returncode, ours.stdout) == (0, "done\n")
+    assert ours.stderr.startswith("dtrain: no stack can be asked for: ")
 
 
 def test_record_of_torch_elastic_works(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ def _environments() -> list[dict[str, str]]:
     placement = place(HOSTS, nproc=None)
     return [
         worker_environment(
-            placement, worker, run_id="r1", attempt=2, max_restarts=3, master_addr="10.0.0.1", master_port=29500
+            placement,
+            worker,
+            run_id="r1",
+            attempt=2,
+            max_restarts=3,
+            elastic=True,
+            master_addr="10.0.0.1",
+            master_port=29500,
         )
         for worker in placement.workers
     ]
@@ -45,6 +52,7 @@ def test_the_environment_is_the_contract_s() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "CUDA_VISIBLE_DEVICES": "3,GPU-5",
         "DTRAIN_HOST": "alpha",
+        "DTRAIN_ELASTIC": "1",
     }
 
 
@@ -82,6 +90,7 @@ def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: P
     for rank, line in enumerate(lines):
         env = json.loads(line.partition("] ")[2])
         expected = {**_environments()[0], "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        expected["DTRAIN_ELASTIC"] = "0"
         expected |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2"}
         expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "DTRAIN_HOST": f"sim{rank}"}
         expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}

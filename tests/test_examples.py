@@ -5,9 +5,11 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,6 +32,24 @@ TOLERANCE = 1.01e-4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "--oversubscribe", "-np", "2", sys.executable]
 DTRAIN = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+
+
+# Runs a script in this process, and kills one rank of it before the optimizer's N-th step.
+DYING = """
+import os, runpy, signal, sys, torch
+at, sys.argv = int(sys.argv[1]), sys.argv[2:]
+step, calls = torch.optim.AdamW.step, iter(range(1, 1000))
+def dying_step(*args, **kwargs):
+    if next(calls) == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args, **kwargs)
+if os.environ.get("RANK", "1") == "1":
+    torch.optim.AdamW.step = dying_step
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# Neither divides the other: sums for the next printed loss are in most checkpoints.
+RESUMING = shlex.split("--log-every 2 --checkpoint-every 3 --out out/gpt.pt")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +84,86 @@ def test_the_checkpoint_is_whole(folder_alone: Path) -> None:
     assert module.load_state_dict(checkpoint["model"])
 
 
+class Printed(NamedTuple):
+    """A finished run and where it ran."""
+
+    folder: Path
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """A run of one process, with checkpoints that it did not need."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = _run([sys.executable, str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"], folder)
+    assert "resuming" not in result.stdout
+    return Printed(folder, result)
+
+
+def test_a_killed_run_that_is_restarted_goes_on_to_the_same_bits(uninterrupted: Printed, tmp_path: Path) -> None:
+    argv = [str(GPT), *TINY, *SHORT, *RESUMING]
+    launcher_says = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    killed = _run_to_death([sys.executable, _dying(tmp_path), "14", *argv], tmp_path, launcher_says)
+    rest = _run([sys.executable, *argv], tmp_path, launcher_says)
+    assert f"resuming after step 12, from {tmp_path}/runs/gpt-checkpoints/mine/" in rest.stdout
+    _assert_same_losses([killed, rest], uninterrupted, exactly=True)
+    _assert_same_model(tmp_path, uninterrupted.folder, exactly=True)
+
+
+@pytest.fixture(scope="module")
+def killed_world(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """The folder of a run of two workers, of which one was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    argv = [*TORCHRUN, _dying(folder), "9", str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"]
+    return Printed(folder, _run_to_death(argv, folder))
+
+
+def test_a_world_that_lost_a_worker_goes_on_to_the_same_bits(killed_world: Printed, tmp_path: Path) -> None:
+    argv = [*TORCHRUN, str(GPT), *TINY, *SHORT, *RESUMING]
+    whole = Printed(tmp_path / "whole", _run([*argv, "--checkpoint-dir", "kept"], tmp_path / "whole"))
+    shutil.copytree(killed_world.folder, tmp_path / "rest")
+    rest = _run([*argv, "--checkpoint-dir", "kept"], tmp_path / "rest")
+    assert "resuming after step 6" in rest.stdout
+    _assert_same_losses([killed_world.result, rest], whole, exactly=True)
+    _assert_same_model(tmp_path / "rest", whole.folder, exactly=True)
+
+
+def test_a_smaller_world_goes_on_to_the_same_losses(
+    killed_world: Printed, uninterrupted: Printed, tmp_path: Path
+) -> None:
+    shutil.copytree(killed_world.folder, tmp_path / "rest")
+    argv = [sys.executable, str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"]
+    rest = _run(argv, tmp_path / "rest")
+    assert "1 workers on cpu, 8 blocks each\nresuming after step 6," in rest.stdout
+    _assert_same_losses([killed_world.result, rest], uninterrupted, exactly=False)
+    _assert_same_model(tmp_path / "rest", uninterrupted.folder, exactly=False)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "max_restarts", "folder"),
+    [
+        (None, None, None),  # plain python, mpirun, srun: another run is a new one
+        ("none", "3", None),  # torchrun without an id
+        ("mine", "0", None),
+        ("mine", "3", Path("runs/gpt-checkpoints/mine")),
+    ],
+)
+def test_only_restarts_of_one_run_share_a_folder_by_default(
+    run_id: str | None, max_restarts: str | None, folder: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", run_id), ("TORCHELASTIC_MAX_RESTARTS", max_restarts)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert runpy.run_path(str(GPT))["default_checkpoint_dir"]() == folder
+
+
+@pytest.mark.usefixtures("losses_alone")
+def test_a_run_that_nobody_restarts_leaves_no_checkpoints(folder_alone: Path) -> None:
+    assert os.listdir(folder_alone) == ["out"]
+
+
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     result = run_program(*DTRAIN, GPT, "--batch-size", "7", cwd=tmp_path)
     assert result.returncode == 1
@@ -87,15 +187,49 @@ def _train_gpt(launcher: list[str], folder: Path) -> Result:
     return _run([*launcher, str(GPT), *TINY, *SHORT, "--out", "out/gpt.pt"], folder)
 
 
-def _run(argv: list[str], folder: Path) -> Result:
+def _dying(folder: Path) -> str:
+    (folder / "dying.py").write_text(DYING)
+    return str(folder / "dying.py")
+
+
+def _assert_same_losses(parts: list[Result], whole: Printed, *, exactly: bool) -> None:
+    """The parts of an interrupted run printed the losses of the whole one, those of repeated steps each time."""
+    tolerance = 0 if exactly else TOLERANCE
+    expected = _losses(whole.result)
+    for found in map(_losses, parts):
+        assert found == pytest.approx({name: expected[name] for name in found}, abs=tolerance, rel=0)
+    assert {name for part in parts for name in _losses(part)} == set(expected)
+
+
+def _assert_same_model(folder: Path, other: Path, *, exactly: bool) -> None:
+    weights, expected = (torch.load(where / "out" / "gpt.pt")["model"] for where in (folder, other))
+    tolerance = 0.0 if exactly else 1e-4
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=tolerance)
+
+
+def _run(argv: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Result:
+    result = _run_anyhow(argv, folder, variables or {})
+    assert result.returncode == 0, result
+    return result
+
+
+def _run_to_death(argv: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Result:
+    result = _run_anyhow(argv, folder, variables or {})
+    assert result.returncode in (1, -signal.SIGKILL), result  # torchrun says 1 whatever happened
+    assert not (folder / "out").exists()
+    return result
+
+
+def _run_anyhow(argv: list[str], folder: Path, variables: Mapping[str, str]) -> Result:
+    folder.mkdir(exist_ok=True)
     environment: Mapping[str, str] = {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **variables,
     }
-    result = run_program(*argv, cwd=folder, env=environment, timeout=90)
-    assert result.returncode == 0, result
-    return result
+    return run_program(*argv, cwd=folder, env=environment, timeout=90)
 
 
 def _losses(result: Result) -> dict[str, float]:

@@ -72,16 +72,21 @@ def test_without_a_list_the_host_is_this_machine() -> None:
     for listed in (None,):
         (host,) = choose_hosts(listed, nnodes=None, simulate=False)
         assert (host.kind, host.name) == (HostKind.LOCAL, socket.gethostname().split(".")[0])
-    assert choose_hosts(None, nnodes=1, simulate=False) == (host,)
+    assert choose_hosts(None, nnodes=(1, 1), simulate=False) == (host,)
 
 
 def test_nnodes_takes_the_first_hosts_of_the_list() -> None:
-    assert choose_hosts("a,b,c", nnodes=2, simulate=False) == parse_hosts("a,b")
+    assert choose_hosts("a,b,c", nnodes=(2, 2), simulate=False) == parse_hosts("a,b")
     assert choose_hosts("a,b,c", nnodes=None, simulate=False) == parse_hosts("a,b,c")
 
 
+def test_an_elastic_run_takes_what_is_there_and_keeps_spares() -> None:
+    assert choose_hosts("a,b,c", nnodes=(1, 2), simulate=False, spares=True) == parse_hosts("a,b,c")
+    assert choose_hosts("a,b", nnodes=(1, 4), simulate=False, spares=True) == parse_hosts("a,b")
+
+
 def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
-    hosts = choose_hosts(None, nnodes=3, simulate=True)
+    hosts = choose_hosts(None, nnodes=(3, 3), simulate=True)
     assert [(host.name, host.kind, host.part, host.parts) for host in hosts] == [
         (f"sim{part}", HostKind.SIMULATED, part, 3) for part in range(3)
     ]
@@ -90,16 +95,15 @@ def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
 @pytest.mark.parametrize(
     ("listed", "nnodes", "simulate", "complaint"),
     [
-        (None, 2, False, "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
-        ("a", 2, False, "--nnodes 2, but only 1 hosts are named: a"),
-        ("a,b", 0, False, "--nnodes is 0; it must be 1 or more"),
-        (None, -1, True, "--nnodes is -1"),
+        (None, (2, 2), False, "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
+        (None, (2, 4), False, "--nnodes 2, but no hosts are known"),
+        ("a", (2, 2), False, "--nnodes 2, but only 1 hosts are named: a"),
         (None, None, True, "--simulate needs to know between how many hosts to divide this machine: --nnodes N"),
-        ("a,b", 2, True, "--simulate divides this machine; it cannot be used together with hosts, which are: a,b"),
+        ("a,b", (2, 2), True, "--simulate divides this machine; it cannot be used together with hosts, which are: a,b"),
     ],
 )
 def test_hosts_that_are_not_there_are_never_invented(
-    listed: str | None, nnodes: int | None, simulate: bool, complaint: str
+    listed: str | None, nnodes: tuple[int, int] | None, simulate: bool, complaint: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
         choose_hosts(listed, nnodes=nnodes, simulate=simulate)

@@ -10,14 +10,35 @@ from typing import Any, TypeVar
 import pytest
 
 from launcher import __version__
+from launcher.collecting import COLLECT_S
 from launcher.errors import HostError, PlacementError, StartError, StoreError
-from launcher.events import Close, Command, Connected, Event, Lost, Said, Signalled, Tell, Tick, Unread
+from launcher.events import (
+    Close,
+    Command,
+    Connected,
+    Event,
+    Keep,
+    Lost,
+    Notice,
+    Open,
+    Said,
+    Signalled,
+    Slept,
+    SuspendSelf,
+    Tell,
+    Tick,
+    Unread,
+)
 from launcher.hosts import Host, HostKind
-from launcher.job import ANSWER_S, HEARTBEAT_TIMEOUT_S, Job, Phase
+from launcher.job import ROOT_WAIT_S, Job, Phase
 from launcher.outcome import FailureKind, Outcome
 from launcher.protocol import (
     PROTOCOL,
     Bye,
+    Collect,
+    Collected,
+    EndAttempt,
+    Evidence,
     Exited,
     Facts,
     Heartbeat,
@@ -31,12 +52,16 @@ from launcher.protocol import (
     Stop,
     StoreFailed,
     StoreOpened,
+    Suspend,
+    Swept,
 )
 from launcher.spec import Command as Program
 from launcher.spec import CommandKind, JobSpec
+from launcher.stopping import ANSWER_S, CHECK_S
 
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 M = TypeVar("M")
+T = 30.0  # --heartbeat-timeout-s
 
 
 def spec_for(*names: str, **changes: Any) -> JobSpec:
@@ -61,8 +86,8 @@ class Drive:
         self.now = 1000.0
         self.names = names
         self.clocks = clocks or {}
-        self.commands: list[Command] = []  # all so far
         self.job = Job(spec_for(*names, **changes), self.now)
+        self.commands: list[Command] = self.job.start()  # all so far
 
     def event(self, event: Event, *, after_s: float = 0.0) -> list[Command]:
         self.now += after_s
@@ -72,21 +97,40 @@ class Drive:
 
     def say(self, host: str, *messages: Report, after_s: float = 0.0) -> list[Command]:
         self.now += after_s
-        return [command for message in messages for command in self.event(Said(host, message))]
+        return [c for message in messages for c in self.event(Said(host, self.link(host), message))]
+
+    def connect(self, host: str) -> list[Command]:
+        return self.event(Connected(host, self.link(host), "10.0.0.1"))
+
+    def lose(self, host: str, reason: str = "the connection broke", *, after_s: float = 0.0) -> list[Command]:
+        return self.event(Lost(host, self.link(host), reason), after_s=after_s)
+
+    def link(self, host: str) -> int:
+        return self.job.fleet.states[host].link
+
+    def wait(self, seconds: float, *, heard: str = "") -> list[Command]:
+        """Let time pass, with every Tick that the job asks for; the hosts `heard` send heartbeats."""
+        until, commands = self.now + seconds, []
+        while self.now < until and self.job.outcome is None:
+            deadline = self.job.deadline()
+            self.now = max(self.now, min(until, deadline))
+            for host in heard:
+                commands += self.say(host, Heartbeat(self.time(host)))
+            commands += self.event(Tick())
+        return commands
 
     def time(self, host: str) -> float:
         return self.now + self.clocks.get(host, 0.0)
 
     # ---- what hosts say ----
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str) -> list[Command]:
         """Let hosts connect and greet."""
-        for name in names or self.names:
-            self.event(Connected(name, "10.0.0.1"))
-            self.say(name, self.hello(name))
+        return [c for name in names or self.names for c in [*self.connect(name), *self.say(name, self.hello(name))]]
 
     def hello(self, host: str, **changes: Any) -> Hello:
-        good = Hello(PROTOCOL, __version__, PYTHON, hostname=host, pid=1, time=self.time(host))
+        trace = f"{host}{self.link(host)}"
+        good = Hello(PROTOCOL, __version__, PYTHON, hostname=host, pid=1, trace=trace, time=self.time(host))
         return replace(good, **changes)
 
     def facts(self, host: str, **changes: Any) -> Facts:
@@ -96,35 +140,78 @@ class Drive:
     def exited(self, host: str, rank: int, status: int = 0, *, at: float | None = None, **changes: Any) -> Exited:
         """Return the end of a worker; `at` is the time of its end on our clock."""
         time = (self.now if at is None else at) + self.clocks.get(host, 0.0)
-        good = Exited(rank, 100 + rank, status, 1.0, provoked=False, error=None, error_file=None, time=time)
+        good = Exited(
+            attempt=self.number, rank=rank, pid=100 + rank, status=status, ran_s=1.0, provoked=False, killer="",
+            error=None, error_file=None, time=time,
+        )  # fmt: skip
         return replace(good, **changes)
 
     # ---- the usual way ----
 
-    def check(self, *names: str) -> None:
-        for name in names or self.names:
-            self.say(name, self.facts(name))
+    @property
+    def number(self) -> int:
+        return self.job.attempt.number if self.job.attempt is not None else 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.job.attempt.members if self.job.attempt is not None else ()
+
+    def host_of(self, rank: int) -> str:
+        return self.members[rank // 2]
+
+    def check(self, *names: str) -> list[Command]:
+        return [c for name in names or self.names for c in self.say(name, self.facts(name))]
+
+    def back(self, *names: str) -> list[Command]:
+        """Let hosts that were tried again join."""
+        return [c for name in names for c in [*self.join(name), *self.check(name)]]
+
+    def begin(self) -> None:
+        """Bring all workers of an attempt up, two on a host, once its hosts are ready."""
+        assert self.job.phase is Phase.OPENING_STORE
+        begun = self.say(self.members[0], self.opened())
+        for start in messages(begun, StartWorker):
+            host = self.host_of(start.rank)
+            self.say(host, Started(self.number, start.rank, 100 + start.rank, self.time(host)))
+        assert self.job.phase is Phase.RUNNING
+
+    def opened(self) -> StoreOpened:
+        return StoreOpened(self.number, "10.0.0.9", 29500)
 
     def run(self) -> None:
-        """Bring all workers up, two on a host."""
         self.join()
         self.check()
-        self.event(Said(self.names[0], StoreOpened("10.0.0.9", 29500)))
-        for start in messages(self.commands, StartWorker):
-            host = next(tell.host for tell in tells(self.commands) if tell.message is start)
-            self.say(host, Started(start.rank, 100 + start.rank, self.time(host)))
-        assert self.job.phase is Phase.RUNNING
+        self.begin()
+
+    def collected(self, *names: str) -> list[Command]:
+        """Let hosts answer the newest Collect, with nothing found."""
+        number = messages(self.commands, Collect)[-1].number
+        return [c for name in names or self.members for c in self.say(name, Collected(number))]
+
+    def swept(self, *names: str, saved: int = 0, left: list[str] | None = None) -> list[Command]:
+        swept = Swept(self.number, swept=0, saved=saved, left=left or [])
+        return [c for name in names or self.members for c in self.say(name, swept)]
+
+    def fail(self, rank: int, status: int = 1, **changes: Any) -> list[Command]:
+        """Let a worker fail, and the hosts say where the others stand."""
+        commands = self.say(self.host_of(rank), self.exited(self.host_of(rank), rank, status, **changes))
+        return commands + self.collected(*(name for name in self.members if self.job.fleet.states[name].connected))
 
     def goodbye(self, *names: str, **changes: Any) -> None:
         for name in names or self.names:
-            self.say(name, replace(Bye(swept=0, left=[]), **changes))
+            self.say(name, replace(Bye(swept=0, left=[], reason=""), **changes))
 
     def stop_all(self) -> None:
         """Let every worker end as the agents make them, and the agents too."""
-        for rank in range(2 * len(self.names)):
-            host = self.names[rank // 2]
+        for rank in range(2 * len(self.members)):
+            host = self.host_of(rank)
             self.say(host, self.exited(host, rank, -signal.SIGTERM, provoked=True))
         self.goodbye()
+
+    def end_well(self) -> None:
+        for rank in range(2 * len(self.members)):
+            self.say(self.host_of(rank), self.exited(self.host_of(rank), rank))
+        self.goodbye(*(state.name for state in self.job.fleet if state.connected))
 
     @property
     def outcome(self) -> Outcome:
@@ -144,6 +231,14 @@ def told(commands: Iterable[Command], kind: type) -> list[str]:
     return [tell.host for tell in tells(commands) if isinstance(tell.message, kind)]
 
 
+def opened(commands: Iterable[Command]) -> list[str]:
+    return [command.host for command in commands if isinstance(command, Open)]
+
+
+def notices(commands: Iterable[Command]) -> list[str]:
+    return [command.text for command in commands if isinstance(command, Notice)]
+
+
 def closed(commands: Iterable[Command]) -> list[str]:
     return [command.host for command in commands if isinstance(command, Close)]
 
@@ -153,17 +248,28 @@ def closed(commands: Iterable[Command]) -> list[str]:
 
 def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     drive = Drive("a", "b")
-    assert drive.event(Connected("a", "10.0.0.1")) == []
+    assert drive.connect("a") == []
     (tell,) = tells(drive.say("a", drive.hello("a")))
     assert (tell.host, tell.message) == (
         "a",
-        Prepare("r1", "/work", script="train.py", program=None, export={}, grace_s=10.0, part=0, parts=1),
+        Prepare(
+            "r1",
+            "/work",
+            script="train.py",
+            program=None,
+            export={},
+            grace_s=10.0,
+            lease_s=0.7 * T,
+            clean=[],
+            part=0,
+            parts=1,
+        ),
     )
     assert drive.say("a", drive.facts("a")) == []
     drive.join("b")
     (tell,) = tells(drive.say("b", drive.facts("b")))
-    assert (tell.host, tell.message) == ("a", OpenStore("", 29500, exact=False))
-    begun = drive.say("a", StoreOpened("10.0.0.9", 29501))
+    assert (tell.host, tell.message) == ("a", OpenStore(0, "", 29500, exact=False))
+    begun = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
     assert told(begun, StartWorker) == ["a", "a", "b", "b"]
     starts = messages(begun, StartWorker)
     assert [start.rank for start in starts] == [0, 1, 2, 3]
@@ -171,7 +277,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     assert {(start.env["MASTER_ADDR"], start.env["MASTER_PORT"]) for start in starts} == {("10.0.0.9", "29501")}
     for rank in range(4):
         host = "ab"[rank // 2]
-        drive.say(host, Started(rank, 100 + rank, drive.now))
+        drive.say(host, Started(0, rank, 100 + rank, drive.now))
         assert drive.job.phase is Phase.RUNNING
     for rank in range(4):
         host = "ab"[rank // 2]
@@ -203,8 +309,8 @@ def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -
     drive.join("a", "b")
     drive.check("a")
     assert told(drive.say("b", drive.facts("b", problems=["no /work", "no GPU 7"])), Stop) == ["b"]
-    assert drive.job.phase is Phase.JOINING, "the third may have a problem as well"
-    assert told(drive.event(Lost("c", "connection refused")), Stop) == ["a", "b"]
+    assert drive.job.phase is Phase.GATHERING, "the third may have a problem as well"
+    assert told(drive.lose("c", "connection refused"), Stop) == ["a"]
     drive.goodbye("a", "b")
     error = drive.outcome.error
     assert isinstance(error, StartError)
@@ -215,7 +321,7 @@ def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -
 
 
 def test_a_refused_host_that_leaves_before_the_others_answer_keeps_its_reason() -> None:
-    for leave in (Said("a", Bye(0, [])), Lost("a", "its agent ended with status 0")):
+    for leave in (Said("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
         drive = Drive("a", "b")
         drive.join()
         drive.say("a", drive.facts("a", problems=["no /work"]))
@@ -238,7 +344,7 @@ def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict
     drive = Drive("a", "b")
     drive.join("a")
     drive.check("a")
-    drive.event(Connected("b"))
+    drive.connect("b")
     drive.say("b", drive.hello("b", **changes))
     drive.goodbye()
     assert isinstance(drive.outcome.error, StartError)
@@ -248,7 +354,7 @@ def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict
 
 def test_the_python_of_a_host_does_not_matter_to_a_program() -> None:
     drive = Drive("a", command=Program(CommandKind.PROGRAM, "./train"))
-    drive.event(Connected("a"))
+    drive.connect("a")
     (prepare,) = messages(drive.say("a", drive.hello("a", python="3.9.2")), Prepare)
     assert (prepare.script, prepare.program) == (None, "./train")
 
@@ -284,54 +390,62 @@ def test_the_store_is_where_the_other_hosts_reach_it(address: str | None) -> Non
 
 
 def test_hosts_that_are_not_ready_in_time_are_all_named() -> None:
-    drive = Drive("a", "b", "c", "d", start_timeout_s=30.0)
+    drive = Drive("a", "b", "c", "d", start_timeout_s=20.0)
     drive.join("a", "b")
     drive.check("a")
-    drive.event(Connected("c"))
-    assert drive.job.deadline() == 1030.0
-    assert drive.event(Tick(), after_s=29.9) == []
-    commands = drive.event(Tick(), after_s=0.1)
-    assert set(closed(commands)) == {"b", "c", "d"}
-    assert told(commands, Stop) == ["a"]
-    drive.goodbye("a")
+    drive.connect("c")
+    assert told(drive.wait(19.9, heard="ab"), Stop) == []
+    commands = drive.wait(0.1)
+    assert closed(commands) == ["c", "d"]
+    assert told(commands, Stop) == ["a", "b"]
+    drive.goodbye("a", "b")
     assert isinstance(drive.outcome.error, StartError)
-    limit = "within 30 s (--start-timeout-s)"
+    limit = "within 20 s (--start-timeout-s)"
     assert drive.outcome.error.reasons == {
         "b": f"did not answer {limit}", "c": f"did not answer {limit}", "d": f"was not reached {limit}",
     }  # fmt: skip
 
 
 def test_a_store_that_does_not_open_in_time_is_an_error_of_its_host() -> None:
-    drive = Drive("a", "b", start_timeout_s=30.0)
+    drive = Drive("a", "b", start_timeout_s=20.0)
     drive.join()
     drive.check()
-    assert told(drive.event(Tick(), after_s=30), Stop) == ["a", "b"]
-    assert drive.say("a", StoreOpened("10.0.0.9", 29500)) == [], "too late"
+    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
+    assert drive.say("a", drive.opened()) == [], "too late"
     drive.goodbye()
     assert isinstance(drive.outcome.error, HostError)
-    assert str(drive.outcome.error).startswith("a: the rendezvous store was not opened within 30 s")
+    assert str(drive.outcome.error).startswith("a: the rendezvous store was not opened within 20 s")
 
 
 def test_workers_that_do_not_start_in_time_are_named_with_their_host() -> None:
-    drive = Drive("a", "b", start_timeout_s=30.0)
+    drive = Drive("a", "b", start_timeout_s=20.0)
     drive.join()
     drive.check()
-    drive.say("a", StoreOpened("10.0.0.9", 29500))
-    drive.say("a", Started(0, 100, drive.now), Started(1, 101, drive.now))
-    drive.say("b", Started(2, 102, drive.now))
+    drive.say("a", drive.opened())
+    drive.say("a", Started(0, 0, 100, drive.now), Started(0, 1, 101, drive.now))
+    drive.say("b", Started(0, 2, 102, drive.now))
     assert drive.job.progress == "3 of 4 workers started"
-    assert told(drive.event(Tick(), after_s=30), Stop) == ["a", "b"]
+    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
     drive.stop_all()
-    assert str(drive.outcome.error) == "b: rank 3 was not started within 30 s (--start-timeout-s)"
+    assert str(drive.outcome.error) == "b: rank 3 was not started within 20 s (--start-timeout-s)"
     assert drive.outcome.exit_code == 1
 
 
-def test_a_host_lost_while_joining_leaves_no_deadline_behind_in_the_past() -> None:
+def test_a_deadline_never_stays_in_the_past() -> None:
     drive = Drive("a", "b", start_timeout_s=500.0)
     drive.join("a")
     drive.check("a")
-    drive.event(Lost("a", "the connection broke"))
-    assert drive.job.deadline() == 1500.0
+    drive.lose("a")
+    for _ in range(3):
+        drive.event(Tick())
+        assert drive.job.deadline() > drive.now
+
+
+def test_where_event_follows_event_the_heartbeats_go_out_all_the_same() -> None:
+    drive = Drive("a")
+    drive.run()
+    sent = [c for _ in range(100) for c in drive.say("a", Heartbeat(drive.time("a")), after_s=0.1)]
+    assert 3 <= len(messages(sent, Heartbeat)) <= 4, "every 3 s, though there was no Tick"
 
 
 # ---- failures ------------------------------------------------------------------------------------------------
@@ -342,10 +456,10 @@ def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
     drive.run()
     drive.now += 10
     later, first = drive.now - 0.5, drive.now - 2.0
-    commands = drive.say("a", drive.exited("a", 1, 7, at=later))
-    assert {stop.signum for stop in messages(commands, Stop)} == {signal.SIGTERM}
-    assert told(commands, Stop) == ["a", "b"]
+    assert messages(drive.say("a", drive.exited("a", 1, 7, at=later)), Stop) == []
     drive.say("b", drive.exited("b", 2, -signal.SIGSEGV, at=first))  # its news took longer
+    commands = drive.collected()
+    assert [(stop.signum, stop.grace_s) for stop in messages(commands, Stop)] == 2 * [(signal.SIGTERM, 10.0)]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
     drive.say("b", drive.exited("b", 3, 0, provoked=True))
     drive.goodbye()
@@ -353,7 +467,7 @@ def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.host, outcome.cause.kind) == (2, "b", FailureKind.KILLED)
     assert outcome.exit_code == 128 + signal.SIGSEGV
-    assert (outcome.other_failures, outcome.stopped) == (1, 2)
+    assert (len(outcome.victims), outcome.stopped) == (1, 2)
     assert outcome.cause.at == pytest.approx(first)
 
 
@@ -362,7 +476,20 @@ def test_the_clock_of_a_host_is_corrected_by_its_quickest_message() -> None:
     drive.run()
     late = Heartbeat(drive.time("a"))
     drive.say("a", late, after_s=3)  # three seconds on its way: it must not move what is known of the clock
-    drive.say("a", drive.exited("a", 0, 1, at=drive.now))
+    drive.fail(0, at=drive.now)
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert drive.outcome.cause.at == drive.now
+
+
+def test_a_clock_that_drifts_is_measured_anew() -> None:
+    drive = Drive("a", clocks={"a": 5000.0})
+    drive.run()
+    drive.clocks["a"] -= 10  # it stood still for 10 s
+    for _ in range(150):
+        drive.now += 1
+        drive.say("a", Heartbeat(drive.time("a")))
+    drive.fail(0, at=drive.now)
     drive.goodbye()
     assert drive.outcome.cause is not None
     assert drive.outcome.cause.at == drive.now
@@ -372,9 +499,9 @@ def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> 
     drive = Drive("a", clocks={"a": -5000.0})
     drive.run()
     for _ in range(5):
-        assert drive.event(Unread("a"), after_s=HEARTBEAT_TIMEOUT_S - 1) == []
-        assert drive.event(Tick()) == []
-    drive.say("a", drive.exited("a", 0, 1))
+        assert closed(drive.event(Unread("a"), after_s=T - 1)) == []
+        assert closed(drive.event(Tick())) == []
+    drive.fail(0)
     drive.goodbye()
     assert drive.outcome.cause is not None
     assert drive.outcome.cause.at == drive.now
@@ -383,10 +510,10 @@ def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> 
 def test_workers_that_end_because_we_stopped_them_are_no_failures() -> None:
     drive = Drive("a")
     drive.run()
-    drive.say("a", drive.exited("a", 0, 3))
+    drive.fail(0, 3)
     drive.say("a", drive.exited("a", 1, 9, provoked=True))
     drive.goodbye()
-    assert (drive.outcome.exit_code, drive.outcome.other_failures, drive.outcome.stopped) == (3, 0, 1)
+    assert (drive.outcome.exit_code, drive.outcome.victims, drive.outcome.stopped) == (3, (), 1)
 
 
 def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> None:
@@ -395,7 +522,7 @@ def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> N
     drive.run()
     drive.now += 2
     raised = drive.now - 1
-    drive.say("a", drive.exited("a", 0, 1))  # its peer noticed that it is gone, and ended first
+    drive.fail(0)  # its peer noticed that it is gone, and ended first
     drive.say("b", drive.exited("b", 2, -signal.SIGTERM, at=raised, provoked=True, error=error))
     drive.say("b", drive.exited("b", 3, -signal.SIGTERM, provoked=True, error=error), after_s=1)  # raised by our signal
     drive.goodbye()
@@ -404,14 +531,14 @@ def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> N
     assert (cause.rank, cause.kind, cause.error_type, cause.message, cause.where) == (
         2, FailureKind.RAISED, "ValueError", "loss is nan", "train.py:9 in step",
     )  # fmt: skip
-    assert (drive.outcome.exit_code, drive.outcome.other_failures, drive.outcome.stopped) == (1, 1, 1)
+    assert (drive.outcome.exit_code, len(drive.outcome.victims), drive.outcome.stopped) == (1, 1, 1)
 
 
 def test_a_worker_that_cannot_be_started_ends_the_run() -> None:
     error = {"type": "", "message": "could not be started: ./train: Permission denied", "where": ""}
     drive = Drive("a")
     drive.run()
-    drive.say("a", drive.exited("a", 1, 127, pid=0, error=error))
+    drive.fail(1, 127, pid=0, error=error)
     drive.goodbye()
     assert drive.outcome.cause is not None
     assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.NEVER_STARTED, 127)
@@ -420,44 +547,75 @@ def test_a_worker_that_cannot_be_started_ends_the_run() -> None:
 def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
     drive = Drive("a", "b")
     drive.run()
-    commands = drive.event(Lost("b", "the connection broke"), after_s=5)
-    assert (closed(commands), told(commands, Stop)) == (["b"], ["a"])
+    commands = drive.lose("b", after_s=5)
+    assert closed(commands) == ["b"]
+    assert told(drive.collected("a"), Stop) == ["a"]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
-    assert drive.say("b", drive.exited("b", 2, 9)) == [], "nothing is heard from the dead"
+    assert drive.event(Said("b", 1, drive.exited("b", 2, 9))) == [], "nothing is heard from the dead"
     drive.goodbye("a")
+    drive.wait(CHECK_S)
     cause = drive.outcome.cause
     assert cause is not None
     assert (cause.kind, cause.host, cause.message) == (FailureKind.HOST_LOST, "b", "the connection broke")
-    assert (drive.outcome.exit_code, drive.outcome.other_failures) == (1, 0)
+    assert (drive.outcome.exit_code, drive.outcome.victims) == (1, ())
 
 
-def test_a_silent_host_is_lost_after_a_while() -> None:
+def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
     drive = Drive("a", "b")
     drive.run()
-    drive.say("a", Heartbeat(drive.now + 50), after_s=50)
-    assert drive.job.deadline() == drive.now + 10
-    assert drive.event(Tick(), after_s=9) == []
-    assert closed(drive.event(Tick(), after_s=1)) == ["b"]
+    last = drive.now
+    assert closed(drive.wait(T - 1, heard="a")) == []
+    commands = drive.wait(1, heard="a")
+    assert closed(commands) == ["b"]
+    drive.collected("a")
     drive.goodbye("a")
-    assert drive.outcome.cause is not None
-    assert "nothing was heard from it for 60 s" in drive.outcome.cause.message
+    drive.wait(CHECK_S)
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert cause.message == "nothing was heard from it for 30 s"
+    assert cause.at == last
 
 
 def test_an_agent_that_somebody_else_ends_is_a_lost_host() -> None:
     drive = Drive("a", "b")
     drive.run()
     drive.say("b", drive.exited("b", 2, 0, provoked=True), drive.exited("b", 3, -15, provoked=True))
-    assert told(drive.say("b", Bye(0, [])), Stop) == ["a"]
+    at = drive.now
+    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"), after_s=7)
+    assert told(drive.collected("a"), Stop) == ["a"]
     drive.goodbye("a")
-    assert drive.outcome.cause is not None
-    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.HOST_LOST, 1)
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.kind, cause.message) == (FailureKind.HOST_LOST, "somebody sent it SIGTERM")
+    assert cause.at == at, "when the first of its workers was ended, not when it was done"
+    assert (drive.outcome.exit_code, drive.outcome.unchecked) == (1, ())
+
+
+def test_a_host_whose_workers_have_ended_well_may_go() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("b", drive.exited("b", 2), drive.exited("b", 3))
+    drive.lose("b")
+    assert drive.job.phase is Phase.RUNNING
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert (drive.outcome.exit_code, drive.outcome.cause) == (0, None)
+
+
+def test_the_host_of_the_store_may_not_go() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.lose("a")
+    assert drive.job.phase is Phase.COLLECTING
 
 
 def test_a_store_that_cannot_be_opened_is_an_error_before_any_worker() -> None:
     drive = Drive("a", "b")
     drive.join()
     drive.check()
-    assert told(drive.say("a", StoreFailed("port 29500 is in use by pid 7", drive.now)), Stop) == ["a", "b"]
+    assert told(drive.say("a", StoreFailed(0, "port 29500 is in use by pid 7", drive.now)), Stop) == ["a", "b"]
     drive.goodbye()
     assert isinstance(drive.outcome.error, StoreError)
     assert str(drive.outcome.error) == "a: port 29500 is in use by pid 7"
@@ -470,26 +628,524 @@ def test_a_store_that_ends_while_workers_run_is_the_cause() -> None:
     drive.now += 5
     died = drive.time("a") - 1
     drive.say("b", drive.exited("b", 2, 1))  # a consequence, and quicker here
-    drive.say("a", StoreFailed("the store's process ended: Killed", died))
+    drive.say("a", StoreFailed(0, "the store's process ended: Killed", died))
+    drive.collected()
     drive.stop_all()
     assert drive.outcome.cause is not None
     assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.STORE_LOST, "a")
-    assert (drive.outcome.exit_code, drive.outcome.other_failures) == (1, 1)
+    assert (drive.outcome.exit_code, len(drive.outcome.victims)) == (1, 1)
 
 
 def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
     drive = Drive("a")
     drive.run()
     drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
-    drive.say("a", StoreFailed("the store's process ended", drive.now))
+    drive.say("a", StoreFailed(0, "the store's process ended", drive.now))
     drive.goodbye()
     assert (drive.outcome.exit_code, drive.outcome.cause, drive.outcome.error) == (0, None, None)
+
+
+# ---- evidence, before anything is stopped --------------------------------------------------------------------
+
+
+def evidence(number: int, rank: int) -> Evidence:
+    return Evidence(number, 0, rank, 100 + rank, "S", "", 1, 0.0, "stack")
+
+
+def test_where_the_others_stand_is_asked_before_they_are_stopped() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    commands = drive.say("a", drive.exited("a", 0, 1))
+    assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
+    assert drive.say("a", evidence(1, 1), Collected(1)) == []
+    commands = drive.say("b", evidence(1, 3), evidence(1, 2), Collected(1))
+    (keep,) = [command for command in commands if isinstance(command, Keep)]
+    assert [found.rank for found in keep.evidence] == [1, 2, 3]
+    assert (keep.attempt, keep.asked, told(commands, Stop)) == (0, False, ["a", "b"])
+    drive.stop_all()
+    assert drive.outcome.evidence == keep.evidence
+
+
+def test_evidence_is_not_waited_for_beyond_its_time() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, 1))
+    drive.say("a", evidence(1, 1), Collected(1))
+    assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
+    commands = drive.wait(0.01)
+    assert [type(command) for command in commands[:2]] == [Keep, Tell]
+    assert told(commands, Stop) == ["a", "b"]
+
+
+def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    assert drive.event(Signalled(signal.SIGQUIT)) == [], "one at a time"
+    drive.say("a", evidence(1, 0), Collected(1))
+    (keep,) = drive.wait(COLLECT_S, heard="ab")
+    assert isinstance(keep, Keep)
+    assert (keep.asked, len(keep.evidence)) == (True, 1)
+    assert drive.job.phase is Phase.RUNNING
+    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    drive.say("a", evidence(2, 0))
+    commands = drive.say("b", drive.exited("b", 2, 1))
+    assert [type(command) for command in commands] == [Keep, Tell, Tell], "what was asked for is shown, then it is anew"
+
+
+def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() -> None:
+    closed_by_peer = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:1", "where": ""}
+    drive = Drive("a", "b", "c")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, 1, error=closed_by_peer))
+    assert told(drive.collected(), Stop) == []
+    commands = drive.say("b", drive.exited("b", 2, -9), after_s=ROOT_WAIT_S / 2)
+    assert told(commands, Stop) == ["a", "b", "c"]
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.rank, drive.outcome.exit_code) == (2, 137)
+
+
+def test_of_consequences_alone_the_first_is_named_after_that() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, -6))
+    assert told(drive.collected(), Stop) == []
+    assert told(drive.wait(ROOT_WAIT_S, heard="ab"), Stop) == ["a", "b"]
+    drive.goodbye()
+    assert drive.outcome.exit_code == 134
+
+
+def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> None:
+    drive = Drive("a", "b", "c", nnodes=(1, 3))
+    drive.run()
+    last = drive.now
+    drive.say("a", drive.exited("a", 0, -6), after_s=1)
+    drive.collected("a", "b")
+    commands = drive.wait(T - 2, heard="ab")
+    assert told(commands, EndAttempt) == []
+    commands = drive.wait(2, heard="ab")
+    assert told(commands, EndAttempt) == ["a", "b"], "it costs no restart: there were none"
+    drive.swept("a", "b")
+    (ended, *_) = [text for text in notices(drive.commands) if "ended" in text]
+    assert ended == f"attempt 0 ended after {last - 1000:.1f} s: host c was lost: nothing was heard from it for 30 s"
+
+
+def test_a_stall_is_a_failure_of_its_own() -> None:
+    drive = Drive("a", "b", stall_timeout_s=20.0)
+    drive.run()
+    for progress in range(30):
+        drive.say("a", Heartbeat(drive.time("a"), progress), after_s=1)
+        drive.say("b", Heartbeat(drive.time("b"), 7))
+        assert messages(drive.event(Tick()), Collect) == []
+    assert told(drive.wait(20, heard="ab"), Collect) == [], "its own number has changed back, once"
+    assert told(drive.wait(20, heard="ab"), Collect) == ["a", "b"]
+    drive.collected()
+    drive.stop_all()
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.kind, cause.host, cause.rank) == (FailureKind.STALLED, "", None)
+    assert (cause.message, drive.outcome.exit_code) == ("no rank has made progress for 20 s", 1)
+
+
+# ---- back at work --------------------------------------------------------------------------------------------
+
+
+def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    assert told(drive.fail(0, 7), EndAttempt) == ["a", "b"]
+    assert drive.swept("a") == []
+    commands = drive.swept("b")
+    assert notices(commands) == [
+        "attempt 0 ended after 1.0 s: rank 0 on a exited with code 7",
+        "attempt 1 begins on 2 hosts",
+    ]
+    assert messages(commands, OpenStore) == [OpenStore(1, "", 29500, exact=False)]
+    starts = messages(drive.say("a", StoreOpened(0, "10.0.0.9", 1), StoreOpened(1, "10.0.0.9", 29501)), StartWorker)
+    assert [(start.attempt, start.rank) for start in starts] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert {start.env["TORCHELASTIC_RESTART_COUNT"] for start in starts} == {"1"}
+    assert {start.env["MASTER_PORT"] for start in starts} == {"29501"}
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.cause) == (0, 2, None)
+
+
+def test_restarts_are_used_up_and_the_last_cause_decides() -> None:
+    drive = Drive("a", max_restarts=2)
+    drive.run()
+    for status in (3, 4):
+        drive.fail(0, status)
+        drive.swept()
+        drive.wait(1, heard="a")
+        drive.begin()
+    assert told(drive.fail(1, 5), Stop) == ["a"], "for good"
+    drive.goodbye()
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.attempts) == (5, 3)
+    assert outcome.gave_up == "all 2 restarts (--max-restarts) were used"
+
+
+def test_a_script_that_succeeds_at_the_fourth_try_succeeds() -> None:
+    drive = Drive("a", max_restarts=3)
+    drive.run()
+    pauses = []
+    for _ in range(3):
+        drive.fail(0, 1)
+        ended = drive.now
+        drive.swept()
+        while drive.job.phase is Phase.GATHERING:
+            drive.wait(0.125, heard="a")
+        pauses.append(drive.now - ended)
+        drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 4)
+    assert pauses == [0.0, 0.5, 1.0], "it backs off"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "ran_s", "again"),
+    [
+        ("SyntaxError", 1, 1.0, False),
+        ("ModuleNotFoundError", 1, 20.0, False),
+        ("FileNotFoundError", 1, 31.0, True),
+        ("ValueError", 1, 1.0, True),
+        ("", 2, 1.0, False),
+        ("", 127, 1.0, False),
+        ("", 3, 1.0, True),
+    ],
+)
+def test_what_no_restart_can_mend_is_not_tried_again(kind: str, status: int, ran_s: float, again: bool) -> None:
+    error = {"type": kind, "message": "", "where": ""} if kind else None
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    commands = drive.fail(0, status, error=error, ran_s=ran_s)
+    assert bool(messages(commands, EndAttempt)) is again
+    if not again:
+        drive.goodbye()
+        assert drive.outcome.gave_up == "not tried again: no restart can mend that"
+        assert drive.outcome.exit_code == status
+
+
+def test_a_later_attempt_that_finds_no_file_is_tried_again() -> None:
+    error = {"type": "FileNotFoundError", "message": "", "where": ""}
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    drive.fail(0, 7)
+    drive.swept()
+    drive.begin()
+    assert told(drive.fail(0, 1, error=error), EndAttempt) == ["a"]
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_crash_loop_without_progress_ends_early(saved: int) -> None:
+    drive = Drive("a", max_restarts=100)
+    drive.run()
+    for _ in range(4):
+        drive.fail(0, 1)
+        drive.swept(saved=saved)
+        drive.wait(30, heard="a")
+        drive.begin()
+    assert told(drive.fail(0, 1), EndAttempt) == ["a"], "whether it made progress is not known before it has ended"
+    commands = drive.swept(saved=saved)
+    if saved:
+        assert drive.job.phase is Phase.OPENING_STORE
+        return
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye()
+    assert drive.outcome.gave_up == "not tried again: the same failure came 5 times in a row, without any progress"
+    assert (drive.outcome.attempts, drive.outcome.exit_code) == (5, 1)
+
+
+def test_a_host_that_is_lost_between_attempts_is_waited_for() -> None:
+    drive = Drive("a", "b", max_restarts=3)
+    drive.run()
+    drive.fail(0, 7)
+    drive.lose("b")
+    drive.swept("a")
+    assert opened(drive.event(Tick())) == ["b"]
+    drive.join("b")
+    clean = messages(drive.commands, Prepare)[-1].clean
+    assert clean == ["b1"], "its new agent ends what the lost one left, before it answers"
+    assert drive.job.phase is Phase.ENDING
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
+def test_too_few_hosts_end_the_run_with_the_last_cause() -> None:
+    drive = Drive("a", "b", max_restarts=3, start_timeout_s=20.0)
+    drive.run()
+    drive.lose("b", "no route to host")
+    drive.collected("a")
+    drive.swept("a")
+    commands = drive.wait(100, heard="a")
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.gave_up.startswith("1 of at least 2 hosts were ready for another attempt within 20 s")
+    assert "b: " in drive.outcome.gave_up
+    assert (drive.outcome.exit_code, drive.outcome.cause is not None) == (1, True)
+
+
+def test_a_host_is_fenced_by_the_end_of_its_lease() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    drive.event(Tick())
+    assert drive.job.phase is Phase.ENDING, "its workers may live"
+    commands = drive.wait(0.8 * T - 0.1, heard="a")
+    assert messages(commands, OpenStore) == []
+    drive.lose("b", "no route to host")
+    commands = drive.wait(0.1, heard="a")
+    assert told(commands, OpenStore) == ["a"], "its agent has heard no heartbeat for so long that it has ended them"
+    drive.begin()
+    drive.end_well()
+    drive.wait(CHECK_S)
+    ((name, reason),) = drive.outcome.unchecked
+    assert (name, drive.outcome.exit_code) == ("b", 0)
+    assert reason.endswith("having heard nothing from dtrain, it has ended its workers by itself")
+
+
+def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.event(Signalled(signal.SIGTSTP))
+    drive.event(Slept(100), after_s=100)
+    drive.event(Signalled(signal.SIGCONT))
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    commands = drive.wait(200, heard="a")
+    assert messages(commands, OpenStore) == []
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.gave_up == "no further attempt: workers of the last one may still live on b"
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+
+
+def test_what_cannot_be_ended_keeps_its_host_out_of_the_next_attempt() -> None:
+    drive = Drive("a", "b", "c", nnodes=(1, 2), max_restarts=1)
+    drive.run()
+    drive.fail(0, 7)
+    commands = drive.swept("a", left=["pid 9 (python, state D)"])
+    assert told(commands, Stop) == ["a"]
+    assert notices(commands) == ["a cannot be used for now: processes cannot be ended there: pid 9 (python, state D)"]
+    drive.goodbye("a", left=["pid 9 (python, state D)"])
+    assert told(drive.swept("b"), OpenStore) == ["c"]
+    assert drive.members == ("c", "b")
+    drive.begin()
+    drive.end_well()
+    assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
+
+
+def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("a")
+    drive.collected("b")
+    drive.swept("b")
+    drive.event(Tick())
+    drive.join("a")
+    commands = drive.say("a", drive.facts("a", left=["pid 9 (python, state D)"]))
+    assert told(commands, Stop) == ["a"]
+    assert told(commands, OpenStore) == ["b"]
+    drive.goodbye("a")
+    drive.begin()
+    drive.end_well()
+    assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
+
+
+# ---- elastic -------------------------------------------------------------------------------------------------
+
+
+def lose_and_leave(drive: Drive, name: str) -> None:
+    """Lose a host that answers no more, and let the others begin the next attempt."""
+    drive.lose(name)
+    others = [member for member in drive.members if member != name]
+    if drive.job.phase is Phase.COLLECTING:
+        drive.collected(*others)
+    drive.swept(*others)
+    drive.event(Tick())
+    drive.lose(name, "connection refused")
+    while drive.job.phase is not Phase.OPENING_STORE:
+        drive.wait(1, heard="".join(state.name for state in drive.job.fleet if state.greeted))
+        if drive.job.fleet.states[name].phase.name == "CONNECTING":
+            drive.lose(name, "connection refused")
+
+
+def test_a_lost_host_costs_no_restart_and_the_others_go_on() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3))
+    drive.run()
+    lose_and_leave(drive, "a")
+    assert drive.members == ("b", "c")
+    assert notices(drive.commands)[-1] == "attempt 1 begins on 2 hosts, without a"
+    drive.begin()
+    drive.end_well()
+    drive.wait(CHECK_S)
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.world_size) == (0, 2, 4)
+
+
+def test_a_spare_takes_the_place_of_a_lost_host_and_the_others_keep_their_ranks() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 2), max_restarts=0)
+    drive.run()
+    assert drive.members == ("a", "b")
+    lose_and_leave(drive, "a")
+    assert drive.members == ("c", "b")
+    assert notices(drive.commands)[-1] == "attempt 1 begins on 2 hosts, without a, with c"
+
+
+def test_a_returned_host_waits_for_the_next_attempt_unless_the_run_is_to_grow() -> None:
+    for grow in (False, True):
+        drive = Drive("a", "b", nnodes=(1, 2), grow=grow)
+        drive.run()
+        lose_and_leave(drive, "a")
+        drive.begin()
+        while drive.job.fleet.states["a"].phase.name != "CONNECTING":
+            drive.wait(0.5, heard="b")
+        commands = drive.back("a")
+        if not grow:
+            assert commands[1:] == []
+            assert drive.job.phase is Phase.RUNNING
+            continue
+        assert notices(commands) == ["a has come; attempt 1 ends so that the next one can use it"]
+        assert told(commands, EndAttempt) == ["b"]
+        assert told(drive.swept("b"), OpenStore) == ["b"]
+        assert drive.members == ("b", "a"), "who stayed keeps its rank"
+
+
+def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.say("a", drive.opened())
+    drive.wait(1)
+    drive.back("b")
+    assert drive.say("a", Started(0, 0, 100, drive.now)) == []
+    assert told(drive.say("a", Started(0, 1, 101, drive.now)), EndAttempt) == ["a"]
+
+
+def test_a_run_about_to_end_does_not_grow() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.begin()
+    drive.say("a", drive.exited("a", 0))
+    drive.wait(1)
+    drive.back("b")
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_hosts_that_are_lost_while_a_run_ends_an_attempt_to_grow_may_come_back() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    drive.lose("c", "connection refused")
+    drive.begin()
+    drive.wait(1)
+    drive.back("c")
+    assert drive.job.phase is Phase.ENDING
+    drive.lose("c")
+    drive.lose("b")
+    drive.swept("a")
+    drive.event(Tick())
+    drive.back("b")  # its workers are gone, so the attempt is over
+    drive.wait(3, heard="ab")  # the last call for c
+    assert drive.job.phase is Phase.OPENING_STORE
+    assert drive.members == ("a", "b")
+
+
+def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_failed() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    drive.lose("c", "connection refused")
+    drive.begin()
+    drive.wait(1)
+    drive.back("c")
+    drive.swept("a")
+    drive.lose("c")
+    drive.say("b", Swept(0, 0, 0, ["pid 9 (python, state D)"]))
+    drive.goodbye("b")
+    commands = drive.wait(30, heard="a")
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye("a")
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.HOST_LOST, "b")
+    assert (drive.outcome.exit_code, drive.outcome.gave_up != "") == (1, True)
+
+
+def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), max_restarts=5)
+    drive.run()
+    drive.fail(2, 7)
+    drive.swept()
+    drive.begin()
+    drive.fail(2, 8)
+    commands = drive.swept()
+    assert "b is left out from now on: it ended 2 attempts in a row" in notices(commands)
+    assert told(commands, Stop) == ["b"]
+    drive.wait(1, heard="a")
+    assert drive.members == ("a",)
+
+
+def test_a_host_is_not_left_out_where_it_is_needed() -> None:
+    drive = Drive("a", "b", max_restarts=5)
+    drive.run()
+    for status in (7, 8, 9):
+        drive.fail(2, status)
+        drive.swept()
+        drive.wait(1, heard="ab")
+        drive.begin()
+    assert drive.members == ("a", "b")
+
+
+def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3))
+    drive.join("a", "b")
+    drive.check("a", "b")
+    assert messages(drive.wait(14.9, heard="ab"), OpenStore) == []
+    assert told(drive.wait(0.1, heard="ab"), OpenStore) == ["a"]
+    assert drive.members == ("a", "b")
+
+
+def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.join()
+    commands = drive.say("b", drive.facts("b", problems=["no /work"]))
+    assert notices(commands) == ["b cannot be used for now: no /work"]
+    assert told(drive.check("a"), OpenStore) == ["a"]
+
+
+def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_others_are_enough() -> None:
+    hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
+    drive = Drive("a", "b", hosts=hosts, nnodes=(1, 2), nproc="gpu")
+    drive.join()
+    drive.say("a", drive.facts("a", gpus=["0", "1"], gpus_verified=True))
+    commands = drive.check("b")
+    assert "b is left out from now on: one worker for each GPU, but it has none" in notices(commands)
+    assert told(commands, OpenStore) == ["a"]
+    assert drive.members == ("a",)
+
+
+def test_below_the_least_number_the_run_waits_and_then_ends() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=20.0)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.lose("c", "connection refused")
+    assert "b" in opened(drive.wait(10, heard="a")), "it is tried again"
+    assert told(drive.wait(10, heard="a"), Stop) == ["a"]
+    drive.goodbye("a")
+    assert isinstance(drive.outcome.error, StartError)
+    assert drive.outcome.error.reasons["b"] == "connection refused"
 
 
 # ---- signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_decides_the_exit_code(signum: signal.Signals) -> None:
     drive = Drive("a", "b")
     drive.run()
@@ -502,26 +1158,52 @@ def test_a_signal_is_passed_on_and_decides_the_exit_code(signum: signal.Signals)
     assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (128 + signum, signum, None)
 
 
+def test_a_signal_between_two_attempts_ends_the_run() -> None:
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    drive.fail(0, 7)
+    drive.swept()
+    drive.begin()
+    drive.fail(0, 7)
+    drive.swept()
+    assert drive.job.phase is Phase.GATHERING
+    assert told(drive.event(Signalled(signal.SIGINT)), Stop) == ["a"]
+    drive.goodbye()
+    assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (130, 2, None)
+
+
 def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
     drive = Drive("a", "b")
     drive.run()
     drive.event(Signalled(signal.SIGINT))
-    assert drive.job.deadline() == drive.now + 10 + ANSWER_S
     second = drive.event(Signalled(signal.SIGINT), after_s=1)
     assert {(stop.signum, stop.grace_s) for stop in messages(second, Stop)} == {(signal.SIGKILL, 0.0)}
     give_up_at = drive.now + ANSWER_S
     for _ in range(100):
         drive.event(Signalled(signal.SIGINT), after_s=0.1)
-    assert drive.job.deadline() == give_up_at
-    drive.now = give_up_at
-    drive.event(Tick())
+    drive.wait(give_up_at - drive.now - 0.1, heard="ab")
+    assert drive.job.outcome is None
+    drive.wait(0.1)
     assert drive.outcome.exit_code == 130
+
+
+def test_a_second_ctrl_c_looks_at_no_lost_host_again() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.lose("b")
+    drive.event(Signalled(signal.SIGINT))
+    drive.event(Tick())
+    drive.connect("b")
+    second = drive.event(Signalled(signal.SIGINT))
+    assert (told(second, Stop), closed(second)) == (["a"], ["b"]), "nothing is told to an agent that has not greeted"
+    drive.goodbye("a")
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
 
 
 def test_ctrl_c_while_a_failure_is_cleaned_up_kills_and_keeps_the_cause() -> None:
     drive = Drive("a")
     drive.run()
-    drive.say("a", drive.exited("a", 1, 5))
+    drive.fail(1, 5)
     assert [stop.signum for stop in messages(drive.event(Signalled(signal.SIGINT)), Stop)] == [signal.SIGKILL]
     drive.stop_all()
     assert (drive.outcome.exit_code, drive.outcome.signum) == (5, None)
@@ -549,13 +1231,28 @@ def test_user_signals_are_passed_on_and_end_nothing(signum: signal.Signals) -> N
     assert drive.job.phase is Phase.RUNNING
 
 
+def test_a_suspended_run_goes_on_where_it_was() -> None:
+    drive = Drive("a", "b", stall_timeout_s=20.0)
+    drive.run()
+    commands = drive.event(Signalled(signal.SIGTSTP))
+    assert messages(commands, Suspend) == 2 * [Suspend(suspended=True)]
+    assert isinstance(commands[-1], SuspendSelf)
+    drive.event(Slept(3600), after_s=3600)
+    assert messages(drive.event(Signalled(signal.SIGCONT)), Suspend) == 2 * [Suspend(suspended=False)]
+    commands = drive.event(Tick())
+    assert (closed(commands), messages(commands, Collect)) == ([], [])
+    assert drive.event(Signalled(signal.SIGCONT)) == [], "it was not suspended"
+    drive.end_well()
+    assert drive.outcome.exit_code == 0
+
+
 def test_a_stop_while_hosts_still_connect_waits_for_none_of_them() -> None:
     drive = Drive("a", "b", "c")
     drive.join("a")
-    drive.event(Connected("b"))
+    drive.connect("b")
     commands = drive.event(Signalled(signal.SIGINT))
     assert (told(commands, Stop), closed(commands)) == (["a"], ["b", "c"])
-    assert drive.event(Connected("c")) == [Close("c")]
+    assert drive.connect("c") == []
     assert drive.say("b", drive.hello("b")) == []
     drive.goodbye("a")
     assert (drive.outcome.exit_code, drive.outcome.error, drive.outcome.world_size) == (130, None, 0)
@@ -565,7 +1262,7 @@ def test_a_stop_before_any_host_connects_ends_at_once() -> None:
     drive = Drive("a", "b")
     assert closed(drive.event(Signalled(signal.SIGTERM))) == ["a", "b"]
     assert drive.outcome.exit_code == 143
-    assert drive.event(Connected("a")) == []
+    assert drive.connect("a") == []
 
 
 # ---- the end -------------------------------------------------------------------------------------------------
@@ -576,22 +1273,38 @@ def test_a_host_that_does_not_answer_is_given_up_after_the_grace_period_and_a_bo
     drive.run()
     drive.event(Signalled(signal.SIGTERM))
     drive.goodbye("a")
-    assert drive.job.deadline() == drive.now + 20 + ANSWER_S
-    assert drive.event(Tick(), after_s=20 + ANSWER_S - 0.1) == []
-    assert closed(drive.event(Tick(), after_s=0.1)) == ["b"]
-    assert drive.outcome.left == (("b", ("unknown: it did not say that its workers are gone",)),)
+    assert closed(drive.wait(20 + ANSWER_S - 0.1, heard="b")) == []
+    assert closed(drive.wait(0.1)) == ["b"]
+    ((name, reason),) = drive.outcome.unchecked
+    assert name == "b"
+    assert reason.startswith("it did not say that its workers are gone; hearing nothing from dtrain, it ends its")
     assert drive.outcome.exit_code == 143
 
 
-def test_a_host_lost_after_it_was_told_to_start_may_have_left_workers() -> None:
+def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     drive = Drive("a", "b")
-    drive.join()
-    drive.check()
-    drive.say("a", StoreOpened("10.0.0.9", 29500))
-    drive.event(Signalled(signal.SIGTERM))  # no host has said yet that it started any
-    drive.event(Lost("b", "the connection broke"))
+    drive.run()
+    drive.event(Signalled(signal.SIGTERM))
+    drive.lose("b")
     drive.goodbye("a")
-    assert drive.outcome.left == (("b", ("unknown: the connection broke",)),)
+    assert drive.job.outcome is None
+    assert opened(drive.event(Tick())) == ["b"]
+    drive.join("b")
+    assert messages(drive.commands, Prepare)[-1].clean == ["b1"]
+    assert told(drive.check("b"), Stop) == ["b"]
+    drive.goodbye("b")
+    assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
+
+
+def test_a_lost_host_that_is_not_reached_again_is_named() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.event(Signalled(signal.SIGTERM))
+    drive.lose("b")
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+    assert closed(drive.commands)[-1] == "b"
 
 
 def test_a_host_lost_before_workers_were_started_left_none() -> None:
@@ -599,9 +1312,9 @@ def test_a_host_lost_before_workers_were_started_left_none() -> None:
     drive.join()
     drive.check("a")
     drive.event(Signalled(signal.SIGTERM))
-    drive.event(Lost("a", "the connection broke"))
+    drive.lose("a")
     drive.goodbye("b")
-    assert drive.outcome.left == ()
+    assert (drive.outcome.unchecked, drive.outcome.hosts) == ((), 0)
 
 
 def test_what_a_host_could_not_end_is_named() -> None:
@@ -614,6 +1327,37 @@ def test_what_a_host_could_not_end_is_named() -> None:
     assert (drive.outcome.swept, drive.outcome.left) == (3, (("b", ("pid 9 (python, state D)",)),))
 
 
+def test_what_an_older_link_still_says_is_ignored() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.event(Tick())
+    for late in (
+        Said("b", 1, Bye(0, [], "")),
+        Lost("b", 1, "late"),
+        Said("b", 1, Swept(0, 0, 0, [])),
+        Connected("b", 1),
+    ):
+        assert drive.event(late) == []
+    assert drive.job.fleet.states["b"].dirty
+
+
+def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    drive.event(Tick())
+    drive.join("b")
+    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"))
+    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    drive.wait(1, heard="a")
+    drive.join("b")
+    assert messages(drive.commands, Prepare)[-1].clean[0] == "b1"
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
 def test_progress_says_what_is_waited_for() -> None:
     drive = Drive("a", "b", "c", "d", "e")
     assert drive.job.progress == "0 of 5 hosts ready; waiting for a, b, c and 2 more"
@@ -622,7 +1366,7 @@ def test_progress_says_what_is_waited_for() -> None:
     assert drive.job.progress == "4 of 5 hosts ready; waiting for e"
     drive.check("e")
     assert drive.job.progress == "opening the rendezvous store"
-    drive.say("a", StoreOpened("10.0.0.9", 29500))
+    drive.say("a", drive.opened())
     assert drive.job.progress == "0 of 10 workers started"
     drive.event(Signalled(signal.SIGINT))
     drive.goodbye("a", "b", "c", "d")
@@ -635,6 +1379,7 @@ def test_nothing_happens_after_the_end() -> None:
     drive = Drive("a")
     drive.event(Signalled(signal.SIGTERM))
     outcome = drive.outcome
-    for event in (Connected("a"), Said("a", drive.hello("a")), Lost("a", "x"), Signalled(signal.SIGINT), Tick()):
+    late = (Connected("a", 1), Said("a", 1, drive.hello("a")), Lost("a", 1, "x"), Signalled(signal.SIGINT), Tick())
+    for event in late:
         assert drive.event(event, after_s=100) == []
     assert drive.outcome is outcome

@@ -8,11 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 from testbed.processes import run_dtrain, run_program, started, started_dtrain, wait_until
+
+from launcher.console import Console
+from launcher.logfiles import LogFiles
+from launcher.output import OutputThread
 
 
 def script(folder: Path, text: str) -> Path:
@@ -23,7 +30,7 @@ def script(folder: Path, text: str) -> Path:
 
 def test_streams_stay_apart_and_lines_carry_host_and_rank(tmp_path: Path) -> None:
     path = script(tmp_path, "import sys\nprint('to out')\nprint('to err', file=sys.stderr)")
-    result = run_dtrain("run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", path, cwd=tmp_path)
+    result = run_dtrain("run", "-q", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", path, cwd=tmp_path)
     assert sorted(result.stdout.splitlines()) == [
         "[sim0:0] to out", "[sim0:1] to out", "[sim1:2] to out", "[sim1:3] to out",
     ]  # fmt: skip
@@ -72,7 +79,7 @@ def test_progress_bars_end_in_one_line_where_there_is_no_terminal(tmp_path: Path
         "for i in range(50):\n    sys.stderr.write(f'\\r{i:3}%|###')\n    sys.stderr.flush()\n    time.sleep(0.002)\n"
         "sys.stderr.write('\\n')\nprint('windows\\r')",
     )
-    result = run_dtrain("run", path, cwd=tmp_path)
+    result = run_dtrain("run", "-q", path, cwd=tmp_path)
     assert [line.partition("] ")[2] for line in result.stderr.splitlines()] == [" 49%|###"]
     assert result.stdout.rstrip("\n").endswith("] windows")
 
@@ -231,6 +238,13 @@ def test_terminal_shows_how_many_hosts_are_ready(tmp_path: Path) -> None:
     assert b"slow: was not reached within 1.5 s" in seen or b"does not answer" in seen
 
 
+def test_good_end_is_said_in_one_line(tmp_path: Path) -> None:
+    result = run_dtrain("run", "--simulate", "--nnodes", "2", script(tmp_path, ""), cwd=tmp_path)
+    assert re.fullmatch(
+        r"dtrain: all 2 workers ended well after \d+\.\d s; 0 processes left on 2 hosts\n", result.stderr
+    ), result.stderr
+
+
 def test_quiet_says_nothing_of_its_own(tmp_path: Path) -> None:
     path = script(tmp_path, "print('x')")
     seen = terminal_run(tmp_path, "--quiet", str(path))
@@ -246,7 +260,7 @@ def test_bars_are_cut_to_a_narrow_terminal(tmp_path: Path) -> None:
         "    time.sleep(0.06)\n"
         "sys.stderr.write('\\r' + ' ' * 111 + '\\r')",
     )
-    seen = terminal_run(tmp_path, str(path))
+    seen = terminal_run(tmp_path, "-q", str(path))
     drawn = [part for part in seen.split(b"\r") if b"#" in part]
     assert len(drawn) > 2
     # The terminal has no size of its own, which counts as 80 columns; colours take no room.
@@ -293,3 +307,107 @@ def test_report_shows_the_end_of_a_bar_and_no_escapes(tmp_path: Path) -> None:
     report = [line.partition("| ")[2] for line in result.stderr.splitlines() if line.startswith("dtrain:   |")]
     assert report == ["the reason", "step 99/100", "gone"]
     assert result.returncode == 9
+
+
+# ---- several attempts ----
+
+
+@dataclass
+class Sink:
+    """An output thread whose console is two files."""
+
+    output: OutputThread
+    folder: Path
+
+    def seen(self, stream: str = "out") -> str:
+        return (self.folder / stream).read_text()
+
+    def kept(self, path: str) -> str:
+        return (self.folder / "logs" / path).read_text()
+
+
+@contextmanager
+def output_thread(folder: Path) -> Iterator[Sink]:
+    complaints: list[str] = []
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        logs = LogFiles(folder / "logs", complaints.append)
+        output = OutputThread(Console(out=out.fileno(), err=err.fileno()), logs)
+        output.start()
+        try:
+            yield Sink(output, folder)
+        finally:
+            output.close()
+    assert complaints == []
+
+
+def test_every_attempt_has_files_of_its_own(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        for attempt, words in enumerate(("first", "second")):
+            for rank in (0, 1):
+                sink.output.add_worker(rank, "sim0", attempt)
+            for rank in (0, 1):
+                sink.output.write(rank, 1, f"{words} {rank}\n".encode())
+                sink.output.error_file(rank, attempt, f"error {words}")
+    assert sink.kept("attempt_0/1/stdout.log") == "first 1\n"
+    assert sink.kept("attempt_1/1/stdout.log") == "second 1\n"
+    assert sink.kept("attempt_0/0/error.json") == "error first"
+    assert sink.kept("attempt_1/0/error.json") == "error second"
+
+
+def test_rank_on_another_host_has_another_prefix_and_its_old_line_is_finished_first(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        sink.output.add_worker(0, "alpha", 0)
+        sink.output.add_worker(1, "beta", 0)
+        sink.output.write(1, 1, b"unfinished")
+        sink.output.add_worker(0, "alpha", 1)
+        sink.output.add_worker(1, "gamma", 1)
+        sink.output.write(1, 1, b"anew\n")
+    assert sink.seen() == "[beta:1] unfinished\n[gamma:1] anew\n"
+    assert sink.kept("attempt_0/1/stdout.log") == "unfinished"
+
+
+def test_same_last_line_in_two_attempts_is_shown_twice(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        for attempt in (0, 1):
+            sink.output.add_worker(0, "alpha", attempt)
+            sink.output.write(0, 2, b"\rstep 7")
+    assert sink.seen("err") == "[alpha:0] step 7\n" * 2
+
+
+def test_tail_is_of_the_newest_attempt_only(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        sink.output.add_worker(0, "alpha", 0)
+        sink.output.write(0, 2, b"old\n")
+        sink.output.write(0, 1, b"old\n")
+        sink.output.add_worker(0, "alpha", 1)
+        sink.output.write(0, 2, b"new\n")
+    assert sink.output.tail(0, 2) == ["new"]
+    assert sink.output.tail(0, 1) == []
+
+
+def test_a_thousand_attempts_keep_no_files_open(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        for attempt in range(1000):
+            for rank in (0, 1):
+                sink.output.add_worker(rank, "sim0", attempt)
+        wait_until(lambda: (tmp_path / "logs/attempt_999/1/stderr.log").exists(), "the last attempt has begun")
+        ours = [each for each in psutil.Process().open_files() if str(tmp_path / "logs") in each.path]
+        assert 0 < len(ours) <= 4
+
+
+def test_attempt_with_fewer_ranks_closes_the_files_of_the_others(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        for rank in range(4):
+            sink.output.add_worker(rank, "sim0", 0)
+        sink.output.add_worker(0, "sim0", 1)
+        wait_until(lambda: (tmp_path / "logs/attempt_1/0/stderr.log").exists(), "the second attempt has begun")
+        ours = [each.path for each in psutil.Process().open_files() if str(tmp_path / "logs") in each.path]
+        assert all("attempt_1" in path for path in ours)
+
+
+def test_evidence_is_kept_beside_the_ranks(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        sink.output.keep_evidence(2, 1, "rank 0 stands in caf\xe9 \udcff\n")
+        path = sink.output.evidence_path(2, 1)
+    assert path == tmp_path / "logs/attempt_2/evidence-1.txt"
+    assert path.read_text(encoding="utf-8") == "rank 0 stands in caf\xe9 \\udcff\n"

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,8 @@ import pytest
 from testbed.processes import Result, run_program, started, wait_until
 
 from launcher import processes
-from launcher.processes import Process, Sweep, find, related, send
+from launcher.mark import Mark
+from launcher.processes import Process, Sweep, find, has_variable, related, send
 
 # What the sweeping process does: it starts a script that may leave anything behind, then ends all of that.
 SWEEP = """
@@ -25,7 +27,10 @@ env = {**os.environ, "SWEEP_MARK": "mine"}
 child = subprocess.Popen([sys.executable, "-S", "-c", script], env=env, start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()  # everything is there
 sweep = processes.Sweep(
-    lambda: processes.related(ancestor=os.getpid(), mark="SWEEP_MARK=mine"), grace_s=grace_s, kill_wait_s=kill_wait_s
+    lambda: processes.related(
+        ancestor=os.getpid(), ours=lambda process: processes.has_variable(process, b"SWEEP_MARK=mine")
+    ),
+    grace_s=grace_s, kill_wait_s=kill_wait_s,
 )
 began = time.monotonic()
 while not sweep.step():
@@ -183,20 +188,54 @@ def test_a_reused_pid_is_never_signalled() -> None:
 
 
 def test_descendants_and_marked_processes_are_found_and_others_are_not(tmp_path: Path) -> None:
+    def ours(process: Process) -> bool:
+        return has_variable(process, b"A_MARK=1")
+
     with (
-        started("/bin/sleep", "60", env={"A_MARK": "1"}) as marked,
+        started("/bin/sh", "-c", "sleep 60 & echo; wait", env={"A_MARK": "1"}) as marked,
         started("/bin/sleep", "60", env={"A_MARK": "11", "X": "A_MARK=1"}) as other,
-        started("/bin/sh", "-c", "sleep 60 & echo; wait", env={"A_MARK": None}) as parent,
+        started("/bin/sh", "-c", "env -i sleep 60 & echo; wait", env={"A_MARK": None}) as parent,
     ):
-        assert parent.stdout is not None
-        parent.stdout.readline()
-        wait_until(lambda: len(related(ancestor=parent.pid, mark=None)) == 1, "the shell has a child")
-        (child,) = related(ancestor=parent.pid, mark=None)
-        found = {process.pid for process in related(ancestor=parent.pid, mark="A_MARK=1")}
-        assert found == {child.pid, marked.pid}
-        assert other.pid not in found
-        assert related(ancestor=parent.pid, mark="A_MARK=1", spare=[child.pid, marked.pid]) == []
-        assert {p.pid for p in related(ancestor=os.getpid(), mark=None)} >= {marked.pid, other.pid, child.pid}
+        for process in (marked, parent):
+            assert process.stdout is not None
+            process.stdout.readline()
+            wait_until(partial(children, process.pid), "the shell has a child")
+        (child,) = children(parent.pid)
+        (grandchild,) = children(marked.pid)
+        found = {process.pid for process in related(ancestor=parent.pid, ours=ours)}
+        assert found == {child, marked.pid, grandchild}
+        assert {process.pid for process in related(ancestor=None, ours=ours)} == {marked.pid, grandchild}
+        assert related(ancestor=parent.pid, ours=ours, spare=[child, marked.pid, grandchild]) == []
+        assert {p.pid for p in related(ancestor=None, ours=ours, spare=[marked.pid])} == {grandchild}
+        also = related(ancestor=None, ours=lambda _: False, also=[parent.pid, 1 << 22])
+        assert {process.pid for process in also} == {parent.pid, child}
+        everyone = {process.pid for process in related(ancestor=os.getpid(), ours=lambda _: False)}
+        assert everyone >= {marked.pid, other.pid, child, grandchild}
+
+
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+def test_a_mark_stays_whatever_its_bearer_does_to_itself() -> None:
+    put_on = """
+import os, sys
+from launcher.mark import Mark
+Mark(sys.argv[1], None).put_on()
+print(flush=True)
+if os.fork() == 0:
+    os.setsid()
+    os.execve("/bin/sleep", ["sleep", "60"], {})
+os.wait()
+"""
+    mark, other = Mark("a" * 32, None), Mark("b" * 32, None)
+    with started(sys.executable, "-c", put_on, "a" * 32) as process:
+        wait_until(lambda: "sleep" in {found.name for found in mark.members(ancestor=None)}, "the bearer is found")
+        assert {found.pid for found in mark.members(ancestor=None)} == {process.pid, *children(process.pid)}
+        assert other.members(ancestor=None) == []
+        sweep = Sweep(lambda: mark.members(ancestor=None), grace_s=0, adopted=False)
+        wait_until(sweep.step, "both are gone")
+        assert (process.wait(10), sweep.ended, sweep.left) == (-signal.SIGKILL, 2, [])
 
 
 def test_a_subreaper_adopts_what_loses_its_parent() -> None:

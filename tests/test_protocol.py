@@ -137,7 +137,7 @@ def test_endless_noise_is_an_error() -> None:
     ids=lambda header: repr(header[:40]),
 )
 def test_what_is_no_message_of_this_version_is_an_error(header: bytes) -> None:
-    with pytest.raises(ProtocolError, match="a frame is not a message of protocol 1"):
+    with pytest.raises(ProtocolError, match=f"a frame is not a message of protocol {protocol.PROTOCOL}"):
         _decode(_frame(header))
 
 

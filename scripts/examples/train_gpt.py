@@ -6,11 +6,16 @@
 Both give the same losses, as do torchrun and mpirun: a step is `--batch-size` blocks of text, however many
 workers share it. What makes the script distributed is `ddp.init()`, the wrapped model and the sampler.
 
+Killed and started again with the same `--checkpoint-dir`, on as many workers or on fewer or more, it goes on from
+the newest whole checkpoint to the losses that it would have had. A launcher that may restart it gets that without
+the option: every run has its own folder then, named by its run id.
+
 B is the batch of one worker, T the length of a block, C the width of the model, V the size of the vocabulary.
 """
 
 import argparse
 import hashlib
+import itertools
 import math
 import os
 import platform
@@ -58,11 +63,20 @@ def main() -> None:
 
 
 def train(gpt: "GPT", training: "Blocks", validation: "Blocks", args: argparse.Namespace, world: ddp.World) -> None:
-    """Run all steps. A printed loss is the mean over all workers and over the steps since the last one."""
+    """Run the steps that are left. A printed loss is the mean over all workers and the steps since the last one."""
     model = ddp.DistributedDataParallel(gpt)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    losses, steps, began = torch.zeros((), device=world.device), 0, time.perf_counter()
-    for step, (x, y) in enumerate(endless(training, args, world), 1):  # x, y: (B, T)
+    sampler = ddp.DistributedSampler(training, shuffle=True, seed=args.seed, drop_last=True)
+    checkpoint = ddp.Checkpoint(args.checkpoint_dir) if args.checkpoint_dir else None
+    start = printed = 0  # the last step that was done before, and that whose loss was printed
+    total = 0.0  # of the mean losses of the steps since then, as far as the workers have shared them
+    if checkpoint and (restored := checkpoint.load(model=model, optimizer=optimizer, sampler=sampler)):
+        start, printed, total = restored.step, restored.values["printed"], restored.values["total"]
+        say(world, f"resuming after step {start}, from {restored.path}")
+
+    losses, began_at, began = torch.zeros((), device=world.device), start, time.perf_counter()
+    batches = endless(training, sampler, args, world)
+    for step, (x, y) in zip(range(start + 1, args.steps + 1), batches, strict=False):  # x, y: (B, T)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         loss = cross_entropy(model(x), y).mean()
@@ -70,20 +84,25 @@ def train(gpt: "GPT", training: "Blocks", validation: "Blocks", args: argparse.N
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses, steps = losses + loss.detach(), steps + 1
+        losses += loss.detach()
+        sampler.advance(len(x))
 
         last = step == args.steps
         if step % args.log_every == 0 or step == 1 or last:
-            mean = sum_over_workers(losses, world).item() / (steps * world.world_size)
-            speed = steps * args.batch_size * args.block_size / (time.perf_counter() - began)
+            mean = (total + sum_over_workers(losses, world).item() / world.world_size) / (step - printed)
+            speed = (step - began_at) * args.batch_size * args.block_size / (time.perf_counter() - began)
             say(world, f"step {step:4d}  loss {mean:.4f}  {speed:,.0f} tokens/s")
-            losses, steps, began = torch.zeros_like(losses), 0, time.perf_counter()
+            losses, total, printed = torch.zeros_like(losses), 0.0, step
+            began_at, began = step, time.perf_counter()
         if step % args.eval_every == 0 or last:
             paused = time.perf_counter()
             say(world, f"step {step:4d}  validation loss {evaluate(gpt, validation, args, world):.4f}")
             began += time.perf_counter() - paused
-        if last:
-            return
+        if checkpoint and args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
+            # The values of rank 0 are saved, so what only the others know goes into them first.
+            total += sum_over_workers(losses, world).item() / world.world_size
+            losses = torch.zeros_like(losses)
+            checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, printed=printed, total=total)
 
 
 class GPT(nn.Module):
@@ -199,20 +218,19 @@ def decode(characters: Tensor) -> str:
     return "".join(chr(number + 31) if number else "\n" for number in characters.tolist())
 
 
-def endless(training: Blocks, args: argparse.Namespace, world: ddp.World) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's batches (B, T) for ever, each epoch in another order.
+def endless(
+    training: Blocks, sampler: ddp.DistributedSampler, args: argparse.Namespace, world: ddp.World
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This worker's batches (B, T) for ever, each epoch in another order, from where the sampler stands.
 
     Worker r of W reads entries r, r + W, r + 2 W, ... of that order, B of them a step. So W workers together
     read in a step what one worker with a batch of W B reads.
     """
-    sampler = ddp.DistributedSampler(training, shuffle=True, seed=args.seed, drop_last=True)
     batches = DataLoader(training, args.batch_size // world.world_size, sampler=sampler, drop_last=True)
-    epoch = 0
-    while True:
+    for epoch in itertools.count(sampler.epoch):
         sampler.set_epoch(epoch)
         for x, y in batches:
             yield x.to(world.device), y.to(world.device)
-        epoch += 1
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -298,11 +316,33 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-kb", type=positive, default=1000, help="how much of the library to read")
     parser.add_argument("--sample-length", type=positive, default=200)
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt.pt"), help="checkpoint, written by rank 0")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt.pt"), help="the trained model, written by rank 0")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=default_checkpoint_dir(),
+        help="where to save and go on from; default: a folder of this run if its launcher may restart it, else none",
+    )
+    parser.add_argument("--checkpoint-every", type=natural, default=10, help="steps between checkpoints; 0: never")
     args = parser.parse_args()
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     return args
+
+
+def default_checkpoint_dir() -> Path | None:
+    """A folder that only the restarts of this run share, so that no other run goes on from its checkpoints."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # "none" is what torchrun calls all runs without an id
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or os.environ.get("DTRAIN_ELASTIC") == "1"
+    if run_id == "none" or not may_restart:
+        return None
+    return Path("runs/gpt-checkpoints") / run_id
+
+
+def natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is less than 0")
+    return value
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,240 @@
+"""One attempt on this host: its workers, what they write, and the store. Owned by the agent, ended by ending.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher import scratch
+from launcher.errors import DtrainError
+from launcher.mark import Mark
+from launcher.outbox import Outbox
+from launcher.protocol import Exited, OpenStore, Output, Started, StartWorker, StoreFailed, StoreOpened
+from launcher.rendezvous import Rendezvous
+from launcher.worker import Files, Worker
+
+if TYPE_CHECKING:
+    from launcher.oom import OomWatch
+
+__all__ = ["Attempt"]
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+READ_BYTES = 1 << 16
+PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
+
+
+class Attempt:
+    """Owns the workers of one attempt and its store, from the first order to `close`."""
+
+    def __init__(
+        self, number: int, *, folder: str, mark: Mark, selector: selectors.BaseSelector, outbox: Outbox
+    ) -> None:
+        self.number = number
+        self.workers: dict[int, Worker] = {}
+        self._folder = folder
+        self._mark = mark
+        self._selector = selector
+        self._outbox = outbox
+        self._store: Rendezvous | None = None
+        self._memory: OomWatch | None = None
+        self._output_bytes = 0
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.status is None]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no process was ever started for it."""
+        return not self.workers and self.store_pid is None
+
+    @property
+    def progress(self) -> int:
+        """A number that changes whenever a worker writes something, makes a step or saves."""
+        return self._output_bytes + sum(sum(worker.progress) for worker in self.workers.values())
+
+    def look(self) -> None:
+        """Look around now and then, so that what happened long ago is not taken for the cause of what happens now."""
+        if self._memory is not None:
+            self._memory.look()
+
+    @property
+    def saved(self) -> int:
+        """How many checkpoints its workers said they saved."""
+        return sum(worker.progress[1] for worker in self.workers.values())
+
+    @property
+    def store_pid(self) -> int | None:
+        return None if self._store is None else self._store.pid
+
+    # ---- the store ----
+
+    def open_store(self, message: OpenStore, reached_at: str) -> None:
+        address = message.address or reached_at
+        try:
+            self._store = Rendezvous(address, message.port, exact=message.exact)
+        except DtrainError as error:
+            self._outbox.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
+            return
+        assert self._store.listening is not None
+        self._watch(self._store.listening.fileno(), self._first_client)
+        self._outbox.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
+
+    def _first_client(self) -> None:
+        if self._store is None or self._store.listening is None:  # closed since the selector looked
+            return
+        self._selector.unregister(self._store.listening.fileno())
+        self._store.start()
+
+    def close_store(self) -> int | None:
+        """Release the store's port; return the pid of its process, if one has to be reaped yet."""
+        if self._store is None:
+            return None
+        if self._store.listening is not None:
+            self._selector.unregister(self._store.listening.fileno())
+        pid = self._store.close()
+        self._store = None
+        return pid
+
+    # ---- the workers ----
+
+    def start(self, message: StartWorker, workdir: str) -> None:
+        """Start a worker, and tell of it."""
+        argv = message.argv
+        if message.through:
+            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
+        env = {**message.defaults, **os.environ, **message.env}
+        files = Files.of(self._folder, self.number, message.rank)
+        if self._memory is None:
+            from launcher.oom import OomWatch  # only where workers are started
+
+            self._memory = OomWatch()
+        try:
+            worker = Worker(message.rank, argv, env, cwd=workdir, files=files, mark=self._mark)
+        except OSError as error:
+            self._never_started(message.rank, f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}")
+            return
+        self.workers[message.rank] = worker
+        self._outbox.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
+        if not self._outbox.holding:
+            self._watch_pipes(worker)
+
+    def _never_started(self, rank: int, reason: str) -> None:
+        self._outbox.send(
+            Exited(
+                attempt=self.number,
+                rank=rank,
+                pid=0,
+                status=127,
+                ran_s=0.0,
+                provoked=False,
+                killer="",
+                error={"type": "", "message": f"could not be started: {reason}", "where": "", "inside": ""},
+                error_file=None,
+                time=time.monotonic(),
+            )
+        )
+
+    def signal(self, signum: int, *, stop: bool) -> None:
+        for worker in self.running:
+            worker.signal(signum, stop=stop)
+
+    def ended(self, pids: Mapping[int, int]) -> None:
+        """Take note of children that were reaped (pid to wait status), and report what was ours."""
+        for worker in self.running:
+            if worker.pid in pids:
+                worker.ended_with(pids[worker.pid])
+                if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
+                    worker.killer = self._memory.killed(worker.pid)
+        if self._store is not None and self._store.pid in pids:
+            reason = f"the store's process ended: {self._store.ended()}"
+            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+        self.report()
+
+    def report(self) -> None:
+        """Report workers that have ended and whose output up to then has been passed on."""
+        for worker in self.workers.values():
+            if worker.status is None or worker.reported:
+                continue
+            self._drain(worker)
+            if not self._outbox.holding or self._outbox.closed:
+                worker.reported = True
+                self._outbox.send(worker.exited(self.number))
+
+    @property
+    def reported(self) -> bool:
+        """Whether there is nothing more to tell of it, or nobody to tell it to."""
+        ended = (worker for worker in self.workers.values() if worker.status is not None)
+        return self._outbox.closed or (not self._outbox.holding and all(worker.reported for worker in ended))
+
+    def close(self) -> None:
+        """Pass on what is still to be read, release everything and remove the workers' files."""
+        self.close_store()
+        for worker in self.workers.values():
+            self._drain(worker)
+            if not self._outbox.holding:
+                for descriptor in worker.pipes:
+                    self._selector.unregister(descriptor)
+            worker.close()
+        self.workers = {}
+        self._memory = None
+        scratch.clear(self._folder, self.number)
+
+    # ---- what they write ----
+
+    def hold(self, hold: bool) -> None:
+        """Stop or go on reading what the workers write."""
+        for worker in self.workers.values():
+            if hold:
+                for descriptor in worker.pipes:
+                    self._selector.unregister(descriptor)
+            else:
+                self._watch_pipes(worker)
+
+    def _watch_pipes(self, worker: Worker) -> None:
+        for descriptor in worker.pipes:
+            self._watch(descriptor, partial(self._read_pipe, worker, descriptor))
+
+    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def _drain(self, worker: Worker) -> None:
+        for descriptor in list(worker.pipes):
+            for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
+                if self._outbox.holding or not self._read_pipe(worker, descriptor):
+                    break
+
+    def _read_pipe(self, worker: Worker, descriptor: int) -> bool:
+        """Pass on what a worker wrote; return whether there may be more now."""
+        if self._outbox.holding or descriptor not in worker.pipes:  # changed since the selector looked
+            return False
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(descriptor)
+            del worker.pipes[descriptor]
+            os.close(descriptor)
+            return False
+        self._output_bytes += len(data)
+        self._outbox.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
+        return True
+
+
+def _hint(number: int | None) -> str:
+    if number == errno.E2BIG:
+        return "; one argument or variable may have 128 KiB, see --export"
+    if number in (errno.EMFILE, errno.EAGAIN):
+        return "; this user's limits there are too low, see ulimit -n and ulimit -u"
+    if number == errno.ENOSPC:
+        return "; see TMPDIR"
+    return ""

@@ -1,0 +1,66 @@
+"""What a run came to: the Outcome, from all that is known when every host is out. Pure."""
+
+from __future__ import annotations
+
+from launcher.attemptstate import AttemptState
+from launcher.cause import first_cause
+from launcher.errors import DtrainError
+from launcher.fleet import Fleet
+from launcher.hoststate import HostState
+from launcher.outcome import Failure, Outcome
+from launcher.spec import JobSpec
+
+__all__ = ["conclude"]
+
+
+def conclude(
+    spec: JobSpec,
+    fleet: Fleet,
+    attempt: AttemptState | None,
+    *,
+    error: DtrainError | None,
+    signum: int | None,
+    gave_up: str,
+    began: float,
+    now: float,
+) -> Outcome:
+    """`attempt` is the last one; `signum` the signal that ended the run, if one did."""
+    failures = [] if attempt is None else attempt.failures
+    cause = first_cause(failures)
+    victims = failures if attempt is None else [*failures, *attempt.victims]
+    unchecked = [state for state in fleet if state.dirty]
+    return Outcome(
+        run_id=spec.run_id,
+        exit_code=_exit_code(error, cause, signum),
+        error=error,
+        signum=signum,
+        cause=cause,
+        victims=tuple(failure for failure in victims if failure is not cause),
+        stopped=0 if attempt is None else len(attempt.stopped),
+        world_size=0 if attempt is None else attempt.world_size,
+        hosts=len(fleet.used),
+        attempts=0 if attempt is None else attempt.number + 1,
+        gave_up=gave_up,
+        evidence=() if attempt is None else attempt.evidence,
+        swept=fleet.swept,
+        left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
+        unchecked=tuple((state.name, _why_unchecked(state, now)) for state in unchecked),
+        duration_s=now - began,
+    )
+
+
+def _exit_code(error: DtrainError | None, cause: Failure | None, signum: int | None) -> int:
+    if error is not None:
+        return error.exit_code
+    if cause is not None:
+        return cause.exit_code
+    return 0 if signum is None else 128 + signum
+
+
+def _why_unchecked(state: HostState, now: float) -> str:
+    reason = state.reason or "it did not answer"
+    if not state.leased or state.fenced_at is None or state.fenced_at == float("inf"):
+        return reason
+    if now >= state.fenced_at:
+        return f"{reason}; having heard nothing from dtrain, it has ended its workers by itself"
+    return f"{reason}; hearing nothing from dtrain, it ends its workers within {state.fenced_at - now:.0f} s"

@@ -1,0 +1,51 @@
+"""Whether a job can start on this host, and what the host has for it: the answer to Prepare."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from launcher import devices
+from launcher.errors import UsageError
+from launcher.protocol import Facts, Prepare
+
+__all__ = ["find_facts"]
+
+
+def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
+    """Return the host's facts; `problems` and `left` are what was found before. Binds us to our part of the cores."""
+    workdir = Path(message.workdir)
+    problems = [*problems]
+    if not workdir.is_dir():
+        problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
+    elif message.script is not None and not (workdir / message.script).exists():
+        problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
+    if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
+        problems.append(f"the program {message.program} is not in PATH there")
+    gpus = devices.Gpus()
+    try:
+        gpus = devices.find_gpus(os.environ)
+    except UsageError as error:
+        problems.append(str(error))
+    cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), message.part, message.parts)
+    if message.parts > 1:
+        os.sched_setaffinity(0, cores)
+    return Facts(
+        gpus=list(devices.share(gpus.ids, message.part, message.parts)),
+        gpu_variable=gpus.variable,
+        gpus_verified=gpus.verified,
+        cores=list(cores),
+        cpu_limit=limit,
+        problems=problems,
+        time=time.monotonic(),
+        left=left,
+    )
+
+
+def _executable(program: str, workdir: Path) -> bool:
+    import shutil  # slow to import, and seldom needed
+
+    if os.sep in program:
+        return os.access(workdir / program, os.X_OK)
+    return shutil.which(program, path=os.environ.get("PATH")) is not None

@@ -1,0 +1,103 @@
+"""How long this host may go on without a word from the controller, known to the agent and to its guard alike.
+
+A controller that hears nothing from a host gives it up after a while and may start its workers elsewhere; so a host
+that hears nothing must have ended them by then. The agent does; and where it cannot (it hangs, or somebody stopped it)
+its guard ends it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+__all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
+
+ENDS_WITHIN_S = 20.0  # an agent that ends, beyond the grace period: kill, sweep, last words, with all their limits
+_WINDOW_S = 60.0
+_UNDECIDED = math.nan
+_NONE = 0.0
+
+
+class Limits:
+    """Two times that an agent shares with its guard; made before the fork. Each is one aligned word, so never torn."""
+
+    def __init__(self) -> None:
+        self._times = memoryview(mmap.mmap(-1, 16)).cast("d")
+        self._times[0] = _UNDECIDED
+
+    @property
+    def lease_end(self) -> float:
+        """When the lease ends; inf if not at present, 0 if never, nan while that is not known yet."""
+        return self._times[0]
+
+    @lease_end.setter
+    def lease_end(self, time: float) -> None:
+        self._times[0] = time
+
+    @property
+    def ending_by(self) -> float:
+        """When an agent that has begun to end must have done so; 0 before."""
+        return self._times[1]
+
+    @ending_by.setter
+    def ending_by(self, time: float) -> None:
+        self._times[1] = time
+
+
+class Lease:
+    """Runs from the newest heartbeat's sending, not its arrival: one that was long under way prolongs nothing.
+
+    When it was sent is known from the controller's clock, whose offset is the least that the heartbeats of the last
+    minutes have shown. Not of all time: two clocks drift apart by seconds in days, and one that stood still while its
+    machine slept never comes back.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.duration_s = 0.0
+        self._end = math.inf
+        self._resting = False
+        self.over = False
+        self._offset = self._earlier_offset = math.inf
+        self._window_until = -math.inf
+
+    @property
+    def end(self) -> float:
+        """When it ends; inf while it rests, once it is over, and where there is none."""
+        return math.inf if self._resting or self.over else self._end
+
+    def begin(self, duration_s: float, now: float) -> None:
+        """Let it run; of 0 seconds means that there is none."""
+        self.duration_s = duration_s
+        self._end = now + duration_s if duration_s > 0 else math.inf
+        self._share()
+
+    def beat(self, time: float, now: float) -> None:
+        """Take a heartbeat that the controller sent at `time` of its own clock."""
+        if self.duration_s <= 0 or not math.isfinite(time):
+            return
+        if now >= self._window_until:
+            self._window_until = now + max(_WINDOW_S, 10 * self.duration_s)
+            self._earlier_offset, self._offset = self._offset, math.inf
+        self._offset = min(self._offset, now - time)
+        if not self._resting:
+            self._end = time + min(self._offset, self._earlier_offset) + self.duration_s
+            self._share()
+
+    def rest(self) -> None:
+        self._resting = True
+        self._share()
+
+    def renew(self, now: float) -> None:
+        """End the rest; it begins anew."""
+        self._resting = False
+        self.begin(self.duration_s, now)
+
+    def used_up(self, now: float) -> None:
+        """Note that the agent acts on its end: nothing renews it any more, and the guard gives the agent some time."""
+        self.over = True
+        self._limits.lease_end = now + ENDS_WITHIN_S
+
+    def _share(self) -> None:
+        if not self.over:
+            self._limits.lease_end = _NONE if self.duration_s <= 0 else self.end

@@ -1,0 +1,234 @@
+"""Whether the kernel's out-of-memory killer ended a worker. Called by the agent for one that died by SIGKILL.
+
+The kernel log names the pid, where this user may read it. Else the counter of the memory cgroup tells, or that of the
+whole host, by having risen since the last look; they name nobody, so each kill is put down to one worker only, and
+only to one that died soon after.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import weakref
+from dataclasses import dataclass
+
+__all__ = ["OomWatch"]
+
+RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
+LOG_RECORDS = 20_000  # at most so many are read at a time, which takes 50 ms
+UNLIMITED_BYTES = 1 << 60
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the only one whose pids the log has
+
+
+class OomWatch:
+    """Sees the kills from now on."""
+
+    def __init__(self) -> None:
+        self._log = _KernelLog()
+        self._group = _own_group()
+        self._in_group = _Counter("" if self._group is None else self._group.events)
+        self._on_host = _Counter("/proc/vmstat")
+
+    def look(self) -> None:
+        """Take note of the kills so far; if called now and then, an old one is not taken for a new one."""
+        now = time.monotonic()
+        self._log.read()
+        self._in_group.look(now)
+        self._on_host.look(now)
+
+    def killed(self, pid: int) -> str:
+        """Return who killed a worker that died just now, in words, if that was the out-of-memory killer."""
+        self.look()
+        kill = self._log.kills.pop(pid, None)
+        if kill is not None:
+            return f"the out-of-memory killer: it held {_size(kill.held_bytes)}, {self._why(kill.in_group)}"
+        if self._log.is_complete:
+            return ""
+        if self._in_group.take():
+            self._on_host.take()  # counted there as well
+            return f"the out-of-memory killer: {self._why(in_group=True)}"
+        if self._group is not None and self._group.counts_below:
+            return ""
+        return f"probably the out-of-memory killer: {self._why(in_group=False)}" if self._on_host.take() else ""
+
+    def _why(self, in_group: bool) -> str:
+        limit, used = (None, None) if self._group is None else self._group.lowest_limit()
+        if not in_group or (limit is None and not self._log.is_complete):
+            return f"the host has {_size(_host_bytes())} of memory"
+        if used is None and limit is not None:  # before Linux 5.19
+            return f"its memory limit is {_size(limit)}"
+        if used is None or limit is None or used < 0.9 * limit:  # the limit was that of a group below ours
+            return "its memory cgroup was full"
+        return f"{_size(min(used, limit))} of {_size(limit)} of its memory limit were in use"
+
+
+class _Counter:
+    """The count `oom_kill` in one of the kernel's files; with no such file or line nothing is ever counted."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._count = _field(path, "oom_kill")
+        self._noticed: list[float] = []  # when, for each kill that was put down to nobody yet
+
+    def look(self, now: float) -> None:
+        count = _field(self._path, "oom_kill")
+        self._noticed = [at for at in self._noticed if now - at <= RECENT_S]
+        self._noticed += [now] * min(count - self._count, 1000)
+        self._count = count
+
+    def take(self) -> bool:
+        """Put one kill down to somebody; return whether there was one left."""
+        return bool(self._noticed) and self._noticed.pop() > 0
+
+
+# ---- the memory cgroup ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The memory cgroup of this process, by its folder and the one where the hierarchy is mounted."""
+
+    folder: str
+    mount: str
+    counts_below: bool  # cgroup v2: the counter has the kills in all groups below; v1: those in this one only
+
+    @property
+    def events(self) -> str:
+        return f"{self.folder}/{'memory.events' if self.counts_below else 'memory.oom_control'}"
+
+    def lowest_limit(self) -> tuple[int | None, int | None]:
+        """Return the limit of the tightest group from here up, and the most that was ever in use in it."""
+        names = ("memory.max", "memory.peak") if self.counts_below else _V1_LIMIT
+        found: tuple[int | None, int | None] = (None, None)
+        folder = self.folder
+        while folder.startswith(self.mount):
+            limit, peak = (_number(f"{folder}/{name}") for name in names)
+            if limit is not None and limit < min(UNLIMITED_BYTES, found[0] or UNLIMITED_BYTES):
+                found = (limit, peak)
+            folder = os.path.dirname(folder)
+        return found
+
+
+_V1_LIMIT = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
+
+
+def _own_group() -> _Group | None:
+    """Return the nearest group of this process, itself or above, that counts kills."""
+    own = {}  # controllers, none for the unified hierarchy, to the group's path
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, controllers, group_path = line.split(":", 2)
+        own[controllers] = group_path
+    mounts = _text("/proc/self/mountinfo").splitlines()
+    for is_v2 in (True, False):
+        path = own.get("") if is_v2 else next((own[names] for names in own if "memory" in names.split(",")), None)
+        for line in mounts:
+            mount, _, super_block = line.partition(" - ")
+            filesystem, _, options = super_block.split(" ", 2)
+            if path is None or filesystem != ("cgroup2" if is_v2 else "cgroup"):
+                continue
+            if not is_v2 and "memory" not in options.split(","):
+                continue
+            root, point = (_unescaped(field) for field in mount.split(" ")[3:5])
+            group = _find_group(path, root.rstrip("/"), point, is_v2)
+            if group is not None:
+                return group
+    return None
+
+
+def _find_group(path: str, root: str, point: str, is_v2: bool) -> _Group | None:
+    """Look in one mount, which shows the hierarchy from `root` on, for the group at `path` or the nearest above it."""
+    if "/.." in path or not f"{path}/".startswith(f"{root}/"):  # outside of what can be seen here
+        return None
+    folder = f"{point}{path[len(root) :]}".rstrip("/")
+    while folder.startswith(point):
+        group = _Group(folder, point, is_v2)
+        if os.path.exists(group.events):
+            return group
+        folder = os.path.dirname(folder)
+    return None
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+# ---- the kernel log ------------------------------------------------------------------------------------------
+
+# Before Linux 4.20 the reason stands in a record of its own.
+_RECORD = re.compile(rb"(\d+),[^;]*;(Memory cgroup )?(?:[Oo]ut of memory[^:]*: )?Killed process (\d+) (.*)")
+_HELD_KB = re.compile(rb"(?:anon|file|shmem)-rss:(\d+)kB")
+
+
+@dataclass(frozen=True)
+class _Kill:
+    held_bytes: int
+    in_group: bool  # a memory cgroup was full, not the host
+
+
+class _KernelLog:
+    """What the kernel says from now on. `is_complete`: every kill is in it, so that one that is not did not happen."""
+
+    def __init__(self) -> None:
+        self.kills: dict[int, _Kill] = {}
+        self.is_complete = False
+        self._file = -1
+        try:
+            if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
+                return
+            self._file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # for root only, or not in a container
+            return
+        weakref.finalize(self, os.close, self._file)
+        os.lseek(self._file, 0, os.SEEK_END)
+        self.is_complete = True
+
+    def read(self) -> None:
+        for _ in range(LOG_RECORDS if self._file >= 0 else 0):
+            try:
+                record = os.read(self._file, 8192)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # overwritten before it was read; the next read goes on after the gap
+                self.is_complete = False
+                continue
+            except OSError:  # longer than any record of a kill
+                continue
+            found = _RECORD.match(record)
+            if found is not None and int(found[1]) < 8:  # from the kernel itself, not from somebody who wrote there
+                held = sum(int(number) for number in _HELD_KB.findall(found[4])) << 10
+                self.kills[int(found[3])] = _Kill(held, found[2] is not None)
+        self.is_complete = False
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def _field(path: str, name: str) -> int:
+    """Return the number after a name in a file of `name number` lines; 0 where there is none."""
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _number(path: str) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _size(number: int) -> str:
+    return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

@@ -1,0 +1,151 @@
+"""Recovery beside torchrun: from the KILL of one of two gloo ranks until both are through init_process_group again.
+
+    python scripts/bench/recovery.py [--pairs 7]
+
+In turns in one run; the ratio is the median over pairs next to each other. torchrun gets
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt does not come up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+WORKERS = 2
+LIMIT_S = 120.0
+MARK = "RECOVERY_MARK"
+SCRIPT = """
+import json, os, pathlib, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
+facts = {"pid": os.getpid(), "time": time.monotonic()}
+path = pathlib.Path(os.environ["RECOVERY_FOLDER"], name)
+path.with_suffix(path.suffix + ".new").write_text(json.dumps(facts))
+os.rename(path.with_suffix(path.suffix + ".new"), path)
+time.sleep(600)
+"""
+
+
+@dataclass(frozen=True)
+class Through:
+    """A rank that is through init_process_group and a barrier; `time` is on the monotonic clock, one for all here."""
+
+    pid: int
+    time: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
+    parser.add_argument("--only", choices=("dtrain", "torchrun"), help="measure one of them, without ratios")
+    args = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {WORKERS} gloo workers")
+    times: dict[str, list[float]] = {name: [] for name in ("dtrain", "torchrun") if args.only in (None, name)}
+    with tempfile.TemporaryDirectory() as name:
+        script = Path(name, "script.py")
+        script.write_text(SCRIPT)
+        for pair in range(args.pairs + 1):
+            for command, taken in times.items():
+                took_s = recover(argv_of(command, script, Path(name)), Path(name, f"{command}{pair}"))
+                if pair:  # the first pair warms the file cache
+                    taken.append(took_s)
+    print(f"{'command':9} {'recovery s':>10} {'least':>7} {'most':>7} {'runs':>5}   ratio")
+    for command, taken in times.items():
+        ratio = ""
+        if command == "dtrain" and args.only is None:
+            both = zip(times["dtrain"], times["torchrun"], strict=True)
+            ratio = f"   {statistics.median(a / b for a, b in both):.3f}"
+        print(
+            f"{command:9} {statistics.median(taken):10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
+            flush=True,
+        )
+
+
+def argv_of(command: str, script: Path, folder: Path) -> list[str]:
+    options = ["--nproc-per-node", str(WORKERS), "--max-restarts", "1"]
+    if command == "dtrain":
+        return [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), *options, str(script)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+
+
+def recover(argv: list[str], folder: Path) -> float:
+    """Run a command, kill rank 1 once all are through, and return how long it took until all were through again."""
+    folder.mkdir()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",  # torchrun's own choice, so that both start the same workers
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "RECOVERY_FOLDER": str(folder),
+        MARK: str(folder),
+    }
+    with running(argv, environment, folder) as process:
+        victim = all_through(process, folder, attempt=0)[1]
+        time.sleep(0.2)  # so that nobody is still on the way from the barrier to its sleep
+        killed = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        return max(rank.time for rank in all_through(process, folder, attempt=1)) - killed
+
+
+def all_through(process: subprocess.Popen[bytes], folder: Path, *, attempt: int) -> list[Through]:
+    """Wait until every rank of an attempt has written that it is through."""
+    paths = [folder / f"{attempt}.{rank}" for rank in range(WORKERS)]
+    deadline = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in paths):
+        if process.poll() is not None or time.monotonic() > deadline:
+            said = (folder / "output").read_text(errors="replace")[-3000:]
+            sys.exit(f"attempt {attempt} did not come up (status {process.poll()}):\n{said}")
+        time.sleep(0.005)
+    return [Through(**json.loads(path.read_text())) for path in paths]
+
+
+@contextlib.contextmanager
+def running(argv: list[str], environment: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command and end it with TERM, in the end with KILL; see that none of its processes is left."""
+    with open(folder / "output", "wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        _, left = psutil.wait_procs(marked(environment[MARK]), timeout=5)
+        if left:
+            for each in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(left, timeout=10)
+            print(f"{' '.join(argv[:4])} ... left {len(left)} processes, killed now", file=sys.stderr)
+        process.wait()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes, this one's descendants or not, that carry the run's mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

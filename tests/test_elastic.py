@@ -1,0 +1,141 @@
+"""Hosts that are lost while a run goes on, that come back, come late, and step in for others: real sshd."""
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+from testbed.processes import started_dtrain
+from testbed.sshd import SshHosts
+
+# Says where it is; the attempt named on the command line is the last one.
+SCRIPT = """\
+import os, sys, time
+e = os.environ
+names = ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE", "GROUP_RANK", "DTRAIN_HOST")
+print("here", *(e[name] for name in names), flush=True)
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline and e["TORCHELASTIC_RESTART_COUNT"] != sys.argv[1]:
+    time.sleep(0.05)
+time.sleep(0.5)
+"""
+
+
+class Seen:
+    """What the workers of each attempt have said, read as it comes."""
+
+    def __init__(self, process: "Popen[bytes]") -> None:
+        self.lines: list[tuple[int, int, int, int, str]] = []
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: Iterator[bytes]) -> None:
+        for line in stream:
+            if match := re.search(rb"here (\d+) (\d+) (\d+) (\d+) (\S+)", line):
+                attempt, rank, world, node, host = match.groups()
+                with self._changed:
+                    self.lines.append((int(attempt), int(rank), int(world), int(node), host.decode()))
+                    self._changed.notify_all()
+
+    def attempt(self, number: int, workers: int, timeout: float = 40) -> dict[int, str]:
+        """Wait until so many workers of an attempt have spoken; return their hosts by rank."""
+
+        def found() -> dict[int, str]:
+            return {rank: host for attempt, rank, _, _, host in self.lines if attempt == number}
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= workers, timeout), (number, self.lines)
+            worlds = {world for attempt, _, world, _, _ in self.lines if attempt == number}
+            assert worlds == {workers}
+            return found()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _options(hosts: SshHosts, *more: str) -> list[str]:
+    # A lease of a few seconds: a host whose sshd is gone cannot be asked whether its workers are.
+    return ["run", "--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3", *more]
+
+
+def test_a_lost_host_ends_the_attempt_and_the_next_goes_on_without_it(ssh_hosts: SshHosts, script: Path) -> None:
+    argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2:3", str(script), "1")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        assert seen.attempt(0, 3) == {0: "node1", 1: "node2", 2: "node3"}
+        ssh_hosts.stop(1)
+        assert seen.attempt(1, 2) == {0: "node2", 1: "node3"}
+        assert process.wait(30) == 0, process.stderr.read()
+        stderr = process.stderr.read()
+    assert b"host node1 was lost" in stderr
+    assert b"attempt 1 begins on 2 hosts, without node1" in stderr
+    assert b"node1 could not be checked" in stderr
+
+
+def test_a_returned_host_makes_an_attempt_with_grow(ssh_hosts: SshHosts, script: Path) -> None:
+    argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow", str(script), "2")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        assert seen.attempt(0, 2) == {0: "node1", 1: "node2"}
+        ssh_hosts.stop(1)
+        assert seen.attempt(1, 1) == {0: "node2"}
+        ssh_hosts.start(1)
+        assert seen.attempt(2, 2) == {0: "node2", 1: "node1"}  # who stayed keeps its rank
+        assert process.wait(30) == 0, process.stderr.read()
+        assert b"node1 has come" in process.stderr.read()
+
+
+def test_a_returned_host_waits_for_the_next_attempt_without_grow(ssh_hosts: SshHosts, script: Path) -> None:
+    argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3", str(script), "2")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        seen.attempt(0, 3)
+        ssh_hosts.stop(3)
+        assert seen.attempt(1, 2) == {0: "node1", 1: "node2"}
+        ssh_hosts.start(3)
+        with pytest.raises(AssertionError):  # longer than the first pauses between two tries to reach it
+            seen.attempt(2, 1, timeout=7)
+        ssh_hosts.stop(1)
+        assert seen.attempt(2, 2) == {0: "node3", 1: "node2"}  # it steps in for the lost one: node2 keeps its rank
+        assert process.wait(30) == 0, process.stderr.read()
+
+
+def test_a_spare_steps_in_for_a_lost_host(ssh_hosts: SshHosts, script: Path) -> None:
+    argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "1", str(script), "1")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        assert seen.attempt(0, 2) == {0: "node1", 1: "node2"}
+        ssh_hosts.stop(1)
+        assert seen.attempt(1, 2) == {0: "node3", 1: "node2"}
+        assert process.wait(30) == 0, process.stderr.read()
+
+
+def test_a_run_begins_with_enough_hosts_and_takes_a_late_one(ssh_hosts: SshHosts, script: Path) -> None:
+    ssh_hosts.stop(2)
+    argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow", str(script), "1")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        assert seen.attempt(0, 1) == {0: "node1"}
+        ssh_hosts.start(2)
+        assert seen.attempt(1, 2) == {0: "node1", 1: "node2"}
+        assert process.wait(30) == 0, process.stderr.read()
+        assert b"node2 cannot be used for now" in process.stderr.read()
+
+
+def test_too_few_hosts_end_the_run_and_say_which_are_missing(ssh_hosts: SshHosts, script: Path) -> None:
+    argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "2:3", "--start-timeout-s", "6", str(script), "1")
+    with started_dtrain(*argv, cwd=script.parent) as process:
+        seen = Seen(process)
+        seen.attempt(0, 2)
+        ssh_hosts.stop(2)
+        assert process.wait(40) == 1
+        stderr = process.stderr.read()
+    assert b"host node2 was lost" in stderr
+    assert b"1 of at least 2 hosts were ready for another attempt within 6 s" in stderr

@@ -1,0 +1,180 @@
+"""Where the ranks stand: looked up before a failed run is stopped, when a run hangs, and when somebody asks."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until
+from testbed.sshd import SshHosts
+
+# While torch is imported, which on a busy machine takes longer than these tests have patience.
+CHATTER = """\
+import threading, time
+quiet = threading.Event()
+def chatter():
+    while not quiet.wait(0.3): print(".", flush=True)
+threading.Thread(target=chatter).start()
+"""
+
+ONE_MISSING = (
+    CHATTER
+    + """\
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+
+def load_batch():
+    print("up", flush=True)
+    time.sleep(600)
+
+def train_step():
+    print("up", flush=True)
+    dist.all_reduce(torch.ones(4))
+
+quiet.set()
+if dist.get_rank() == 1:
+    load_batch()
+else:
+    train_step()
+"""
+)
+LOAD, STEP = (ONE_MISSING[: ONE_MISSING.index(what)].count("\n") + 1 for what in ("time.sleep(600)", "dist.all_reduce"))
+
+
+@pytest.fixture(params=["here", "ssh"])
+def where(request: pytest.FixtureRequest) -> list[str]:
+    """Options for three workers: on this machine, on three SSH hosts."""
+    if request.param == "here":
+        return ["--nproc-per-node", "3"]
+    hosts: SshHosts = request.getfixturevalue("ssh_hosts")
+    return ["--hosts", "node1,node2,node3", "--ssh-config", str(hosts.ssh_config)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(ONE_MISSING)
+    return path
+
+
+def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(where: list[str], script: Path) -> None:
+    options = ["--stall-timeout-s", "2", "--run-id", "r", "--error-json", "e.json"]
+    result = run_dtrain("run", *options, *where, script, cwd=script.parent)
+    assert result.returncode == 1, result.stderr
+    assert "no rank has made progress for 2 s" in result.stderr
+    assert f"rank 1 stands at {script}:{LOAD} in load_batch" in result.stderr
+    assert f"ranks 0,2 stand at {script}:{STEP} in train_step, inside all_reduce" in result.stderr
+    assert "rank 1 first" in result.stderr
+    (stacks,) = (script.parent / "runs/r/attempt_0").glob("evidence-*.txt")
+    text = stacks.read_text()
+    assert text.count("in <module>") >= 3
+    assert str(stacks.relative_to(script.parent)) in result.stderr
+    assert json.loads((script.parent / "e.json").read_text())["cause"]["kind"] == "stalled"
+
+
+def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nfor n in range(8):\n    print(n, flush=True)\n    time.sleep(0.5)")
+    result = run_dtrain("run", "--stall-timeout-s", "2", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_run_whose_ddp_steps_is_not_stalled_though_it_prints_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        CHATTER + "import torch, ddp\nddp.init()\nquiet.set()\n"
+        "model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "for _ in range(20):\n    model(torch.ones(1, 2)).sum().backward()\n    time.sleep(0.25)\n"
+    )
+    result = run_dtrain("run", "--stall-timeout-s", "3", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], script: Path) -> None:
+    with started_dtrain("run", "--run-id", "r", *where, script, cwd=script.parent) as process:
+        _wait_up(process, 3)
+        time.sleep(0.5)  # into the collective
+        assert process.stderr is not None
+        for number in (1, 2):
+            process.send_signal(signal.SIGQUIT)
+            said = b""
+            while b"stacks of all ranks" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            assert f"rank 1 stands at {script}:{LOAD} in load_batch".encode() in said
+            assert f"ranks 0,2 stand at {script}:{STEP} in train_step".encode() in said
+            assert (script.parent / f"runs/r/attempt_0/evidence-{number}.txt").exists()
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 143
+
+
+def test_where_the_others_stood_when_one_failed_is_quoted(where: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nprint('up', flush=True)\ndef wait():\n    time.sleep(600)\n"
+        "if os.environ['RANK'] != '2': wait()\ntime.sleep(1)\nraise RuntimeError('out of luck')"
+    )
+    result = run_dtrain("run", *where, script, cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "rank 2 on " in result.stderr
+    assert "RuntimeError: out of luck" in result.stderr
+    assert f"ranks 0-1 stand at {script}:4 in wait" in result.stderr
+
+
+def test_victims_are_counted_by_what_they_say(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\nimport torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "dist.barrier()\nif dist.get_rank() == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while True: dist.all_reduce(torch.ones(4))"
+    )
+    result = run_dtrain("run", "--nproc-per-node", "4", script, cwd=tmp_path)
+    assert result.returncode == 137, result.stderr
+    assert "rank 3 on " in result.stderr
+    assert "was killed by SIGKILL (by somebody else" in result.stderr
+    assert re.search(r"[1-3] others? ended in all_reduce: .*onnection", result.stderr), result.stderr
+    assert len(result.stderr[result.stderr.index("dtrain: rank 3") :].splitlines()) < 40  # one screen
+
+
+def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(where: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time\\n"
+        "while True: time.sleep(0.01)'])\nprint('up', flush=True)\nimport time\nend = time.monotonic() + 6\n"
+        "while time.monotonic() < end: time.sleep(0.01)\nchild.kill()"
+    )
+    # The lease is shorter than the pause: it rests meanwhile.
+    with started_dtrain("run", "--heartbeat-timeout-s", "2", *where, script, cwd=tmp_path) as process:
+        _wait_up(process, 3)
+        process.send_signal(signal.SIGTSTP)
+        dtrain = psutil.Process(process.pid)
+        wait_until(lambda: dtrain.status() == psutil.STATUS_STOPPED, "dtrain stops itself")
+        wait_until(lambda: len(_stopped()) == 6, "three workers and their children are stopped")
+        time.sleep(3)
+        assert len(_stopped()) == 6
+        process.send_signal(signal.SIGCONT)
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == 0, stderr
+
+
+def _stopped() -> list[psutil.Process]:
+    ours = [p for p in marked({os.environ[MARK]}) if "RANK" in p.environ()]
+    return [p for p in ours if p.status() == psutil.STATUS_STOPPED]
+
+
+def _wait_up(process: object, workers: int) -> None:
+    seen = 0
+    stdout = process.stdout  # type: ignore[attr-defined]
+    while seen < workers:
+        line = stdout.readline()
+        assert line, "it ended before its workers were up"
+        seen += line.endswith(b"up\n")
