@@ -45,6 +45,7 @@ from launcher.protocol import (
     Suspend,
     Swept,
 )
+from launcher.rendezvous import StoreProcess
 from launcher.suspension import Suspension
 from launcher.traces import Cleaning, Trace
 
@@ -85,6 +86,7 @@ class Agent:
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or "127.0.0.1"
         self._folder = ""  # for the workers' files, once it is made
+        self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
         self._cleaning: Cleaning | None = None  # what goes on...
         self._suspension: Suspension | None = None
@@ -193,7 +195,10 @@ class Agent:
         except BlockingIOError:
             return
         ended = self._inquiry.without_helpers(reap())
+        last_words = self._store_process.ended() if self._store_process.pid in ended else None
         if self._attempt is not None:
+            if last_words is not None:
+                self._attempt.store_ended(last_words)
             self._attempt.ended(ended)
 
     # ---- the controller's stream ----
@@ -265,7 +270,12 @@ class Agent:
             return
         if self._attempt is None:
             self._attempt = Attempt(
-                message.attempt, folder=self._folder, mark=self._mark, selector=self._selector, outbox=self._outbox
+                message.attempt,
+                folder=self._folder,
+                mark=self._mark,
+                selector=self._selector,
+                outbox=self._outbox,
+                store_process=self._store_process,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._reached_at)
@@ -287,7 +297,7 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        store = None if self._attempt is None else self._attempt.store_pid
+        store = self._store_process.pid
         return self._mark.members(ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store])
 
     # ---- the end of an attempt, and of the agent ----
@@ -315,7 +325,8 @@ class Agent:
         if self._ending is not None:
             self._ending.hurry(signum, grace_s)
         else:
-            self._ending = Ending(self._attempt, self._mark, signum=signum, grace_s=grace_s)
+            self._ending = Ending(self._attempt, self._mark, self._store_process, signum=signum, grace_s=grace_s)
+        self._ending.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
 
     def _ended(self, ending: Ending) -> None:
@@ -330,6 +341,7 @@ class Agent:
             self._outbox.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
+            self._store_process.kill()  # if it was to be kept when the ending began
             self._outbox.send(Bye(swept=swept, left=self._left, reason=self._reason))
             self._done = True
 

@@ -18,7 +18,7 @@ from launcher.errors import DtrainError
 from launcher.mark import Mark
 from launcher.outbox import Outbox
 from launcher.protocol import Exited, OpenStore, Output, Started, StartWorker, StoreFailed, StoreOpened
-from launcher.rendezvous import Rendezvous
+from launcher.rendezvous import Rendezvous, StoreProcess
 from launcher.worker import Files, Worker
 
 if TYPE_CHECKING:
@@ -35,7 +35,14 @@ class Attempt:
     """Owns the workers of one attempt and its store, from the first order to `close`."""
 
     def __init__(
-        self, number: int, *, folder: str, mark: Mark, selector: selectors.BaseSelector, outbox: Outbox
+        self,
+        number: int,
+        *,
+        folder: str,
+        mark: Mark,
+        selector: selectors.BaseSelector,
+        outbox: Outbox,
+        store_process: StoreProcess,
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}
@@ -44,6 +51,7 @@ class Attempt:
         self._selector = selector
         self._outbox = outbox
         self._store: Rendezvous | None = None
+        self._store_process = store_process
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -53,8 +61,8 @@ class Attempt:
 
     @property
     def idle(self) -> bool:
-        """Whether no process was ever started for it."""
-        return not self.workers and self.store_pid is None
+        """Whether nothing of it ever ran: no worker, and no store that anybody connected to."""
+        return not self.workers and (self._store is None or self._store.listening is not None)
 
     @property
     def progress(self) -> int:
@@ -71,16 +79,12 @@ class Attempt:
         """How many checkpoints its workers said they saved."""
         return sum(worker.progress[1] for worker in self.workers.values())
 
-    @property
-    def store_pid(self) -> int | None:
-        return None if self._store is None else self._store.pid
-
     # ---- the store ----
 
     def open_store(self, message: OpenStore, reached_at: str) -> None:
         address = message.address or reached_at
         try:
-            self._store = Rendezvous(address, message.port, exact=message.exact)
+            self._store = Rendezvous(address, message.port, self._store_process, exact=message.exact)
         except DtrainError as error:
             self._outbox.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
             return
@@ -94,15 +98,21 @@ class Attempt:
         self._selector.unregister(self._store.listening.fileno())
         self._store.start()
 
-    def close_store(self) -> int | None:
-        """Release the store's port; return the pid of its process, if one has to be reaped yet."""
+    def store_ended(self, last_words: str) -> None:
+        """Take note that the store's process was reaped."""
+        if self._store is not None and self._store.listening is None:
+            reason = f"the store's process ended: {last_words}"
+            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+
+    def close_store(self, *, keep_process: bool) -> int | None:
+        """Release the store's port; return the pid of its process if that has to be reaped yet."""
         if self._store is None:
             return None
         if self._store.listening is not None:
             self._selector.unregister(self._store.listening.fileno())
-        pid = self._store.close()
+        killed = self._store.close(keep_process=keep_process)
         self._store = None
-        return pid
+        return killed
 
     # ---- the workers ----
 
@@ -154,9 +164,6 @@ class Attempt:
                 worker.ended_with(pids[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
                     worker.killer = self._memory.killed(worker.pid)
-        if self._store is not None and self._store.pid in pids:
-            reason = f"the store's process ended: {self._store.ended()}"
-            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
         self.report()
 
     def report(self) -> None:
@@ -177,7 +184,7 @@ class Attempt:
 
     def close(self) -> None:
         """Pass on what is still to be read, release everything and remove the workers' files."""
-        self.close_store()
+        self.close_store(keep_process=True)
         for worker in self.workers.values():
             self._drain(worker)
             if not self._outbox.holding:

@@ -286,6 +286,8 @@ class _Link:
                     greeted = True
                     said_bye = said_bye or isinstance(message, Bye)
                     if isinstance(message, Output):
+                        if self._closed:  # given up; by now its ranks may be somebody else's
+                            continue
                         self.waiting = True
                         self._output.write(message.rank, message.stream, message.data)
                         self.waiting = False

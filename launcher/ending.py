@@ -9,6 +9,7 @@ import time
 from launcher.attempt import Attempt
 from launcher.mark import Mark
 from launcher.processes import Sweep
+from launcher.rendezvous import StoreProcess
 
 __all__ = ["Ending"]
 
@@ -21,9 +22,13 @@ class Ending:
     `step` is to be called whenever something happened, and after `pause_s`. It never waits.
     """
 
-    def __init__(self, attempt: Attempt | None, mark: Mark, *, signum: int, grace_s: float) -> None:
+    def __init__(
+        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, grace_s: float
+    ) -> None:
+        self.final = False  # no attempt follows: the store's process is ended as well
         self._attempt = attempt
         self._mark = mark
+        self._store_process = store_process
         self._kill_at = _kill_at(signum, grace_s)
         self._killed_at: float | None = None
         self._sweep: Sweep | None = None
@@ -68,12 +73,16 @@ class Ending:
         return self._done
 
     def _begin_sweep(self, now: float, *, stuck: bool) -> None:
-        store = None if self._attempt is None else self._attempt.close_store()
+        killed = None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)
+        if self.final:
+            killed = self._store_process.kill() or killed
+        kept = self._store_process.pid
         self._sweep = self._mark.sweep(
             ancestor=os.getpid(),
             grace_s=max(0.0, self._kill_at - now),
-            spare=[os.getppid()] if store is None else [os.getppid(), store],
+            spare=[pid for pid in (os.getppid(), killed, kept) if pid is not None],
             kill_wait_s=1.0 if stuck else KILL_WAIT_S,
+            adopted=kept is None,
         )
 
 

@@ -52,13 +52,22 @@ class Mark:
         inside = set() if self.cgroup is None else self.cgroup.pids()
         return processes.related(ancestor=ancestor, ours=self._carried_by, spare=spare, also=inside)
 
-    def sweep(self, *, ancestor: int, grace_s: float, spare: Iterable[int] = (), kill_wait_s: float = 5.0) -> Sweep:
-        """Return what ends all members."""
+    def sweep(
+        self,
+        *,
+        ancestor: int,
+        grace_s: float,
+        spare: Iterable[int] = (),
+        kill_wait_s: float = 5.0,
+        adopted: bool = True,
+    ) -> Sweep:
+        """Return what ends all members; see Sweep."""
         spared = list(spare)
         return Sweep(
             lambda: self.members(ancestor=ancestor, spare=spared),
             grace_s=grace_s,
             kill_wait_s=kill_wait_s,
+            adopted=adopted,
             kill_all=self.kill_group,
         )
 

@@ -214,7 +214,7 @@ class Sweep:
 
     The listing is asked again at each step, since a process may have forked meanwhile. It is no snapshot, so an empty
     one proves nothing: done is when this process, which must be a subreaper, has no children either; the caller reaps
-    them. Where what is swept are no descendants of this process (`adopted` False), three empty ones must do.
+    them. Where it keeps a child, or what is swept are no descendants of it (`adopted` False), three empty ones must do.
     `kill_all` is called beside every KILL: it ends at once what it can. What is still there `kill_wait_s` after the
     first KILL (in state D, or another user's) stays in `left`.
     """

@@ -1,7 +1,11 @@
-"""The agent's side of the rendezvous store: binds its port, starts store.py at the first connection, ends it."""
+"""The agent's side of the rendezvous store: binds its port, starts store.py at the first connection, ends it.
+
+Every attempt has a store of its own, with nothing in it and on a new socket; the process behind them is the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -11,70 +15,116 @@ import sys
 from launcher.errors import StoreError
 from launcher.worker import spawn
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "StoreProcess"]
+
+RELEASE_S = 0.3  # to close a store; in that time the agent does nothing else
 
 _BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
 
 
-class Rendezvous:
-    """A bound and listening socket, and from the first connection on the process that serves it.
+class StoreProcess:
+    """The process of store.py, kept for the stores of later attempts: it has torch's extension imported.
 
-    `listening` is None once the store's process has it. `complaints` is the read end of that process's stderr.
+    Owned by the agent. `pid` is None while there is none.
     """
 
-    def __init__(self, address: str, port: int, *, exact: bool) -> None:
-        self.listening: socket.socket | None = _bind(address, port, exact=exact)
-        self.address, self.port = self.listening.getsockname()[:2]
+    def __init__(self) -> None:
         self.pid: int | None = None
-        self.complaints: int | None = None
-        self._stdin: int | None = None
+        self._control: socket.socket | None = None
+        self._complaints: int | None = None  # the read end of its stderr
 
-    def start(self) -> None:
-        """Start the store's process and hand it the socket."""
-        assert self.listening is not None
-        stdin_read, self._stdin = os.pipe()
-        self.complaints, complaints_write = os.pipe()
-        descriptor = self.listening.fileno()
+    def serve(self, listening: socket.socket) -> None:
+        """Have it serve a store on this socket, in place of any that it served before; do not wait for it."""
+        if self.pid is None:
+            self._start()
+        assert self._control is not None
+        with contextlib.suppress(OSError):  # it has just died, which is told when it is reaped
+            socket.send_fds(self._control, [b"s"], [listening.fileno()])
+
+    def release(self) -> bool:
+        """Have it close the store and its port; return whether it did, for which it gets RELEASE_S."""
+        if self._control is None:
+            return False
+        try:
+            self._control.send(b"r")
+            while answer := self._control.recv(1):
+                if answer == b"r":
+                    return True
+        except OSError:  # too slow, for it is still importing, or dead
+            pass
+        return False
+
+    def ended(self) -> str:
+        """Return why it ended by itself, once it was reaped; its last words are the reason."""
+        assert self._complaints is not None
+        try:
+            text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
+        except BlockingIOError:
+            text = ""
+        self._forget()
+        return text.splitlines()[-1] if text else "it said nothing"
+
+    def kill(self) -> int | None:
+        """Kill it, a child not reaped yet, and return the pid to be reaped: it may be stuck in the kernel."""
+        killed = self.pid
+        if killed is not None:
+            os.kill(killed, signal.SIGKILL)
+            self._forget()
+        return killed
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(RELEASE_S)
+        self._complaints, complaints_write = os.pipe()
         try:
             self.pid = spawn(
-                [sys.executable, "-m", "launcher.store", str(descriptor)],
+                [sys.executable, "-m", "launcher.store"],
                 {**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd="/",
-                stdin=stdin_read,
+                stdin=theirs.fileno(),
                 stdout=complaints_write,
                 stderr=complaints_write,
-                keep=[descriptor],
             )
         finally:
-            os.close(stdin_read)
+            theirs.close()
             os.close(complaints_write)
-        os.set_blocking(self.complaints, False)
+        os.set_blocking(self._complaints, False)
+
+    def _forget(self) -> None:
+        assert self._control is not None
+        assert self._complaints is not None
+        self._control.close()
+        os.close(self._complaints)
+        self.pid = self._control = self._complaints = None
+
+
+class Rendezvous:
+    """A bound and listening socket, which the store's process gets at the first connection.
+
+    `listening` is None from then on.
+    """
+
+    def __init__(self, address: str, port: int, process: StoreProcess, *, exact: bool) -> None:
+        self.listening: socket.socket | None = _bind(address, port, exact=exact)
+        self.address, self.port = self.listening.getsockname()[:2]
+        self._process = process
+
+    def start(self) -> None:
+        """Hand the socket to the store's process."""
+        assert self.listening is not None
+        self._process.serve(self.listening)
         self.listening.close()
         self.listening = None
 
-    def ended(self) -> str:
-        """Return why the store's process ended by itself, once it was reaped; its last words are the reason."""
-        self.pid = None
-        assert self.complaints is not None
-        try:
-            text = os.read(self.complaints, 1 << 16).decode("utf-8", "replace").strip()
-        except BlockingIOError:
-            text = ""
-        return text.splitlines()[-1] if text else "it said nothing"
-
-    def close(self) -> int | None:
-        """Release the port; kill the store's process, a child not reaped yet, and return the pid to be reaped."""
+    def close(self, *, keep_process: bool) -> int | None:
+        """Release the port; return the pid of a process that was killed for it and is to be reaped."""
+        served = self.listening is None
         if self.listening is not None:
             self.listening.close()
             self.listening = None
-        killed, self.pid = self.pid, None
-        if killed is not None:
-            os.kill(killed, signal.SIGKILL)  # not waited for: it may be stuck in the kernel
-        for descriptor in (self._stdin, self.complaints):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._stdin = self.complaints = None
-        return killed
+        if keep_process and (not served or self._process.release()):
+            return None
+        return self._process.kill()
 
 
 def _bind(address: str, port: int, *, exact: bool) -> socket.socket:

@@ -72,7 +72,7 @@ def _failure(
 ) -> list[str]:
     """Return the screen; the words of the worker get what room the rest leaves."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
-    consequences, standing = _consequences(outcome), _standing(cause, outcome.evidence)
+    consequences, standing = _consequences(outcome), _standing(cause, _of_others(outcome))
     after = standing + consequences if cause.kind is FailureKind.STALLED else consequences + standing
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
@@ -180,6 +180,12 @@ def _victims(group: Victims) -> str:
     if group.kind is FailureKind.STORE_LOST:
         return f"the rendezvous store {group.how}"
     return f"{_count(group.count, 'other')} {group.how}"
+
+
+def _of_others(outcome: Outcome) -> list[Evidence]:
+    """Return the evidence of ranks that did not fail themselves: when looked at, those were on their way out."""
+    failed = {failure.rank for failure in outcome.victims}
+    return [each for each in outcome.evidence if each.rank not in failed]
 
 
 def _standing(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:

@@ -1,8 +1,9 @@
 """The rendezvous store: torch's own TCPStore server, in a process of its own on the first host.
 
-Started by the agent (rendezvous.py) with the bound and listening socket as an inherited descriptor, so the port was
-taken before any worker started and early clients wait in the socket's queue while torch is imported here. Serves until
-its standard input ends or the agent kills it.
+Started by the agent (rendezvous.py), which sends it a bound and listening socket for every attempt over its standard
+input, a Unix socket: the port was taken before any worker started, and early clients wait in the socket's queue while
+torch is imported here. A word with a socket is the order to serve a new store on it, one without to close the last;
+each is answered with the same word. Serves until its input ends or the agent kills it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,30 @@ from typing import Any
 
 
 def main() -> None:
-    descriptor = int(sys.argv[1])
-    tcp_store = _tcp_store()
+    control = socket.socket(fileno=0)
+    tcp_store = None
+    store = None
+    while True:
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not word:
+            os._exit(0)  # torch's teardown has nothing to add
+        del store  # closes its port and its connections
+        store = None
+        if descriptors:
+            tcp_store = tcp_store or _tcp_store()
+            store = _serve(tcp_store, descriptors[0])
+        control.send(word)
+
+
+def _serve(tcp_store: Callable[..., Any], descriptor: int) -> object:
     listening = socket.socket(fileno=os.dup(descriptor))
     address, port = listening.getsockname()[:2]
     listening.close()
     options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
     try:
-        store = tcp_store(address, port, **options)
+        return tcp_store(address, port, **options)
     except NotImplementedError:  # torch 2.4: only its older backend takes a socket
-        store = tcp_store(address, port, **options, use_libuv=False)
-    os.read(0, 1)
-    del store
-    os._exit(0)  # torch's teardown has nothing to add
+        return tcp_store(address, port, **options, use_libuv=False)
 
 
 def _tcp_store() -> Callable[..., Any]:

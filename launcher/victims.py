@@ -26,6 +26,7 @@ _ADDRESS = re.compile(
     r"|\b0x[0-9a-fA-F]+\b"
 )
 _NUMBERED = re.compile(r"\b(ranks?|pid|port|fd|thread|socket|process|node)([ =:#]+)\d+", re.IGNORECASE)
+_ADVICE = re.compile(r"\. This is typically caused by .*")  # gloo's, after each lost connection
 _LOOSE_END = re.compile(r"(?:\s*(?:\b(?:from|to|at|with|by) )?\.{3}|[\s.,:;])+$")
 _GAP = "..."
 
@@ -63,7 +64,8 @@ def plain_message(message: str) -> str:
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     line = _PREFIX.sub("", line)
     line = _NUMBERED.sub(rf"\1\2{_GAP}", _ADDRESS.sub(_GAP, _SOURCE.sub("", line)))
-    line = re.sub(r"\s+", " ", line)
+    line = re.sub(r"\s+", " ", _ADVICE.sub("", line))
+    line = re.sub(r" \.{3}(?=:)", "", line)
     line = _LOOSE_END.sub("", line).lstrip(" .,:;")
     if re.match(r"[A-Z][a-z]+\b", line) and not re.match(r"\w+(?:Error|Exception)\b", line):
         line = line[0].lower() + line[1:]

@@ -174,6 +174,11 @@ def test_lost_hosts_among_the_victims_are_called_hosts() -> None:
             "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500).",
             "the client socket has timed out after 60000ms while trying to connect",
         ),
+        (
+            "[/p/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:4711: Connection reset by peer. "
+            "This is typically caused by a remote worker hanging or bugs in the application.",
+            "read error: Connection reset by peer",
+        ),
         ("[rank3]: Broken pipe", "broken pipe"),
         ("Rank 3 was lost, pid 812 on alpha", "rank ... was lost, pid ... on alpha"),
         ("CUDA out of memory. Tried to allocate 2 GiB", "CUDA out of memory. Tried to allocate 2 GiB"),

@@ -104,9 +104,11 @@ def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time\nprint(os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)")
-    with started_dtrain("run", script, cwd=tmp_path) as process:
+    with socket.create_server(("127.0.0.1", 0)) as unused:  # for other runs may be at the default one now
+        port = unused.getsockname()[1]
+    with started_dtrain("run", "--master-port", str(port), script, cwd=tmp_path) as process:
         assert process.stdout is not None
-        port = int(process.stdout.readline().split()[-1])
+        assert int(process.stdout.readline().split()[-1]) == port
         listening = [
             c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN
         ]
