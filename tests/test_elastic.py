@@ -139,3 +139,24 @@ def test_too_few_hosts_end_the_run_and_say_which_are_missing(ssh_hosts: SshHosts
         stderr = process.stderr.read()
     assert b"host node2 was lost" in stderr
     assert b"1 of at least 2 hosts were ready for another attempt within 6 s" in stderr
+
+
+def test_a_host_that_ends_two_attempts_in_a_row_is_left_out(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    """Its agent is killed in every attempt, and comes back each time."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.replace(
+            "deadline =",
+            "if e['DTRAIN_HOST'] == 'node1':\n    time.sleep(0.3)\n    os.kill(os.getppid(), 9)\ndeadline =",
+        )
+    )
+    argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3", str(script), "2")
+    with started_dtrain(*argv, cwd=tmp_path) as process:
+        seen = Seen(process)
+        assert seen.attempt(0, 3) == {0: "node1", 1: "node2", 2: "node3"}
+        seen.attempt(1, 3)
+        assert seen.attempt(2, 2) == {0: "node2", 1: "node3"}
+        assert process.wait(30) == 0, process.stderr.read()
+        stderr = process.stderr.read()
+    assert b"node1 is left out from now on" in stderr
+    assert b"0 processes left on 3 hosts" in stderr
