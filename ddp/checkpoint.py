@@ -16,7 +16,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -29,6 +29,7 @@ from ddp import checkpoint_file, randomness
 from ddp.checkpoint_file import Trailer
 from ddp.checkpoint_state import Stateful, check_plain, given_parts, restore_parts
 from ddp.errors import ArgumentError, CheckpointError, CollectiveError, DdpError
+from ddp.exchange import device_of, gather_values
 from ddp.progress import count_checkpoint
 
 __all__ = ["Checkpoint", "Restored"]
@@ -103,7 +104,8 @@ class Checkpoint:
                     check_plain(part_state, name)
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
-        notes = _exchange(replace(note, problem=_reason(problem)), "notes before saving")
+        told = _exchange(vars(replace(note, problem=_reason(problem))), "notes before saving")
+        notes = [_SaveNote(**each) for each in told]
         _raise_together(f"save step {step}", [note.problem for note in notes], problem)
         _require_agreement(notes)
 
@@ -147,7 +149,7 @@ class Checkpoint:
         rank, world_size = _place()
         with contextlib.ExitStack() as open_files:
             found = self._find(open_files, None if path is None else Path(path))
-            notes = _exchange(found.note, "notes before loading")
+            notes = [_LoadNote.of(told) for told in _exchange(asdict(found.note), "notes before loading")]
             source = _choose(notes)
             if source is None:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
@@ -218,6 +220,11 @@ class _LoadNote:
     trailer: Trailer | None = None
     refused: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> _LoadNote:
+        trailer = None if told["trailer"] is None else Trailer(**told["trailer"])
+        return cls(told["path"], trailer, told["refused"])
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -285,23 +292,20 @@ def _place() -> tuple[int, int]:
 
 
 def _exchange(mine: T, what: str) -> list[T]:
-    """Give every rank's object to every rank. Every rank must call it; blocks."""
+    """Give every rank's value to every rank. Every rank must call it; blocks."""
     rank, world_size = _place()
     if world_size == 1:
         return [mine]
-    every: list[Any] = [None] * world_size
     try:
-        dist.all_gather_object(every, mine)
+        return gather_values(mine, device=device_of())
     except RuntimeError as error:
         raise _lost(rank, world_size, f"exchange of {what}", error) from error
-    return every
 
 
 def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bool) -> BinaryIO | None:
     """Send rank `source`'s file to all, and return it where it `is_wanted`. Every rank must call it; blocks."""
     rank, world_size = _place()
-    # Bytes of a file are in host memory, but a group of NCCL alone moves only what is on its device.
-    device = torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
+    device = device_of()
     received = io.BytesIO() if is_wanted else None
     left = trailer.length + checkpoint_file.TRAILER_BYTES
     if file is not None:

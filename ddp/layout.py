@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
 
 from ddp.errors import LayoutMismatchError
+from ddp.exchange import gather_values
 
 __all__ = ["Entry", "check_same_layout", "describe"]
 
@@ -59,11 +60,11 @@ def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry], device
     dist.all_gather(every, mine, group=group)
     if all(torch.equal(other, every[0]) for other in every):
         return
-    described: list[tuple[Entry, ...] | None] = [None] * group.size()
-    dist.all_gather_object(described, tuple(entries), group=group)
+    told = gather_values([astuple(entry) for entry in entries], device=device, group=group)
+    described = [tuple(Entry(*entry) for entry in theirs) for theirs in told]
     reference = described[0]
     for rank, other in enumerate(described):
-        if reference is not None and other is not None and other != reference:
+        if other != reference:
             raise _mismatch(rank, reference, other)
 
 
