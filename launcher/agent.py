@@ -172,7 +172,7 @@ class Agent:
 
     def _beat(self, now: float) -> None:
         lease_s = self._lease.duration_s
-        self._next_heartbeat = now + (min(HEARTBEAT_S, lease_s / 7) if lease_s > 0 else HEARTBEAT_S)
+        self._next_heartbeat = now + (min(HEARTBEAT_S, lease_s / 6) if lease_s > 0 else HEARTBEAT_S)
         if self._attempt is not None:
             self._attempt.look()
         if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
@@ -195,7 +195,8 @@ class Agent:
         except BlockingIOError:
             return
         ended = self._inquiry.without_helpers(reap())
-        last_words = self._store_process.ended() if self._store_process.pid in ended else None
+        store = self._store_process.pid
+        last_words = self._store_process.ended(ended[store]) if store in ended else None
         if self._attempt is not None:
             if last_words is not None:
                 self._attempt.store_ended(last_words)
@@ -260,13 +261,16 @@ class Agent:
         if self._mark.cgroup is not None:
             self._mark.cgroup.make()
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
-        self._outbox.send(find_facts(self._prepared, problems=problems, left=cleaning.left))
-        self._lease.renew(time.monotonic())
+        facts = find_facts(self._prepared, problems=problems, left=cleaning.left)
+        self._lease.renew(
+            time.monotonic()
+        )  # before it is told, so that it never begins later than the controller knows
+        self._outbox.send(facts)
 
     def _begin(self, message: OpenStore | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
-        if self._ending is not None:
+        if self._ending is not None or time.monotonic() >= self._lease.end:  # after a thaw, that is looked at later
             return
         if self._attempt is None:
             self._attempt = Attempt(

@@ -21,7 +21,7 @@ class AttemptState:
         self.placement = placement
         self.began = began
         self.stopped_at: float | None = None  # when its workers were told to end
-        self.grown = False  # it ends so that the next one can use another host
+        self.grown_for = ""  # the other host that the next one can use, if it ends for that
         self.started: set[int] = set()
         self.stopped: set[int] = set()  # ranks that ended because they were told to
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news

@@ -128,6 +128,12 @@ def _is_archive(path: str) -> bool:
 
 def _fail(error: BaseException) -> NoReturn:
     """Report an uncaught exception and end as plain python does, without a frame of this file."""
+    import _signal
+
+    try:  # torch's DataLoader has a handler that raises wherever it finds us, when one of its workers was killed
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    except RuntimeError as reason:  # it just did: this is why the other failed
+        error = reason
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -139,6 +145,8 @@ def _fail(error: BaseException) -> NoReturn:
     hook = sys.excepthook
     try:
         hook(type(error), error, trace)
+    except SystemExit:
+        raise
     except BaseException as problem:
         print("Error in sys.excepthook:", problem, file=sys.stderr)
         sys.__excepthook__(type(error), error, trace)

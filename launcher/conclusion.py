@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launcher.attemptstate import AttemptState
 from launcher.cause import first_cause
 from launcher.errors import DtrainError
 from launcher.fleet import Fleet
 from launcher.hoststate import HostState
-from launcher.outcome import Failure, Outcome
+from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.spec import JobSpec
 
 __all__ = ["conclude"]
@@ -35,7 +37,7 @@ def conclude(
         error=error,
         signum=signum,
         cause=cause,
-        victims=tuple(failure for failure in victims if failure is not cause),
+        victims=_victims(victims, cause),
         stopped=0 if attempt is None else len(attempt.stopped),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
@@ -47,6 +49,19 @@ def conclude(
         unchecked=tuple((state.name, _why_unchecked(state, now)) for state in unchecked),
         duration_s=now - began,
     )
+
+
+def _victims(failures: Sequence[Failure], cause: Failure | None) -> tuple[Failure, ...]:
+    """Return what failed beside the cause; a host that was lost and then not reached again was lost once."""
+    lost = {cause.host} if cause is not None and cause.kind is FailureKind.HOST_LOST else set()
+    victims = []
+    for failure in failures:
+        if failure is cause or (failure.kind is FailureKind.HOST_LOST and failure.host in lost):
+            continue
+        if failure.kind is FailureKind.HOST_LOST:
+            lost.add(failure.host)
+        victims.append(failure)
+    return tuple(victims)
 
 
 def _exit_code(error: DtrainError | None, cause: Failure | None, signum: int | None) -> int:

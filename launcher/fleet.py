@@ -1,10 +1,13 @@
 """All hosts of a run: which are connected, lost, tried again, and where workers may still live. Pure; owned by job.py.
 
-A remote host holds a lease: its agent kills its workers and ends when it has heard no heartbeat for LEASE of the
-timeout T (--heartbeat-timeout-s). A heartbeat goes out only to a host that was itself heard within ANSWERS of T. So a
-host that has been silent for T has certainly lost its lease before, by its own clock, and needs not be reached to
-know that its workers are gone:  ANSWERS + LEASE + FENCE = 1, where FENCE is what a heartbeat may be late and the
-killing may take. Where a stream ends, the last heartbeat may just have been sent: LEASE + FENCE of T later at most.
+A remote host holds a lease: its agent kills its workers and ends when LEASE of the timeout T (--heartbeat-timeout-s) is
+over since the newest heartbeat that it has heard was sent. A heartbeat carries that time by the host's own clock, never
+later than it was (HostClock.theirs), so how long it was under way does not matter, nor how far apart the clocks are. It
+goes out only to a host that was itself heard within ANSWERS of T. So a host that has been silent for T has certainly
+lost its lease before, and needs not be reached to know that its workers are gone:  ANSWERS + LEASE + FENCE = 1, where
+FENCE is what the killing may take, and how far clocks may drift apart in two minutes. Where a stream ends, the last
+heartbeat may just have been sent: LEASE + FENCE of T later at most. A link on which the least delays of both ways come
+near LEASE of T cannot hold a lease.
 
 Nothing here costs more with the number of hosts than a heap does, but for the rounds of heartbeats.
 """
@@ -23,11 +26,12 @@ from launcher.protocol import Bye, Facts, Heartbeat, Stop, Suspend, Swept
 
 __all__ = ["Fleet"]
 
-BEAT, ANSWERS, LEASE, FENCE = 0.1, 0.2, 0.7, 0.1  # parts of the heartbeat timeout
+BEAT, ANSWERS, LEASE, FENCE = 0.1, 0.2, 0.6, 0.2  # parts of the heartbeat timeout
 BEAT_AT_LEAST_S = 5.0  # however long that is
 SPEAKS_AT_LEAST_S = 1.0  # an agent sends heartbeats so often, or every BEAT of the timeout
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
+STEADY_S = 2.0  # who was ready for less is not tried at once for ever
 NEVER = float("inf")
 _ON_THEIR_WAY = (HostPhase.CONNECTING, HostPhase.GREETING, HostPhase.CHECKING)
 
@@ -112,9 +116,8 @@ class Fleet:
         state.our_address, state.heard = our_address, now
         self.move(state, HostPhase.GREETING)
 
-    def greeted(self, state: HostState, trace: str, now: float) -> None:
+    def greeted(self, state: HostState, trace: str) -> None:
         state.trace = trace
-        state.beaten = now
         state.rests_until = None
         self.move(state, HostPhase.CHECKING)
 
@@ -123,6 +126,7 @@ class Fleet:
         state.facts = facts
         state.traces.clear()
         state.tries = 0
+        state.ready_at = state.heard
         state.reason = ""
         self.vacate(state)
         self.move(state, HostPhase.READY)
@@ -164,6 +168,7 @@ class Fleet:
         self.swept += bye.swept
         if bye.left:
             self.left[state.name] = bye.left
+            self.drop(state)
         if not state.traces:  # otherwise it ended before it could clean up after another
             self.vacate(state)
         return self._left(state, bye.reason)
@@ -176,8 +181,11 @@ class Fleet:
         return [Close(state.name)]
 
     def try_again(self, state: HostState, now: float) -> None:
-        """Try a host that is away again, after a pause."""
-        state.retry_at = now + RETRIES_S[min(state.tries, len(RETRIES_S) - 1)]
+        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment."""
+        if state.ready_at is not None:
+            state.flights = state.flights + 1 if now - state.ready_at < STEADY_S else 0
+            state.ready_at = None
+        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flights - 1), len(RETRIES_S) - 1)]
         heapq.heappush(self._retries, (state.retry_at, state.name))
 
     def retries(self, now: float) -> list[Command]:
@@ -200,13 +208,11 @@ class Fleet:
 
     def heartbeats(self, now: float) -> list[Command]:
         """Renew the leases of the hosts that answer."""
-        commands: list[Command] = []
-        message = Heartbeat(time=now)
-        for state in self:
-            if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s:
-                state.beaten = now
-                commands.append(Tell(state.name, message))
-        return commands
+        return [
+            Tell(state.name, Heartbeat(time=state.clock.theirs(now)))
+            for state in self
+            if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s
+        ]
 
     def silent(self, now: float) -> list[HostState]:
         """Return the connected hosts that were not heard for too long."""

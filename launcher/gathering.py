@@ -63,12 +63,12 @@ class Gathering:
 
     # ---- hosts that join ----
 
-    def greeted(self, state: HostState, hello: Hello, now: float) -> list[Command]:
+    def greeted(self, state: HostState, hello: Hello) -> list[Command]:
         """Ask a host whether the job can start there."""
         if state.phase is not HostPhase.GREETING:
             return []
         problem = mismatch(self._spec, hello)
-        self._fleet.greeted(state, hello.trace, now)
+        self._fleet.greeted(state, hello.trace)
         if problem is not None:
             return self.unusable(state, problem)
         lease_s = self._fleet.lease_s if state.leased else 0.0
@@ -108,6 +108,16 @@ class Gathering:
             if state.strikes >= STRIKES and state.wanted and others >= self._spec.min_hosts:
                 commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
         return commands
+
+    def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
+        """Count it against a host if an attempt was ended for it, and it is not there for the next one."""
+        if not name or name in members:
+            return []
+        state = self._fleet.states[name]
+        state.strikes += 1
+        if state.strikes < STRIKES or not state.wanted:
+            return []
+        return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
 
     def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
         """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""

@@ -19,7 +19,6 @@ from launcher.mark import Mark
 
 __all__ = ["guard", "reap"]
 
-LATE_S = 1.0  # so much after the lease's end the agent should have acted
 BLIND_S = 5.0  # so long after the controller's end it should have noticed
 LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
@@ -95,12 +94,12 @@ class _Watch:
         """Say whether the agent is overdue, which it still must be after a moment: all of us may have been stopped."""
         if not self._overdue():
             return False
-        time.sleep(0.2)
+        time.sleep(min(0.2, 0.5 * self._limits.late_s) if self._closed_at is None else 0.2)
         return self._overdue()
 
     def _overdue(self) -> bool:
         now = time.monotonic()
-        if 0 < self._limits.lease_end < now - LATE_S:
+        if 0 < self._limits.lease_end < now - self._limits.late_s:
             return True
         if self._closed_at is None:
             return False
@@ -114,7 +113,7 @@ class _Watch:
         end = self._limits.lease_end
         if self._closed_at is None and end == 0:
             return None
-        late = end + LATE_S - time.monotonic()
+        late = end + self._limits.late_s - time.monotonic()
         if end == 0 or not math.isfinite(late):
             late = LOOK_S
-        return int(1000 * min(LOOK_S, max(0.05, late)))
+        return int(1000 * min(LOOK_S, max(0.01, late)))

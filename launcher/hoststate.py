@@ -43,10 +43,14 @@ class HostClock:
         offset = min(self._offset, self._earlier)
         return time if offset == float("inf") else time + offset
 
+    def theirs(self, now: float) -> float:
+        """Return what its clock shows: early by the least delay, never late; -inf while nothing was heard from it."""
+        return now - min(self._offset, self._earlier)
+
 
 @dataclass
 class HostState:
-    """`link` numbers its connections, `heard` is when it last spoke, `beaten` when its lease was last renewed.
+    """`link` numbers its connections, `heard` is when it last spoke.
 
     `attempt` is the one whose workers may live there, None when it is certain that none do. `traces` are those of
     lost agents whose processes nobody has looked for yet. Without a link, workers are certainly gone at `fenced_at`.
@@ -58,7 +62,6 @@ class HostState:
     facts: Facts | None = None
     our_address: str | None = None
     heard: float = 0.0
-    beaten: float = 0.0
     rests_until: float | None = None  # its lease rests, unless it says something after that
     clock: HostClock = field(default_factory=HostClock)
     trace: str = ""
@@ -67,6 +70,8 @@ class HostState:
     fenced_at: float | None = None
     tries: int = 0  # to reach it since it was lost
     retry_at: float | None = None
+    ready_at: float | None = None  # since then, or was before it was lost
+    flights: int = 0  # how often in a row it was soon lost again
     strikes: int = 0  # attempts in a row that ended through it
     wanted: bool = True  # otherwise it goes OUT once it has left
     reason: str = ""  # why it cannot be used, in words

@@ -172,7 +172,7 @@ class Job:
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
         if isinstance(message, Hello):
-            return self._gathering.greeted(state, message, now)
+            return self._gathering.greeted(state, message)
         if isinstance(message, Facts):
             commands = self._gathering.checked(state, message)
             return [*commands, *self._grow_with(state, now)] if state.phase is HostPhase.READY else commands
@@ -297,8 +297,13 @@ class Job:
                 self._gave_up = f"no further attempt: {error}"
             return self._stop(now, signal.SIGTERM)
         number = 0 if self.attempt is None else self.attempt.number + 1
-        start_by = self._gathering.until if self.attempt is None else now + self.spec.start_timeout_s
-        notice = [Notice(attempt_begins(number, members, previous))] if self.attempt is not None else []
+        # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
+        fixed = self.attempt is None and not self.spec.elastic
+        start_by = self._gathering.until if fixed else now + self.spec.start_timeout_s
+        notice: list[Command] = []
+        if self.attempt is not None:
+            notice.append(Notice(attempt_begins(number, members, previous)))
+            notice += self._gathering.count_absence(self.attempt.grown_for, members)
         self.attempt = AttemptState(number, members, placement, began=now)
         self._enter(Phase.OPENING_STORE, now, start_by - now)
         for state in states:
@@ -324,7 +329,7 @@ class Job:
             state = next((s for s in self.fleet if s.phase is HostPhase.READY and s.name not in members), None)
         if state is None or state.name in attempt.members or misfits(self.spec, [state]):
             return []
-        attempt.grown = True
+        attempt.grown_for = state.name
         notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
         return [notice, *self._end_attempt(now)]
 
@@ -361,7 +366,7 @@ class Job:
         assert attempt is not None
         if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
             # Told to stop by the user, or for growing, it may end as it likes; else it is counted as a victim.
-            if self._signum is None and not attempt.grown:
+            if self._signum is None and not attempt.grown_for:
                 attempt.victims.append(failure)
             return []
         attempt.take_failure(failure)

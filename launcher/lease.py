@@ -13,16 +13,16 @@ import mmap
 __all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
 
 ENDS_WITHIN_S = 20.0  # an agent that ends, beyond the grace period: kill, sweep, last words, with all their limits
-_WINDOW_S = 60.0
+LATE_S, LATE = 1.0, 0.1  # the guard acts so much after the agent should have; at most that part of the lease
 _UNDECIDED = math.nan
 _NONE = 0.0
 
 
 class Limits:
-    """Two times that an agent shares with its guard; made before the fork. Each is one aligned word, so never torn."""
+    """Times that an agent shares with its guard; made before the fork. Each is one aligned word, so never torn."""
 
     def __init__(self) -> None:
-        self._times = memoryview(mmap.mmap(-1, 16)).cast("d")
+        self._times = memoryview(mmap.mmap(-1, 24)).cast("d")
         self._times[0] = _UNDECIDED
 
     @property
@@ -43,13 +43,26 @@ class Limits:
     def ending_by(self, time: float) -> None:
         self._times[1] = time
 
+    @property
+    def late_s(self) -> float:
+        """How long after the lease's end the agent should have acted on it."""
+        return self._times[2]
+
+    @late_s.setter
+    def late_s(self, seconds: float) -> None:
+        self._times[2] = seconds
+
 
 class Lease:
     """Runs from the newest heartbeat's sending, not its arrival: one that was long under way prolongs nothing.
 
-    When it was sent is known from the controller's clock, whose offset is the least that the heartbeats of the last
-    minutes have shown. Not of all time: two clocks drift apart by seconds in days, and one that stood still while its
-    machine slept never comes back.
+    A heartbeat says when it was sent, by this host's clock as the controller knows it from what it has heard of it: too
+    early by the least delay on that way, never too late (HostClock.theirs). So no delay in either direction makes a
+    lease last longer; a slow link makes it shorter. Where that knowledge is out of date for a while (this machine
+    slept, and its clock with it), a heartbeat counts from its arrival at the latest.
+
+    It begins by an order that arrives at any time, since no worker is started before the controller has heard an
+    answer that was sent after that.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -58,8 +71,6 @@ class Lease:
         self._end = math.inf
         self._resting = False
         self.over = False
-        self._offset = self._earlier_offset = math.inf
-        self._window_until = -math.inf
 
     @property
     def end(self) -> float:
@@ -69,20 +80,16 @@ class Lease:
     def begin(self, duration_s: float, now: float) -> None:
         """Let it run; of 0 seconds means that there is none."""
         self.duration_s = duration_s
+        self._limits.late_s = min(LATE_S, LATE * duration_s)
         self._end = now + duration_s if duration_s > 0 else math.inf
         self._share()
 
     def beat(self, time: float, now: float) -> None:
-        """Take a heartbeat that the controller sent at `time` of its own clock."""
-        if self.duration_s <= 0 or not math.isfinite(time):
+        """Take a heartbeat that the controller sent at or after `time`, by the clock that `now` is of."""
+        if self.duration_s <= 0 or self._resting or not math.isfinite(time):
             return
-        if now >= self._window_until:
-            self._window_until = now + max(_WINDOW_S, 10 * self.duration_s)
-            self._earlier_offset, self._offset = self._offset, math.inf
-        self._offset = min(self._offset, now - time)
-        if not self._resting:
-            self._end = time + min(self._offset, self._earlier_offset) + self.duration_s
-            self._share()
+        self._end = max(self._end, min(time, now) + self.duration_s)  # the one before holds as well
+        self._share()
 
     def rest(self) -> None:
         self._resting = True

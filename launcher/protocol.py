@@ -242,7 +242,7 @@ class Bye:
 @dataclass(frozen=True)
 class Heartbeat:
     kind: ClassVar[str] = "heartbeat"
-    time: float
+    time: float  # when it was sent, by the agent's clock; to an agent: not after that, and what renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
 
 

@@ -54,15 +54,18 @@ class StoreProcess:
             pass
         return False
 
-    def ended(self) -> str:
-        """Return why it ended by itself, once it was reaped; its last words are the reason."""
+    def ended(self, wait_status: int) -> str:
+        """Return why it ended by itself, once it was reaped: its last words, if it had any."""
         assert self._complaints is not None
         try:
             text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
         except BlockingIOError:
             text = ""
         self._forget()
-        return text.splitlines()[-1] if text else "it said nothing"
+        if text:
+            return text.splitlines()[-1]
+        status = os.waitstatus_to_exitcode(wait_status)
+        return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
 
     def kill(self) -> int | None:
         """Kill it, a child not reaped yet, and return the pid to be reaped: it may be stuck in the kernel."""

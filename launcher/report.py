@@ -126,8 +126,10 @@ def _by_whom(cause: Failure) -> str:
     if (crash := _CRASHES.get(-cause.status)) is not None:
         return crash if crash.startswith("it ") else f"it crashed: {crash}"
     if -cause.status == signal.SIGKILL:
-        return "by somebody else: dtrain did not send it, and no out-of-memory kill was seen"
-    return "by somebody else: dtrain did not send it"
+        return "by somebody else, or by itself: dtrain did not send it, and no out-of-memory kill was seen"
+    if -cause.status in (signal.SIGUSR1, signal.SIGUSR2):
+        return "dtrain passes it on when it is sent one; the script has no handler for it"
+    return "by somebody else, or by itself: dtrain did not send it"
 
 
 def _exception(cause: Failure) -> list[str]:

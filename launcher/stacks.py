@@ -63,8 +63,8 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
     found: dict[tuple[str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
         place = standing(each)
-        # Running or asleep says little of a line that is known; stopped, or stuck in the kernel, explains it.
-        note = place.state if not place.where or each.state not in _USUAL else ""
+        # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
+        note = place.state if not place.where or each.state in ("T", "t") else ""
         found.setdefault((place.where, place.inside, note), []).append(each.rank)
     all_groups = [Group(tuple(ranks), *place) for place, ranks in found.items()]
     return sorted(all_groups, key=lambda group: (-len(group.ranks), group.ranks))
@@ -132,7 +132,7 @@ def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     stacks = {each.rank: [] if each.state in ("T", "t") else _main_thread(each.stack) for each in evidence}
     for is_waiting in (_communicates, lambda frames: _communicates(frames) or _runs_backward(frames)):
         waiting = {rank for rank, frames in stacks.items() if is_waiting(frames)}
-        if 2 * len(waiting) > len(stacks):
+        if 2 * len(waiting) >= len(stacks):
             return tuple(sorted(stacks.keys() - waiting))
     return ()
 
@@ -151,7 +151,7 @@ def _runs_backward(frames: Sequence[_Frame]) -> bool:
 
 # ---- the process ---------------------------------------------------------------------------------------------
 
-_USUAL = ("R", "S")
+
 _STATES = {
     "R": "running",
     "S": "sleeping",

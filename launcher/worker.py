@@ -161,6 +161,8 @@ class Worker:
         if self.status is None:  # not reaped yet, so the pid is still its own
             os.kill(self.pid, signum)
             self.provoked |= stop
+            if stop and signum != signal.SIGKILL and (process := processes.find(self.pid)) and process.state in "Tt":
+                os.kill(self.pid, signal.SIGCONT)  # stopped by somebody, it could not obey
 
     def exited(self, attempt: int) -> Exited:
         """Return the report of its end; call once its status is known and its pipes are drained."""

@@ -54,7 +54,7 @@ def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tm
     (tmp_path / "train.py").write_text(SCRIPT)
     hosts = ["--hosts", "node1,node2,node3", "--nnodes", "1:3", "--ssh-config", str(ssh_hosts.ssh_config)]
     options = ["--grow", "--max-restarts", "1000", "--heartbeat-timeout-s", "1.5", "--grace-s", "0.5"]
-    argv = ["run", *hosts, *options, "--nproc-per-node", "2", "train.py"]
+    argv = ["run", *hosts, *options, "--nproc-per-node", "1", "train.py"]
     with started_dtrain(*argv, cwd=tmp_path) as process:
         run = _Run(process, ssh_hosts, random.Random(seed))
         run.settle(0, "the start")
@@ -118,7 +118,7 @@ class _Run:
         def runs() -> bool:
             assert self._process.poll() is None, f"{said}: it ended: {self.stderr[-5000:].decode()}"
             newest = max(self._up, default=-1)
-            return newest >= least and self._worlds[newest] == 6 and len(self._up[newest]) == 6
+            return newest >= least and self._worlds[newest] == 3 and len(self._up[newest]) == 3
 
         try:
             wait_until(runs, said, timeout=40)
@@ -127,7 +127,7 @@ class _Run:
         self.attempt = max(self._up)
         others = [p for p in marked(self._marks) if _attempt_of(p) not in (None, str(self.attempt))]
         assert not others, f"{said}: of a former attempt: {others}"
-        assert len(self._workers()) == 6, said
+        assert len(self._workers()) == 3, said
 
     # ---- faults ----
 

@@ -122,12 +122,10 @@ def test_killed_dtrain_leaves_nothing(where: list[str], family: Path, tmp_path: 
         process.wait()
 
 
-@pytest.mark.parametrize("victim", ["agent", "guard", "agent and guard", "session"])
+@pytest.mark.parametrize("victim", ["agent", "guard", "agent and guard"])
 def test_killed_agent_is_reported_and_leaves_nothing(
     where: list[str], family: Path, tmp_path: Path, victim: str
 ) -> None:
-    if victim == "session" and "--hosts" not in where:
-        pytest.skip("there is no session of sshd here")
     argv = ["run", "--grace-s", "0.5", *where, str(family)]
     with started_dtrain(*argv, cwd=tmp_path) as process:
         wait_up(process)
@@ -138,15 +136,28 @@ def test_killed_agent_is_reported_and_leaves_nothing(
             guard.suspend()  # so that it cannot act before both are dead
         for chosen in [agent] * ("agent" in victim) + [guard] * ("guard" in victim):
             chosen.kill()
-        if victim == "session":
-            session = guard.parent()
-            assert session is not None
-            assert "sshd" in session.name()
-            session.kill()
         _, stderr = process.communicate(timeout=30)
         assert process.returncode == 1, stderr
         assert b"was lost" in stderr
         assert b"0 processes left on " in stderr
+
+
+def test_killed_session_of_sshd_is_reported_and_leaves_nothing(
+    ssh_hosts: SshHosts, family: Path, tmp_path: Path
+) -> None:
+    argv = ["run", "--grace-s", "0.5", "--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config), str(family)]
+    with started_dtrain(*argv, cwd=tmp_path) as process:
+        wait_up(process)
+        guard = agents()[0].parent()
+        assert guard is not None
+        session = guard.parent()
+        assert session is not None
+        assert "sshd" in session.name()
+        session.kill()
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == 1, stderr
+        assert b"was lost" in stderr
+        assert b"0 processes left on 2 hosts" in stderr
 
 
 def agents() -> list[psutil.Process]:
@@ -317,3 +328,22 @@ def test_stopped_and_continued_dtrain_goes_on(tmp_path: Path) -> None:
         stdout, stderr = process.communicate(timeout=20)
     assert process.returncode == 0, stderr
     assert b"done" in stdout
+
+
+def test_a_stopped_worker_obeys_as_any_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nprint('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)")
+    with started_dtrain("run", "--grace-s", "60", script, cwd=tmp_path) as process:
+        wait_up(process, 1)
+        wait_until(lambda: [p for p in marked({os.environ[MARK]}, RANK="0") if p.status() == "stopped"], "it stops")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 143
+
+
+def test_an_excepthook_that_exits_decides_the_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.excepthook = lambda *_: sys.exit(17)\nraise ValueError('told elsewhere')")
+    result = run_dtrain("run", script, cwd=tmp_path)
+    assert result.returncode == 17, result.stderr
+    assert "ValueError: told elsewhere" in result.stderr

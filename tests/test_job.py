@@ -259,7 +259,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             program=None,
             export={},
             grace_s=10.0,
-            lease_s=0.7 * T,
+            lease_s=0.6 * T,
             clean=[],
             part=0,
             parts=1,
@@ -955,6 +955,65 @@ def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
     assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
 
 
+def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.say("b", Bye(0, ["pid 9 (python, state D)"], "somebody sent it SIGTERM"))
+    drive.collected("a")
+    assert told(drive.swept("a"), OpenStore) == ["a"]
+    drive.begin()
+    assert opened(drive.wait(60, heard="a")) == []
+    drive.end_well()
+    assert drive.outcome.left == (("b", ("pid 9 (python, state D)",)),)
+
+
+def test_what_an_agent_says_of_an_attempt_before_it_has_cleaned_up_proves_nothing() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.event(Tick())
+    drive.join("b")
+    assert told(drive.collected("a"), EndAttempt) == ["a"], "it takes no part in the attempt"
+    drive.swept("a")
+    drive.swept("b")
+    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
+def test_all_hosts_lost_at_once_may_all_come_back() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("a")
+    drive.lose("b")
+    assert opened(drive.event(Tick())) == ["a", "b"]
+    drive.back("a", "b")
+    assert drive.members == ("a", "b")
+    drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 2)
+
+
+def test_the_only_host_lost_while_the_store_opens_ends_the_run() -> None:
+    drive = Drive("a")
+    drive.join()
+    drive.check()
+    drive.lose("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.HOST_LOST, 1)
+
+
+def test_a_long_grace_period_is_not_cut_short_by_the_lease() -> None:
+    drive = Drive("a", grace_s=300.0, max_restarts=1)
+    drive.run()
+    drive.fail(0, 7)
+    assert len(messages(drive.wait(290, heard="a"), Heartbeat)) > 90
+    drive.event(Signalled(signal.SIGTERM))
+    assert len(messages(drive.wait(290, heard="a"), Heartbeat)) > 90
+    drive.goodbye()
+    assert drive.outcome.exit_code == 7
+
+
 # ---- elastic -------------------------------------------------------------------------------------------------
 
 
@@ -1076,6 +1135,27 @@ def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_fail
     assert (drive.outcome.exit_code, drive.outcome.gave_up != "") == (1, True)
 
 
+def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    for _ in range(2):
+        drive.begin()
+        while drive.job.fleet.states["b"].phase.name != "CONNECTING":
+            drive.wait(0.5, heard="a")
+        assert told(drive.back("b"), EndAttempt) == ["a"]
+        drive.lose("b")
+        drive.swept("a")
+        assert drive.members == ("a",)
+        drive.wait(4, heard="a")
+    assert (
+        notices(drive.commands)[-1] == "b is left out from now on: for 2 attempts that ended for it, it was gone again"
+    )
+    drive.begin()
+    assert opened(drive.wait(60, heard="a")) == []
+
+
 def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
     drive = Drive("a", "b", nnodes=(1, 2), max_restarts=5)
     drive.run()
@@ -1108,6 +1188,15 @@ def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
     assert messages(drive.wait(14.9, heard="ab"), OpenStore) == []
     assert told(drive.wait(0.1, heard="ab"), OpenStore) == ["a"]
     assert drive.members == ("a", "b")
+
+
+def test_a_last_call_leaves_time_for_the_start() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=10.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    assert told(drive.wait(10, heard="ab"), OpenStore) == ["a"], "c did not answer in all that time"
+    drive.wait(5, heard="ab")
+    drive.begin()
 
 
 def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -> None:

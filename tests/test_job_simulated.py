@@ -41,6 +41,7 @@ from launcher.fleet import BEAT
 from launcher.hosts import Host, HostKind
 from launcher.hoststate import HostPhase
 from launcher.job import Job, Phase
+from launcher.lease import Lease, Limits
 from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.protocol import (
     PROTOCOL,
@@ -69,6 +70,7 @@ from launcher.spec import Command as Program
 from launcher.spec import CommandKind, JobSpec
 
 WORLDS, CHUNKS = 10_000, 20
+LIMITS = Limits()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -101,7 +103,9 @@ class Root:
 
 @dataclass
 class Node:
-    """A host. `cut`: nothing passes, and nobody notices. `frozen`: nothing runs there."""
+    """A host. `frozen`: nothing runs there. Nobody notices what does not pass: `cut` both ways, `mute` from it,
+    `deaf` to it.
+    """
 
     host: Host
     clock: float
@@ -109,17 +113,26 @@ class Node:
     joins_at: float = 0.0  # not reachable before
     problem: str = ""  # why it is not usable
     slow_evidence: bool = False
-    cut: bool = False
+    mute: bool = False
+    deaf: bool = False
     frozen: bool = False
     agent: Agent | None = None  # the newest
     workers: list[Worker] = field(default_factory=list)
     starts: set[tuple[int, int]] = field(default_factory=set)
     postponed: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def cut(self) -> bool:
+        return self.mute and self.deaf
+
+    @property
+    def troubled(self) -> bool:
+        return self.mute or self.deaf or self.frozen
+
 
 @dataclass
 class Agent:
-    """The agent behind one link. `up` and `down` are what waits for the cut to end; `deaf`: its input has ended."""
+    """The agent behind one link. `up` and `down` are what waits for the cut to end; `lease_end` is by our clock."""
 
     node: Node
     link: int
@@ -128,9 +141,9 @@ class Agent:
     ending: bool = False
     then: Report | None = None  # what it says at its end
     suspended: bool = False
-    lease_s: float = 0.0
+    cleans: bool = False
+    lease: Lease = field(default_factory=lambda: Lease(LIMITS))
     lease_end: float = float("inf")
-    offset: float = float("inf")
     kill_at: float = float("inf")
     up: list[Report] = field(default_factory=list)
     down: list[object] = field(default_factory=list)
@@ -156,6 +169,8 @@ class World:
         self.job = Job(self.spec, self.now)
         self.beat_s = min(1.0, BEAT * self.spec.heartbeat_timeout_s)
         latency = chance.choice([0.0, 0.001, 0.02])
+        if chance.random() < 0.1:
+            latency = 0.15 * self.spec.heartbeat_timeout_s
         self.jitter = chance.choice([0.0, 0.0, 0.05, 0.4])
         self.nodes = {
             host.name: Node(host, chance.uniform(-1e5, 1e5), latency * chance.random()) for host in self.spec.hosts
@@ -170,6 +185,8 @@ class World:
         self.links: dict[str, Agent | int] = {}  # the newest of each host: its agent, or its number while connecting
         self.greeted: set[tuple[str, int]] = set()
         self.closed: set[tuple[str, int]] = set()
+        self.cleaning: set[tuple[str, int]] = set()  # that have not answered yet, as far as the job knows
+        self.enlisted: set[tuple[str, int]] = set()  # for the attempt
         self.roots: list[Root] = []
         self.ended_well: set[tuple[int, int]] = set()
         self.members: tuple[str, ...] = ()
@@ -220,7 +237,8 @@ class World:
         storm = chance.random() < 0.1
         for _ in range(chance.randint(5, 12) if storm else chance.choice([0, 0, 1, 1, 2, 3])):
             at = chance.choice([chance.uniform(0, 5), chance.uniform(0, 30 if storm else 60)])
-            what = chance.choice([self.kill_agent, self.cut, self.cut, self.freeze, self.power_off, self.break_link])
+            kinds = [self.kill_agent, self.cut, self.cut, self.half_cut, self.freeze, self.power_off, self.break_link]
+            what = chance.choice(kinds)
             what = self.terminate if chance.random() < 0.1 else what
             self.later(at, what, chance.choice(nodes))
             self.disturbed(at)
@@ -317,16 +335,23 @@ class World:
         assert key in self.greeted, f"told before it greeted: {command}"
         assert key not in self.closed, f"told on a link that was given up: {command}"
         assert self.job.fleet.states[command.host].phase is not HostPhase.OUT or isinstance(command.message, Stop)
-        if isinstance(command.message, OpenStore):
-            self.check_begin(command.message.attempt)
+        message = command.message
+        if isinstance(message, OpenStore):
+            self.check_begin(message.attempt)
+        if isinstance(message, OpenStore | StartWorker | EndAttempt | Collect | SignalWorkers):
+            assert key in self.enlisted, f"told to an agent that takes no part: {command}"
+        elif isinstance(message, Prepare) and message.clean:
+            self.cleaning.add(key)
+        elif isinstance(message, Stop):
+            assert key not in self.cleaning or message.signum == signal.SIGKILL, "not to be kept from cleaning up"
         node = agent.node
         at = max(self.now + self.delay(node), agent.last_down)
         agent.last_down = at
-        if isinstance(command.message, Heartbeat) and not (node.cut or node.frozen or agent.down or agent.inbox):
+        if isinstance(message, Heartbeat) and not (node.deaf or node.frozen or agent.down or agent.inbox):
             if agent.alive and agent.open:
-                self.beaten(agent, command.message, at)
+                self.beaten(agent, message, at)
             return
-        self.later(at - self.now, self.arrive, agent, command.message)
+        self.later(at - self.now, self.arrive, agent, message)
 
     def close(self, node: Node) -> None:
         agent = self.links[node.host.name]
@@ -339,7 +364,10 @@ class World:
                 self.chance.uniform(0, 3), self.handle, Lost(node.host.name, agent.link, "the connection closed")
             )
         at = max(self.now + self.delay(node), agent.last_down)
-        self.later(at - self.now, self.arrive, agent, None)
+        if not node.mute or self.chance.random() < 0.5:  # where nothing is acknowledged, the end may not get out either
+            self.later(at - self.now, self.arrive, agent, None)
+        else:
+            agent.down.append(None)
 
     def report(self, agent: Agent, message: Report) -> None:
         """Send what an agent says."""
@@ -353,7 +381,7 @@ class World:
         """Bring a message to the job, or the end of the link (None)."""
         if not agent.open:
             return
-        if agent.node.cut:
+        if agent.node.mute:
             agent.up.append(message)  # type: ignore[arg-type]
             return
         name = agent.node.host.name
@@ -364,6 +392,8 @@ class World:
         accepted = (name, agent.link) not in self.closed
         if isinstance(message, Hello) and accepted:
             self.greeted.add((name, agent.link))
+        if isinstance(message, Facts):
+            self.cleaning.discard((name, agent.link))
         if accepted:
             self.told(name, message)
         if isinstance(message, Exited | StoreFailed):
@@ -389,8 +419,8 @@ class World:
         name = node.host.name
         if self.links[name] != link:
             return
-        if node.cut or node.frozen or self.now < node.joins_at:
-            quick = self.chance.random() < 0.5 and not node.cut
+        if node.troubled or self.now < node.joins_at:
+            quick = self.chance.random() < 0.5 and not (node.mute or node.deaf)
             self.later(0.0 if quick else 10.0, self.refuse, node, link)
             return
         agent = Agent(node, link)
@@ -432,7 +462,7 @@ class World:
         node = agent.node
         if not agent.alive or (not agent.open and message is not None):
             return
-        if node.cut:
+        if node.deaf:
             agent.down.append(message)
         elif node.frozen:
             agent.inbox.append(message)
@@ -464,19 +494,20 @@ class World:
             if not agent.ending:
                 self.start_worker(agent, message)
         elif isinstance(message, Suspend):
-            agent.suspended = message.suspended
-            agent.lease_end = float("inf")
-            if not message.suspended and agent.lease_s > 0:
-                agent.lease_end = self.now + agent.lease_s
-                self.watch_lease(agent)
+            if not message.suspended:
+                self.go_on(agent)
+            elif agent.kill_at == float("inf"):
+                agent.suspended = True
+                agent.lease.rest()
+                self.set_lease(agent)
         elif isinstance(message, Collect):
             self.collect(agent, message)
         elif isinstance(message, EndAttempt):
-            agent.suspended = False
+            self.go_on(agent)
             saved = self.chance.choice([0, 0, 1])
             self.end_workers(agent, message.grace_s, then=Swept(message.attempt, 0, saved, self.left()))
         elif isinstance(message, Stop):
-            agent.suspended = False
+            self.go_on(agent)
             grace_s = 0.0 if message.signum == signal.SIGKILL else message.grace_s
             self.end_workers(agent, grace_s, then=Bye(0, self.left(), ""))
         else:
@@ -491,13 +522,13 @@ class World:
 
     def prepare(self, agent: Agent, message: Prepare) -> None:
         node = agent.node
-        agent.lease_s = message.lease_s
-        if agent.lease_s > 0:
-            assert node.host.kind is HostKind.SSH
-            agent.lease_end = self.now + agent.lease_s
-            self.watch_lease(agent)
+        agent.lease.begin(message.lease_s, self.now + node.clock)
+        assert (message.lease_s > 0) is (node.host.kind is HostKind.SSH)
+        self.set_lease(agent)
+        self.watch_lease(agent)
         self.later(self.beat_s, self.beat, agent)
-        clean_s = self.chance.uniform(0.05, 0.5) if message.clean else 0.0
+        agent.cleans = bool(message.clean)
+        clean_s = self.chance.uniform(0.05, 3.0) if message.clean else 0.0
         self.later(clean_s, self.on_host, agent, self.give_facts, agent, message)
 
     def on_host(self, agent: Agent, action: Callable[..., None], *args: Any) -> None:
@@ -511,13 +542,17 @@ class World:
         node = agent.node
         if not agent.alive or agent.ending:
             return
-        if message.clean:
-            for worker in node.workers:
-                worker.alive = False
+        self.clean(agent)
         problems = ["no such folder"] if node.problem == "problem" else []
         left = ["pid 9 (python, state D)"] if message.clean and self.fails(0.02) else []
         facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems, self.now + node.clock, left)
         self.report(agent, facts)
+
+    def clean(self, agent: Agent) -> None:
+        """End what earlier agents have left."""
+        for worker in agent.node.workers:
+            worker.alive = worker.alive and (worker.agent is agent or not agent.cleans)
+        agent.cleans = False
 
     def beat(self, agent: Agent) -> None:
         if not agent.alive or not agent.open:
@@ -532,14 +567,23 @@ class World:
         return any(w.alive and w.hangs for node in self.nodes.values() for w in node.workers)
 
     def beaten(self, agent: Agent, message: Heartbeat, at: float) -> None:
-        if agent.lease_s <= 0:
-            return
-        agent.offset = min(agent.offset, at - message.time)
-        if not agent.suspended:
-            agent.lease_end = message.time + agent.offset + agent.lease_s
+        if not agent.lease.over:
+            agent.lease.beat(message.time, at + agent.node.clock)
+            self.set_lease(agent)
+
+    def go_on(self, agent: Agent) -> None:
+        if agent.suspended and not agent.lease.over:
+            agent.lease.renew(self.now + agent.node.clock)
+            self.set_lease(agent)
+            self.watch_lease(agent)
+        agent.suspended = False
+
+    def set_lease(self, agent: Agent) -> None:
+        if not agent.lease.over:
+            agent.lease_end = agent.lease.end - agent.node.clock
 
     def watch_lease(self, agent: Agent) -> None:
-        if not agent.alive or agent.lease_end == float("inf"):
+        if not agent.alive or agent.lease_end == float("inf") or agent.lease.over:
             return
         if agent.node.frozen:
             return  # looked at when it thaws
@@ -549,6 +593,7 @@ class World:
         self.say(f"!! the lease of {agent.node.host.name} is over")
         self.host_fails(agent.node)
         agent.lease_end = self.now
+        agent.lease.used_up(self.now + agent.node.clock)
         then = agent.then if agent.ending else Bye(0, [], "it heard nothing from dtrain")
         self.end_workers(agent, 0.0, then=then)
 
@@ -586,6 +631,7 @@ class World:
                 status = self.chance.choice([0, 1, -15, -9])
                 self.exited(agent, worker, status, provoked=True)
         agent.kill_at = float("inf")
+        self.clean(agent)
         if then is None:
             agent.alive = False
             return
@@ -735,10 +781,18 @@ class World:
 
     def cut(self, node: Node) -> None:
         """Let nothing pass for a while; the link may live through it."""
-        if node.host.kind is not HostKind.SSH or node.cut or node.frozen:
+        self.let_nothing_pass(node, mute=True, deaf=True)
+
+    def half_cut(self, node: Node) -> None:
+        """Let nothing pass in one direction."""
+        mute = self.chance.random() < 0.7
+        self.let_nothing_pass(node, mute=mute, deaf=not mute)
+
+    def let_nothing_pass(self, node: Node, *, mute: bool, deaf: bool) -> None:
+        if node.host.kind is not HostKind.SSH or node.troubled:
             return
-        self.say(f"!! {node.host.name} is cut")
-        node.cut = True
+        self.say(f"!! {node.host.name} is cut{'' if mute and deaf else ', from it only' if mute else ', to it only'}")
+        node.mute, node.deaf = mute, deaf
         self.host_fails(node)
         last_s = self.chance.choice([0.5, 3.0, 12.0, 40.0, 100.0])
         if node.agent is not None and self.chance.random() < 0.4:  # only we see the end of the link
@@ -747,12 +801,12 @@ class World:
         self.disturbed(last_s)
 
     def half_lost(self, node: Node, agent: Agent) -> None:
-        if agent.open and node.cut:
+        if agent.open and (node.mute or node.deaf):
             self.handle(Lost(node.host.name, agent.link, "the connection broke"))
 
     def heal(self, node: Node, broken: bool) -> None:
         self.say(f"!! {node.host.name} is back{', its link broken' if broken else ''}")
-        node.cut = False
+        node.mute = node.deaf = False
         agent = node.agent
         if agent is None:
             return
@@ -771,7 +825,7 @@ class World:
             self.later(0.001, self.arrive, agent, order)
 
     def freeze(self, node: Node) -> None:
-        if node.host.kind is not HostKind.SSH or node.frozen or node.cut:
+        if node.host.kind is not HostKind.SSH or node.troubled:
             return
         self.say(f"!! {node.host.name} freezes")
         self.host_fails(node)
@@ -799,7 +853,7 @@ class World:
 
     def power_off(self, node: Node) -> None:
         """Take a host away at once, and for a while."""
-        if node.host.kind is not HostKind.SSH or node.cut or node.frozen:
+        if node.host.kind is not HostKind.SSH or node.troubled:
             return
         self.say(f"!! {node.host.name} is powered off")
         self.host_fails(node)
@@ -860,6 +914,7 @@ class World:
         for name in self.nodes:
             self.nodes[name].workers.clear()
         members = self.job.attempt.members if self.job.attempt is not None else ()
+        self.enlisted = {(name, agent.link) for name in members if isinstance(agent := self.links[name], Agent)}
         assert self.spec.min_hosts <= len(members) <= self.spec.max_hosts
         assert all(self.job.fleet.states[name].phase is HostPhase.READY for name in members)
         stay = [name for name in self.members if name in members]

@@ -34,9 +34,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path, victim: int) -> None:
-    step = random.Random(victim).randrange(5, 35)
+def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+    chance = random.Random(3)
+    step, victim = chance.randrange(5, 35), chance.randrange(2)
     two_hosts = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
     with started_dtrain("run", *two_hosts, str(GPT), *SMALL, cwd=tmp_path) as process:
         before = _read_until(process, rf"step +{step}  loss")

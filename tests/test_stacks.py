@@ -201,7 +201,7 @@ ODD = {
     "torch's wrapper waits in backward": ([IN_BACKWARD, IN_BACKWARD, LOADING], (2,)),
     "one computes a gradient": ([IN_ALL_REDUCE, IN_ALL_REDUCE, IN_BACKWARD], (2,)),
     "our wrapper waits": ([stack((str(DDP / "reducer.py"), 9, "_wait"), BACKWARD, STEP)] * 2 + [LOADING], (2,)),
-    "half of them": ([IN_ALL_REDUCE, LOADING], ()),
+    "half of them": ([IN_ALL_REDUCE, LOADING], (1,)),
     "nobody": ([LOADING, LOADING, LOADING], ()),
     "all": ([IN_ALL_REDUCE] * 3, ()),
     "a lock of the script's own": (

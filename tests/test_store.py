@@ -36,18 +36,22 @@ def test_unmodified_script_meets_its_peers(tmp_path: Path) -> None:
 
 def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None:
     script = write(tmp_path, "import os\nprint('port', os.environ['MASTER_PORT'])")
-    first = run_dtrain("run", script, cwd=tmp_path)
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(("127.0.0.1", 29500))
-            holder.listen()
-        except OSError:
-            assert "port 29500" not in first.stdout  # somebody else holds it: that serves as well
-        second = run_dtrain("run", script, cwd=tmp_path)
-    assert second.returncode == 0
-    assert re.search(r"port \d+", second.stdout)
-    assert "port 29500" not in second.stdout
+
+        def taken() -> bool:
+            try:
+                holder.bind(("127.0.0.1", 29500))
+            except OSError:  # another test's run has it for a moment
+                return False
+            return True
+
+        wait_until(taken, "the default port is ours", timeout=30)
+        holder.listen()
+        result = run_dtrain("run", script, cwd=tmp_path)
+    assert result.returncode == 0
+    assert re.search(r"port \d+", result.stdout)
+    assert "port 29500" not in result.stdout
 
 
 def test_named_port_is_used(tmp_path: Path) -> None:
