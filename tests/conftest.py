@@ -83,6 +83,17 @@ def network_hosts(_network_lab: NetworkHosts) -> NetworkHosts:
     return _network_lab
 
 
+@pytest.fixture(params=["here", "simulated", "ssh"])
+def where(request: pytest.FixtureRequest) -> list[str]:
+    """Options for two workers: on this machine, on two simulated hosts, on two SSH hosts."""
+    if request.param == "here":
+        return ["--nproc-per-node", "2"]
+    if request.param == "simulated":
+        return ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+    hosts: SshHosts = request.getfixturevalue("ssh_hosts")
+    return ["--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test that leaves a process running, here or on an SSH host, and end that process."""

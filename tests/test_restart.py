@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain
-from testbed.sshd import SshHosts
 
 GLOO = """\
 import os, signal, time
@@ -51,17 +50,6 @@ if rank == "1":
     os._exit(5)
 time.sleep(600)
 """
-
-
-@pytest.fixture(params=["here", "simulated", "ssh"])
-def where(request: pytest.FixtureRequest) -> list[str]:
-    """Options for two workers: on this machine, on two simulated hosts, on two SSH hosts."""
-    if request.param == "here":
-        return ["--nproc-per-node", "2"]
-    if request.param == "simulated":
-        return ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
-    hosts: SshHosts = request.getfixturevalue("ssh_hosts")
-    return ["--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
 
 
 @pytest.fixture
