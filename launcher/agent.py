@@ -24,7 +24,7 @@ from launcher.errors import ProtocolError
 from launcher.facts import find_facts
 from launcher.guard import guard, reap
 from launcher.inquiry import Inquiry
-from launcher.lease import ENDS_WITHIN_S, Lease, Limits
+from launcher.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
 from launcher.mark import Mark
 from launcher.outbox import Outbox
 from launcher.protocol import (
@@ -49,7 +49,6 @@ from launcher.rendezvous import StoreProcess
 from launcher.suspension import Suspension
 from launcher.traces import Cleaning, Trace
 
-HEARTBEAT_S = 1.0
 FLUSH_S = 5.0
 
 
@@ -96,7 +95,7 @@ class Agent:
         self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
         self._left: list[str] = []
         self._done = False
-        self._next_heartbeat = time.monotonic() + HEARTBEAT_S
+        self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
         self._terminated = False
 
     # ---- the loop ----
@@ -171,8 +170,7 @@ class Agent:
             self._ended(self._ending)
 
     def _beat(self, now: float) -> None:
-        lease_s = self._lease.duration_s
-        self._next_heartbeat = now + (min(HEARTBEAT_S, lease_s / 6) if lease_s > 0 else HEARTBEAT_S)
+        self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
         if self._attempt is not None:
             self._attempt.look()
         if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator
 from launcher.events import Close, Command, Open, Tell
 from launcher.hosts import Host
 from launcher.hoststate import HostClock, HostPhase, HostState
+from launcher.lease import heartbeat_pause_s
 from launcher.protocol import Bye, Facts, Heartbeat, Stop, Suspend, Swept
 
 __all__ = ["Fleet"]
 
 BEAT, ANSWERS, LEASE, FENCE = 0.1, 0.2, 0.6, 0.2  # parts of the heartbeat timeout
 BEAT_AT_LEAST_S = 5.0  # however long that is
-SPEAKS_AT_LEAST_S = 1.0  # an agent sends heartbeats so often, or every BEAT of the timeout
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
 STEADY_S = 2.0  # who was ready for less is not tried at once for ever
@@ -50,7 +50,7 @@ class Fleet:
         self.timeout_s = timeout_s
         self.lease_s = LEASE * timeout_s
         self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
-        self.quiet_s = 2 * min(BEAT * timeout_s, SPEAKS_AT_LEAST_S)  # who says nothing for so long is no longer there
+        self.quiet_s = 2 * heartbeat_pause_s(self.lease_s)  # who says nothing for so long is no longer there
         self._join_s = max(join_s, timeout_s)  # for a host to be ready; a look at its devices may take long
         self._counts = Counter({HostPhase.AWAY: len(self.states)})
         self._retries: list[tuple[float, str]] = []  # heaps; what no longer holds is dropped when it comes up

@@ -65,7 +65,11 @@ class StoreProcess:
         if text:
             return text.splitlines()[-1]
         status = os.waitstatus_to_exitcode(wait_status)
-        return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
+        if status >= 0:
+            return f"it ended with status {status}"
+        from launcher.victims import signal_name  # what it imports is no agent's business but here
+
+        return f"it was killed by {signal_name(-status)}"
 
     def kill(self) -> int | None:
         """Kill it, a child not reaped yet, and return the pid to be reaped: it may be stuck in the kernel."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until
+from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
 
 # While torch is imported, which on a busy machine takes longer than these tests have patience.
@@ -98,7 +98,7 @@ def test_a_run_whose_ddp_steps_is_not_stalled_though_it_prints_nothing(tmp_path:
 
 def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], script: Path) -> None:
     with started_dtrain("run", "--run-id", "r", *where, script, cwd=script.parent) as process:
-        _wait_up(process, 3)
+        wait_up(process, 3)
         time.sleep(0.5)  # into the collective
         assert process.stderr is not None
         for number in (1, 2):
@@ -154,7 +154,7 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
     )
     # The lease is shorter than the pause: it rests meanwhile.
     with started_dtrain("run", "--heartbeat-timeout-s", "2", *where, script, cwd=tmp_path) as process:
-        _wait_up(process, 3)
+        wait_up(process, 3)
         process.send_signal(signal.SIGTSTP)
         dtrain = psutil.Process(process.pid)
         wait_until(lambda: dtrain.status() == psutil.STATUS_STOPPED, "dtrain stops itself")
@@ -169,12 +169,3 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
 def _stopped() -> list[psutil.Process]:
     ours = [p for p in marked({os.environ[MARK]}) if "RANK" in p.environ()]
     return [p for p in ours if p.status() == psutil.STATUS_STOPPED]
-
-
-def _wait_up(process: object, workers: int) -> None:
-    seen = 0
-    stdout = process.stdout  # type: ignore[attr-defined]
-    while seen < workers:
-        line = stdout.readline()
-        assert line, "it ended before its workers were up"
-        seen += line.endswith(b"up\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import MARK, marked, run_dtrain, started_dtrain
+from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_up
 
 GLOO = """\
 import os, signal, time
@@ -134,7 +134,7 @@ def test_a_killed_store_is_the_cause_and_another_attempt_has_its_own(script: Pat
     )
     options = ["--max-restarts", "1", "--nproc-per-node", "2"]
     with started_dtrain("run", *options, script, cwd=script.parent) as process:
-        _wait_up(process, 2)
+        wait_up(process, 2)
         (store,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "launcher.store" in _argv(p)]
         store.kill()
         _, stderr = process.communicate(timeout=60)
@@ -153,7 +153,7 @@ def test_a_killed_agent_is_replaced_and_what_it_left_is_ended(
         "print('up', flush=True)\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(600)"
     )
     with started_dtrain("run", "--max-restarts", "1", *where, script, cwd=script.parent) as process:
-        _wait_up(process, 2)
+        wait_up(process, 2)
         guard, agent = _guard_and_agent()
         guard.suspend()  # so that it cannot act before both are dead
         for victim in victims:
@@ -192,15 +192,6 @@ def test_error_json_tells_a_program_what_the_screen_tells_a_person(script: Path)
     assert (cause["kind"], cause["rank"], cause["error_type"]) == ("raised", 1, "ValueError")
     assert cause["message"] == "bad batch"
     assert cause["where"].startswith(f"{script}:2")
-
-
-def _wait_up(process: object, workers: int) -> None:
-    seen = 0
-    stdout = process.stdout  # type: ignore[attr-defined]
-    while seen < workers:
-        line = stdout.readline()
-        assert line, "it ended before its workers were up"
-        seen += line.endswith(b"up\n")
 
 
 def _argv(process: psutil.Process) -> list[str]:

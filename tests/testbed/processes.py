@@ -115,6 +115,16 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 10) 
         time.sleep(0.02)
 
 
+def wait_up(process: "subprocess.Popen[bytes]", workers: int) -> None:
+    """Read a run's output until so many workers have said `up`."""
+    assert process.stdout is not None
+    seen = 0
+    while seen < workers:
+        line = process.stdout.readline()
+        assert line, "it ended before its workers were up"
+        seen += line.endswith(b"up\n")
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and everything under it now. What has left the tree is for `left_behind` to find."""
     with contextlib.suppress(psutil.NoSuchProcess):
