@@ -11,20 +11,27 @@ torchrun, mpirun or srun, or alone with plain python.
 """
 
 from ddp.checkpoint import Checkpoint, Restored
+from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.errors import (
     ArgumentError,
     BackwardError,
     CheckpointError,
     CollectiveError,
     DdpError,
+    DriftError,
     LaunchEnvironmentError,
     LayoutMismatchError,
     NotInitializedError,
+    PeerFailedError,
     RendezvousError,
     UnsupportedError,
 )
+from ddp.local_sgd import LocalSGD
+from ddp.metrics import gather_metrics, gather_samples
 from ddp.parallel import DistributedDataParallel
 from ddp.sampler import DistributedSampler
+from ddp.tracing import skip_package
+from ddp.verify import Difference, Verification, verify
 from ddp.world import World, init
 
 __all__ = [
@@ -34,14 +41,28 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "DdpError",
+    "Difference",
     "DistributedDataParallel",
     "DistributedSampler",
+    "DriftError",
+    "Half",
+    "Int8",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
+    "LocalSGD",
     "NotInitializedError",
+    "PeerFailedError",
+    "PowerSGD",
     "RendezvousError",
     "Restored",
     "UnsupportedError",
+    "Verification",
     "World",
+    "gather_metrics",
+    "gather_samples",
     "init",
+    "make_compression",
+    "verify",
 ]
+
+skip_package(__name__)

@@ -1,4 +1,4 @@
-"""Copies tensors of a group's rank 0 to its other ranks, many in one collective.
+"""Copies tensors of one rank of a group to its other ranks, many in one collective.
 
 The wrapper copies weights and buffers once, and buffers again before forward passes.
 """
@@ -15,6 +15,8 @@ __all__ = ["BufferSync", "broadcast_tensors", "buffer_collector"]
 
 _CHUNK_BYTES = 250 << 20
 _ALIGN_BYTES = 16
+
+Wait = Callable[[dist.Work, str], None]
 
 
 class _Package:
@@ -33,37 +35,41 @@ class _Package:
         ]
         self.work: dist.Work | None = None
 
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Pack on rank 0 and start the broadcast. The staging tensor is still on its way until `finish`."""
-        if group.rank() == 0:
+    def start(self, group: dist.ProcessGroup, root: int) -> None:
+        """Pack on rank `root` and start the broadcast. The staging tensor is still on its way until `finish`."""
+        if group.rank() == root:
             if self.work is not None:
                 self.work.wait()
             torch._foreach_copy_(self.views, self.tensors)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank, options.rootTensor = root, 0
         self.work = group.broadcast([self.staging], options)
 
-    def finish(self, group: dist.ProcessGroup) -> None:
-        """Wait and unpack. Rank 0 has nothing to unpack, and waits only before it packs again."""
-        if group.rank() != 0 and self.work is not None:
-            self.work.wait()
+    def finish(self, group: dist.ProcessGroup, root: int, wait: Wait) -> None:
+        """Wait and unpack. The root has nothing to unpack, and waits only before it packs again."""
+        if group.rank() != root and self.work is not None:
+            wait(self.work, "broadcast of buffers")
             # Through .data, which has a version counter of its own: a graph of an earlier forward may have
             # saved the buffer, and its backward must not fail because of this copy.
             torch._foreach_copy_([tensor.data for tensor in self.tensors], self.views)
 
 
-def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite `tensors` on every rank of `group` with those of its rank 0. Every rank must call it; blocks.
+def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Overwrite `tensors` on every rank of `group` with those of its rank `root`. Every rank must call it; blocks.
 
     The tensors must agree in number, shape and dtype between ranks; they may lie on several devices.
     """
     with torch.no_grad():
         for chunk in _chunks([tensor for tensor in tensors if tensor.numel()]):
             package = _Package(chunk)
-            package.start(group)
-            package.finish(group)
+            package.start(group, root)
+            package.finish(group, root, _just_wait)
             if package.work is not None:
                 package.work.wait()
+
+
+def _just_wait(work: dist.Work, _: str) -> None:
+    work.wait()
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -80,25 +86,39 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 class BufferSync:
-    """Gives every rank the buffers of rank 0. The plan is kept while the module's buffers stay the same tensors."""
+    """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
 
-    def __init__(self, group: dist.ProcessGroup, collect: Callable[[], list[torch.Tensor]]) -> None:
+    `wait` waits for a collective, given its name.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, collect: Callable[[], list[torch.Tensor]], wait: Wait) -> None:
         self._group = group
         self._collect = collect
+        self._wait = wait
         self._packages: list[_Package] = []
         self._planned: list[torch.Tensor] = []
+        self._forms: list[_Form] = []
 
-    def run(self) -> None:
-        """Broadcast the buffers. Every rank must call it; rank 0 does not block, the others wait for its values."""
+    def run(self, root: int = 0) -> None:
+        """Broadcast the buffers of `root`. Every rank must call it; the root does not block, the others wait for it."""
         buffers = self._collect()
         with torch.no_grad():
-            if not _same(buffers, self._planned):
-                self._planned = buffers
+            forms = [_form(buffer) for buffer in buffers]
+            if forms != self._forms or not _same(buffers, self._planned):
+                self._planned, self._forms = buffers, forms
                 self._packages = [_Package(chunk) for chunk in _chunks([b for b in buffers if b.numel()])]
             for package in self._packages:
-                package.start(self._group)
+                package.start(self._group, root)
             for package in self._packages:
-                package.finish(self._group)
+                package.finish(self._group, root, self._wait)
+
+
+_Form = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _form(buffer: torch.Tensor) -> _Form:
+    """What may change in place: observers of quantization grow their buffers so."""
+    return buffer.shape, buffer.dtype, buffer.device
 
 
 def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:

@@ -4,8 +4,7 @@ The plan follows Li et al. 2020 (PyTorch Distributed: Experiences on Acceleratin
 VLDB 13(12)): gradients become ready roughly in the reverse order of registration, buckets of some MB keep
 the latency of a collective small against its transfer, and a small first bucket starts the communication
 early. It adds two things. A gradient that is large enough is a bucket by itself and is reduced where it
-lies, without a copy in or out. And the last bucket is always a flat one, which carries one extra number for
-each parameter: the ranks' verdict about which parameters had gradients.
+lies, without a copy in or out. And the last bucket is always a flat one, which carries the ranks' verdict.
 """
 
 from __future__ import annotations
@@ -35,11 +34,15 @@ _MAY_WAIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BucketLimits:
-    """Sizes in bytes at which a flat bucket is closed, and from which on a gradient is a bucket of its own."""
+    """Sizes in bytes at which a flat bucket is closed, and from which on a gradient is a bucket of its own.
+
+    The first buckets are closed at `first_caps_bytes`, one after the other, all others at `cap_bytes`. `own_bytes` is
+    None if no gradient travels alone.
+    """
 
     cap_bytes: int
-    first_cap_bytes: int
-    own_bytes: int
+    first_caps_bytes: tuple[int, ...]
+    own_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -103,17 +106,21 @@ def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
     return GradSpec(index, tuple(parameter.shape), dense.stride(), parameter.dtype, parameter.device)
 
 
-def plan_buckets(specs: Sequence[GradSpec], limits: BucketLimits) -> tuple[BucketPlan, ...]:
+def plan_buckets(
+    specs: Sequence[GradSpec], limits: BucketLimits, *, verdict_numel: int, verdict_device: torch.device | None = None
+) -> tuple[BucketPlan, ...]:
     """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
 
-    The last bucket is flat and has room for one verdict number per spec; it may be empty otherwise.
+    The last bucket is flat and has room for `verdict_numel` numbers behind its gradients. Without `verdict_device`,
+    the verdict travels with gradients if it can; else alone, in a last bucket on that device.
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
     last: dict[tuple[torch.device, torch.dtype], int] = {}
-    cap = limits.first_cap_bytes
+    caps = iter(limits.first_caps_bytes)
+    cap = next(caps, limits.cap_bytes)
     for position, spec in enumerate(specs):
-        if spec.nbytes >= limits.own_bytes and not spec.dtype.is_complex:
+        if limits.own_bytes is not None and spec.nbytes >= limits.own_bytes and not spec.dtype.is_complex:
             finished.append((position, _bucket([spec], is_own=True)))
             continue
         key = (spec.device, spec.flat_dtype)
@@ -121,9 +128,12 @@ def plan_buckets(specs: Sequence[GradSpec], limits: BucketLimits) -> tuple[Bucke
         last[key] = position
         if sum(member.nbytes for member in open_[key]) >= cap:
             finished.append((position, _bucket(open_.pop(key))))
-            cap = limits.cap_bytes
+            cap = next(caps, limits.cap_bytes)
     finished += [(last[key], _bucket(members)) for key, members in open_.items()]
-    return _with_verdict([plan for _, plan in sorted(finished, key=lambda pair: pair[0])], len(specs), specs[0].device)
+    plans = [plan for _, plan in sorted(finished, key=lambda pair: pair[0])]
+    if verdict_device is not None:
+        return (*plans, _alone(verdict_device, verdict_numel))
+    return _with_verdict(plans, verdict_numel)
 
 
 def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
@@ -147,14 +157,19 @@ def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
     )
 
 
-def _with_verdict(plans: list[BucketPlan], count: int, device: torch.device) -> tuple[BucketPlan, ...]:
+def _with_verdict(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
     """Put a flat bucket last and give it room for the verdict: the last small one there is, else an empty one."""
-    at = max((i for i, plan in enumerate(plans) if not plan.is_own), default=None)
+    # Weights are among the verdict's numbers: they must not be rounded more than the gradients are.
+    is_double = any(plan.dtype == torch.float64 for plan in plans)
+    exact = (torch.float64,) if is_double else (torch.float32, torch.float64)
+    at = max((i for i, plan in enumerate(plans) if not plan.is_own and plan.dtype in exact), default=None)
     if at is not None and (at == len(plans) - 1 or plans[at].nbytes <= _MAY_WAIT_BYTES):
-        carrier = plans.pop(at)
-    else:
-        carrier = BucketPlan((), torch.float32, device, 0, is_own=False)
-    return (*plans, replace(carrier, verdict_numel=count))
+        return (*plans[:at], *plans[at + 1 :], replace(plans[at], verdict_numel=numel))
+    return (*plans, _alone(torch.device("cpu") if not plans else plans[0].device, numel))
+
+
+def _alone(device: torch.device, numel: int) -> BucketPlan:
+    return BucketPlan((), torch.float64, device, 0, is_own=False, verdict_numel=numel)
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -27,7 +27,7 @@ from torch import nn
 
 from ddp import checkpoint_file, randomness
 from ddp.checkpoint_file import Trailer
-from ddp.checkpoint_state import Stateful, check_plain, given_parts, restore_parts
+from ddp.checkpoint_state import Stateful, check_plain, given_parts, reduction_state, restore_parts, restore_reduction
 from ddp.errors import ArgumentError, CheckpointError, CollectiveError, DdpError
 from ddp.exchange import device_of, gather_values
 from ddp.progress import count_checkpoint
@@ -81,8 +81,9 @@ class Checkpoint:
 
         Every rank must call it, with the same step and the same things; it blocks until rank 0's file is durable
         (written, fsynced and renamed), at most as long as the process group's timeout. States and `values` are those
-        of rank 0; values may be None, numbers, strings, tensors, and lists, tuples, sets and dicts of them. Wrappers
-        around the model (DDP, torch.compile) are taken off, so that it can be loaded with or without.
+        of rank 0, but what `compression=` still owes is that of all. Values may be None, numbers, strings, tensors,
+        and lists, tuples, sets and dicts of them. Wrappers around the model (DDP, torch.compile) are taken off, so
+        that it can be loaded with or without.
 
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
         else than rank 0, if the folder has a later step than `step`, or if rank 0 cannot write (a full disk);
@@ -108,10 +109,13 @@ class Checkpoint:
         notes = [_SaveNote(**each) for each in told]
         _raise_together(f"save step {step}", [note.problem for note in notes], problem)
         _require_agreement(notes)
+        reduction = reduction_state(model)
 
         if rank == 0:
             generators = [note.random for note in notes]
             content = {"step": step, "world_size": len(notes), **state, "random": generators, "values": values}
+            if reduction is not None:
+                content["reduction"] = reduction
             try:
                 path = checkpoint_file.write(self.folder, step, content)
                 self._broken.discard(path.name)
@@ -172,7 +176,7 @@ class Checkpoint:
                 if lacks[rank]:
                     checkpoint_file.verify(file)
                 parts = given_parts(model, optimizer, scheduler, scaler, sampler)
-                restored = _restore(file, parts, Path(chosen.path), rank, world_size)
+                restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
         _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "verdict after loading"), problem)
@@ -268,10 +272,13 @@ def _warn_of(refused: Sequence[str]) -> None:
         warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=3)
 
 
-def _restore(file: BinaryIO, parts: Mapping[str, Stateful], path: Path, rank: int, world_size: int) -> Restored:
+def _restore(
+    file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
+) -> Restored:
     file.seek(0)
     state = torch.load(file, map_location="cpu", weights_only=True)
     restore_parts(state, parts)
+    restore_reduction(model, state.get("reduction"))
     generators = state["random"]
     if len(generators) == world_size:
         randomness.restore(generators[rank])

@@ -15,7 +15,15 @@ from torch import nn
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.parallel import DistributedDataParallel
 
-__all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts"]
+__all__ = [
+    "PARTS",
+    "Stateful",
+    "check_plain",
+    "given_parts",
+    "reduction_state",
+    "restore_parts",
+    "restore_reduction",
+]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 _NAMED_DIFFERENCES = 3
@@ -62,6 +70,26 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The wrapper of this package, if there is one around or inside."""
+    while model is not None and not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)  # torch.compile
+    return model
+
+
+def reduction_state(model: nn.Module | None) -> dict[str, Any] | None:
+    """What gradient compression needs to go on, or None. Every rank must call it; blocks."""
+    wrapper = _wrapper(model)
+    return None if wrapper is None else wrapper.reduction_state()
+
+
+def restore_reduction(model: nn.Module | None, state: Mapping[str, Any] | None) -> None:
+    """Let gradient compression go on. Raises CheckpointError if it cannot."""
+    wrapper = _wrapper(model)
+    if wrapper is not None and state is not None:
+        wrapper.load_reduction_state(state)
 
 
 def check_plain(value: Any, name: str = "") -> None:

@@ -6,9 +6,11 @@ DdpError(RuntimeError)
 ├── RendezvousError          the ranks could not meet
 ├── NotInitializedError      something needs the process group before `ddp.init()`
 ├── ArgumentError            a wrong argument (also a ValueError)
-├── UnsupportedError         torch's DDP can do it, this module cannot yet (also a NotImplementedError)
+├── UnsupportedError         torch's DDP can do it, this module cannot (also a NotImplementedError)
 ├── LayoutMismatchError      the ranks wrap different modules
 ├── BackwardError            a backward pass that cannot be reduced exactly
+├── PeerFailedError          another rank's forward or backward raised an exception in this step
+├── DriftError               the replicas' weights are no longer equal
 ├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
 └── CollectiveError          a collective failed: a rank is gone, or too slow
 ```
@@ -25,9 +27,11 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "DdpError",
+    "DriftError",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
     "NotInitializedError",
+    "PeerFailedError",
     "RendezvousError",
     "UnsupportedError",
 ]
@@ -75,6 +79,24 @@ class BackwardError(DdpError):
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class PeerFailedError(DdpError):
+    """Other ranks failed in this step, so nothing was averaged: `failures` has what each said, by rank of the group."""
+
+    def __init__(self, message: str, *, failures: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class DriftError(DdpError):
+    """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value."""
+
+    def __init__(self, message: str, *, parameter: str, step: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.step = step
+        self.ranks = ranks
 
 
 class CheckpointError(DdpError):

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from ddp.buckets import BucketPlan, Slot, slot_view
-from ddp.transfer import Adder, Member, ready_twice, refuse_sparse
+from ddp.transfer import AT_THE_END, Member, Pending, Sender, dense, ready_twice
 
 __all__ = ["FlatTransfer"]
 
@@ -67,14 +66,14 @@ class FlatTransfer:
     The last bucket's flat tensor also carries the verdict: one number for each parameter of the module.
     """
 
-    def __init__(self, plan: BucketPlan, members: Sequence[Member], adder: Adder, *, as_views: bool) -> None:
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
         self.members = tuple(members)
         self.indices = frozenset(member.index for member in members)
         self.missing = set(self.indices)
         self.taken_early = frozenset(member.index for member in members[plan.small_count :])
-        self.work: dist.Work | None = None
+        self.work: Pending | None = None
         self._plan = plan
-        self._adder = adder
+        self._sender = sender
         self._as_views = as_views
         self._renew_small()
         self._renew_large()
@@ -103,6 +102,13 @@ class FlatTransfer:
         self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
         self._large_of = {place[0].index: place for place in self._large.places}
 
+    def hold_back(self, repeated: frozenset[int]) -> None:
+        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
+        if repeated & self.indices:
+            self.indices |= {AT_THE_END}
+            self.missing.update(self.indices)
+            self.taken_early -= repeated
+
     def begin(self) -> None:
         """Prepare, before backward reaches the parameters, for the gradients that it will make."""
         if not self._as_views:
@@ -128,17 +134,15 @@ class FlatTransfer:
     def _take(self, place: _Place, grad: torch.Tensor) -> None:
         """Divide a large gradient into its place with one call, so that its memory is read and written once."""
         member, _, view = place
-        if grad.layout is not torch.strided:
-            refuse_sparse(member)
         self._taken.add(member.index)
-        torch.div(grad, self._adder.size, out=view)
+        torch.div(dense(grad), self._sender.divisor, out=view)
         if grad is not view:
             self._settle(place, grad, self._large)
 
     def _settle(self, place: _Place, grad: torch.Tensor, region: _Region) -> None:
         """Make the place the gradient if nobody can notice, else note to copy the average back."""
         member, parameter, view = place
-        if self._as_views or member.index in self._made_by_backward:
+        if self._as_views or member.index in self._made_by_backward or grad.layout is not torch.strided:
             parameter.grad = view
             region.is_given_away = True
         else:
@@ -149,7 +153,7 @@ class FlatTransfer:
         """Put the gradients, divided, into the flat tensor; return the indices of absent ones."""
         if self._small.places:
             self._gather_small(touched)
-            torch.div(self._small.tensor, self._adder.size, out=self._flat[: self._plan.small_numel])
+            torch.div(self._small.tensor, self._sender.divisor, out=self._flat[: self._plan.small_numel])
         for place in self._large.places:
             member, parameter, view = place
             if member.index in self._taken:
@@ -157,7 +161,7 @@ class FlatTransfer:
             grad = parameter.grad
             if grad is None or member.index not in touched:
                 self._gather_absent(place, grad)
-                view.div_(self._adder.size)
+                view.div_(self._sender.divisor)
             else:  # made inside no_sync() before
                 self._take(place, grad)
         return [member.index for member, _, _ in self._absent]
@@ -171,13 +175,11 @@ class FlatTransfer:
             if grad is None or member.index not in touched:
                 self._gather_absent(place, grad)
             elif grad is not view:
-                if grad.layout is not torch.strided:
-                    refuse_sparse(member)
                 places.append(place)
                 views.append(view)
                 grads.append(grad)
         if grads:
-            torch._foreach_copy_(views, grads)
+            torch._foreach_copy_(views, [dense(grad) for grad in grads])
         for place, grad in zip(places, grads, strict=True):
             self._settle(place, grad, self._small)
 
@@ -189,26 +191,26 @@ class FlatTransfer:
         elif grad is view:
             self._old[member.index] = view.clone()
         else:
-            view.copy_(grad)
+            view.copy_(dense(grad))
 
-    def mark(self, absent: Sequence[int]) -> None:
-        """Write this rank's verdict, between `gather` and `send`: 1 for each parameter but those `absent`."""
-        verdict = self._flat[self._plan.numel :]
-        verdict.fill_(1)
-        if absent:
-            verdict[list(absent)] = 0
+    def gather_nothing(self) -> None:
+        """Get ready to send zeros, whatever the gradients are; nothing will be delivered."""
+        self._flat.zero_()
+        self._forget()
+
+    @property
+    def verdict(self) -> torch.Tensor:
+        """The place of the verdict: to be written between `gather` and `send`, and read once it is back."""
+        return self._flat[self._plan.numel :]
 
     def send(self) -> None:
         """Start the all-reduce."""
-        self.work = self._adder.start(self._flat)
+        self.work = self._sender.start(self._flat)
 
-    def used_among(self, indices: Sequence[int]) -> frozenset[int]:
-        """Those of `indices` for which any rank had a gradient, once the verdict is here. Waits for the device."""
-        counts = self._flat[self._plan.numel :].tolist()
-        return frozenset(index for index in indices if counts[index] > 0)
-
-    def deliver(self, used: Collection[int]) -> None:
-        """Put the averages into `.grad`; absent gradients only if they are in `used`, those that some rank had."""
+    def deliver(self, used: Collection[int], factor: float) -> None:
+        """Put `factor` times the averages into `.grad`; absent ones only if they are in `used`: some rank had them."""
+        if factor != 1.0:
+            self._flat[: self._plan.numel].mul_(factor)
         if self._small.places:
             self._small.tensor.copy_(self._flat[: self._plan.small_numel])
         if self._grads:
@@ -217,11 +219,18 @@ class FlatTransfer:
             if member.index not in used:
                 if member.index in self._old:
                     view.copy_(self._old[member.index])
-            elif parameter.grad is None:
+            elif parameter.grad is None or parameter.grad.layout is not torch.strided:
                 parameter.grad = view if self._as_views else view.clone()
             elif parameter.grad is not view:
                 parameter.grad.copy_(view)
-        for record in (self._grads, self._places, self._absent, self._old, self._taken):
-            record.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was on its way, once it has arrived or never will."""
+        self._forget()
         self.work = None
         self.missing.update(self.indices)
+
+    def _forget(self) -> None:
+        for record in (self._grads, self._places, self._absent, self._old, self._taken):
+            record.clear()

@@ -1,38 +1,52 @@
-"""The wrapper that a user sees: checks its arguments, equalises the replicas, runs forward and tells the reducer."""
+"""The wrapper that a user sees: equalises the replicas, runs forward, tells the reducer; torch's interface."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from ddp.arguments import (
+    bucket_limits,
+    check_initialized,
+    checked_device_ids,
+    control_group,
+    member_group,
+    single_device_type,
+    warn_of_meaningless,
+)
 from ddp.broadcast import BufferSync, broadcast_tensors, buffer_collector
-from ddp.buckets import BucketLimits
-from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+from ddp.buffer_hook import BufferHook
+from ddp.comm_hook import CommHook, builtin_hook, checked_hook
+from ddp.compression import Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression_powersgd import PowerSGDCompressor
+from ddp.dissent import describe_failure
+from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
+from ddp.in_backward import OptimizersInBackward
 from ddp.layout import check_same_layout, describe
+from ddp.lineup import Channel
 from ddp.progress import count_step_after
 from ddp.reducer import Reducer
+from ddp.roster import Roster, sparse_names
+from ddp.uneven import ShadowHook, agree
+from ddp.whereabouts import Whereabouts
 from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel"]
 
-_MB = 1 << 20
-_DEFAULT_CAP_MB = 25.0
-_FIRST_CAP_BYTES = 1 * _MB
-# Measured with gloo over loopback: a collective takes some 0.6 ms of CPU time, as much as copying 4 MB.
-_OWN_BYTES_ON_CPU = 4 * _MB
 
-
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(TorchDistributedDataParallel):
     """Wrap `module` so that its gradients are the averages over the ranks of the group.
 
     Every rank of the group must construct it, with a module of the same layout; construction blocks until
@@ -50,17 +64,33 @@ class DistributedDataParallel(nn.Module):
       with rank 0's buffers.
     - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
     - `process_group`: the ranks that average with each other; default: all.
-    - `bucket_cap_mb`: size in MiB at which a bucket is closed; the first is closed at 1 MiB so that
-      communication starts early.
+    - `device_mesh`: a one-dimensional one, instead of `process_group`.
+    - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25, and 1 for the first so that
+      communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
     - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
       before, and use the bucket again although an older gradient may have been kept elsewhere. By default
       `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
     - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use
       are always handled exactly: one that some rank used is averaged with zeros for the others, one that
       none used keeps its old gradient.
+    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that mean
+      nothing here are accepted with a warning that says why.
 
-    A world of one communicates nothing. What torch's class can do and this one cannot raises
-    UnsupportedError.
+    These are new:
+
+    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
+    - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them
+      once; DriftError names the first parameter that differs, the step and the rank.
+    - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them
+      is; default: nine tenths of the group's own timeout.
+
+    No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others
+    raise PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, or unfroze a
+    parameter that another did not, all raise BackwardError. After these, `.grad` is None on every rank, and
+    the next step can go on. A parameter that is unfrozen on all ranks is reduced from then on.
+
+    It is an instance of torch's class, so that libraries which ask for that find it. A world of one
+    communicates nothing.
 
     The method is that of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", VLDB 13(12).
@@ -72,7 +102,7 @@ class DistributedDataParallel(nn.Module):
         device_ids: list[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -85,75 +115,143 @@ class DistributedDataParallel(nn.Module):
         mixed_precision: object = None,
         device_mesh: object = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: object = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        compression: str | Half | Int8 | PowerSGD | None = None,
+        weight_checksum: bool = False,
+        stall_timeout_s: float | None = None,
     ) -> None:
-        super().__init__()
-        _refuse(
+        nn.Module.__init__(self)  # torch's own constructor is for its reducer
+        Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
+                'compression="bf16" to send less'
+            )
+        warn_of_meaningless(
+            dim=dim,
+            check_reduction=check_reduction,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
         )
-        _warn_of_meaningless(dim, check_reduction, skip_all_reduce_unused_params)
-        _check_module(module)
+        self.process_group = member_group(process_group, device_mesh)
         self.module = module
-        self.process_group = _member_group(process_group)
-        self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self.device = _single_device_type(parameters)
-        self.device_ids = _checked_device_ids(device_ids, output_device, self.device)
-        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = self._named_parameters()
+        check_initialized(parameters)
+        self.device = single_device_type(parameters)
+        self.device_type = self.device.type
+        self.device_ids = checked_device_ids(device_ids, output_device, self.device)
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        self.is_multi_device_module = len({parameter.device for _, parameter in parameters}) > 1
+        self.dim = dim
+        self.device_mesh = device_mesh
+        # As in torch, broadcast_buffers=False keeps buffers out of the first broadcast too, forward_sync_buffers=False
+        # does not.
+        with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.mixed_precision = None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._reducer: Reducer | None = None
-        self._buffer_sync: BufferSync | None = None
-        limits = _limits(bucket_cap_mb, self.device)
+        self.logger = None
+        self.compression: Compressor | None = None
+        self._weight_checksum = weight_checksum
+        self._stall_timeout_s = stall_timeout_s
+        self._limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, self.device)
+        self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
+        self._hook_name = ""
+        # For scripts that read torch's.
+        self.broadcast_bucket_size = 250 << 20
+        self.bucket_bytes_cap = self._limits.cap_bytes
+        self.bucket_bytes_cap_list = list(self._limits.first_caps_bytes) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self._weight = 0.0  # of a world of one, since its gradients were averaged
+        self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
+        self._buffer_hook: BufferHook | None = None
+        self._detach()
         if self.process_group.size() > 1:
             if init_sync:
-                # As in torch, broadcast_buffers=False keeps buffers out of the first broadcast too,
-                # forward_sync_buffers=False does not.
-                self._equalise(parameters, limits, with_buffers=broadcast_buffers or forward_sync_buffers is not None)
-            self._attach(parameters, limits)
+                self._compare(parameters, compression)
+                self._equalise(0, with_buffers=with_buffers)
+            self._attach()
+        if compression is not None:
+            self._use_compression(compression)
 
-    def _equalise(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], limits: BucketLimits, *, with_buffers: bool
-    ) -> None:
-        """Compare this rank's module with those of the others, then make its values those of rank 0."""
-        buffers = [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+
+    def _compare(self, parameters: Sequence[tuple[str, nn.Parameter]], compression: object) -> None:
+        """Raise LayoutMismatchError on every rank if the ranks wrap different modules, or wrap them differently."""
         settings = {
-            "bucket sizes": dataclasses.astuple(limits),
-            "broadcast_buffers": self.broadcast_buffers,
+            "bucket sizes": dataclasses.astuple(self._limits),
+            "broadcast_buffers": self.forward_sync_buffers,
             "ignored names": sorted(self.parameters_to_ignore),
+            "compression": compression,
+            "weight_checksum": self._weight_checksum,
         }
-        check_same_layout(self.process_group, describe(settings, parameters, buffers), self.device)
-        shared = [tensor for _, tensor in (*parameters, *(buffers if with_buffers else ()))]
-        broadcast_tensors(self.process_group, shared)
+        check_same_layout(self.process_group, describe(settings, parameters, self._named_buffers()), self.device)
 
-    def _attach(self, parameters: Sequence[tuple[str, nn.Parameter]], limits: BucketLimits) -> None:
+    def _equalise(self, root: int, *, with_buffers: bool) -> None:
+        """Make this rank's values those of rank `root` of the group."""
+        named = [*self._named_parameters(), *(self._named_buffers() if with_buffers else ())]
+        broadcast_tensors(self.process_group, [tensor for _, tensor in named], root)
+
+    def _detach(self) -> None:
+        """Be a plain wrapper: nothing communicates."""
+        self._reducer: Reducer | None = None
+        self._buffer_sync: BufferSync | None = None
+        self._whereabouts: Whereabouts | None = None
+        self._buffers_are_of = -1  # how many reductions there had been when they were made equal
+        self._optimizers: OptimizersInBackward | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def _attach(self) -> None:
+        """Register hooks on the parameters and get ready to communicate."""
+        group = self.process_group
+        self._whereabouts = Whereabouts(group, timeout_s=self._stall_timeout_s, device=self.device)
         self._reducer = Reducer(
-            self.process_group,
-            parameters,
-            limits,
+            Channel(group, control_group(group, self.device), self._whereabouts),
+            self._named_parameters(),
+            Roster(self.module, self.parameters_to_ignore),
+            self._limits,
+            sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
+            with_checksum=self._weight_checksum,
         )
-        if self.broadcast_buffers:
-            self._buffer_sync = BufferSync(self.process_group, buffer_collector(self.module, self.parameters_to_ignore))
+        if self.forward_sync_buffers:
+            collect = buffer_collector(self.module, frozenset(self.parameters_to_ignore))
+            self._buffer_sync = BufferSync(group, collect, self._whereabouts.wait)
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
-        weakref.finalize(self, _remove, self._reducer.handles)
+        self._end = weakref.finalize(self, _release, self._reducer.handles, self._whereabouts)
+        self._end.atexit = False
         before_leaving(self, DistributedDataParallel._let_go)
+
+    def _release(self) -> None:
+        if self._end is not None:
+            self._end()
+        if self.compression is not None:
+            self.compression.close()
+        self._detach()
 
     def _let_go(self) -> None:
         """Drop the process group and everything that communicates; the module itself stays usable."""
-        if self._reducer is not None:
-            _remove(self._reducer.handles)
-        self._reducer = self._buffer_sync = None
+        self._release()
+        self.compression = None
         del self.process_group
+
+    # Forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
@@ -161,26 +259,71 @@ class DistributedDataParallel(nn.Module):
             inputs, kwargs = _moved((inputs, kwargs), torch.device(self.device.type, self.device_ids[0]))
         reducer = self._reducer
         if reducer is None:
+            Join.notify_join_context(self)
             output = self.module(*inputs, **kwargs)
-            if self.require_backward_grad_sync:
+            self._has_synced_forward = self.require_backward_grad_sync
+            if self._has_synced_forward:
                 count_step_after(_tensors_in(output))
             return output
-        if self._buffer_sync is not None and self.require_forward_param_sync:
-            self._buffer_sync.run()
-        output = self.module(*inputs, **kwargs)
-        has_grad = torch.is_grad_enabled()
-        is_syncing = has_grad and self.require_backward_grad_sync
-        if has_grad:
-            reducer.prepare(_tensors_in(output), is_syncing=is_syncing)
-        self.require_forward_param_sync = is_syncing
+        if reducer.is_inside_backward():
+            return self.module(*inputs, **kwargs)  # activation checkpointing
+        is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
+        try:
+            syncs_buffers = self._before_forward(reducer, is_syncing=is_syncing)
+            output = self.module(*inputs, **kwargs)
+        except BaseException as error:
+            if is_syncing:
+                reducer.fail(describe_failure("its forward pass", error))
+            raise
+        if syncs_buffers and self._buffer_hook is not None:
+            self._buffer_hook.run_after(self._named_buffers)
+        if torch.is_grad_enabled():
+            reducer.prepare(_tensors_in(output), is_syncing=is_syncing, is_training=self.training)
         return output
+
+    def _before_forward(self, reducer: Reducer, *, is_syncing: bool) -> bool:
+        """Settle what the last pass left, and give every rank the same buffers; return whether that was due."""
+        reducer.enter_forward()
+        if self._optimizers is None:
+            self._optimizers = OptimizersInBackward.of(self._named_parameters())
+            reducer.optimizers = self._optimizers
+        root = 0
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            _, root = agree(self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank())
+        return self._sync_buffers_of(root)
+
+    def _syncs_buffers(self) -> bool:
+        if self._buffer_sync is None or self._whereabouts is None or not self.require_forward_param_sync:
+            return False
+        return self._whereabouts.step != self._buffers_are_of
+
+    def _sync_buffers_of(self, root: int) -> bool:
+        """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due.
+
+        Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
+        """
+        if not self._syncs_buffers():
+            return False
+        assert self._whereabouts is not None
+        assert self._buffer_sync is not None
+        self._buffers_are_of = self._whereabouts.step
+        if self._buffer_hook is not None:
+            self._buffer_hook.run_before(self._named_buffers)
+        else:
+            self._buffer_sync.run(root)
+        return True
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it would be inlined; see ddp.tracing
+
+    # Backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward passes of forwards made inside only accumulate gradients on this rank.
 
-        The first backward pass of a forward made outside reduces the accumulated sum. Every rank must use
-        it in the same steps.
+        The first backward pass of a forward made outside reduces the accumulated sum. It is the forward that counts:
+        around backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -189,115 +332,251 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, *_: object, **__: object) -> NoReturn:
-        """Not supported yet: give every rank the same number of batches, as DistributedSampler does."""
-        raise UnsupportedError(
-            "join() is not supported yet: give every rank the same number of batches (ddp.DistributedSampler does)"
-        )
+    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Run `loss.backward(**kwargs)`, with `weight` for an average of shares of different size.
 
-    def register_comm_hook(self, *_: object, **__: object) -> NoReturn:
-        """Not supported yet."""
-        raise UnsupportedError("register_comm_hook() is not supported yet: gradients travel in their own dtype")
-
-    def __getstate__(self) -> NoReturn:
-        raise UnsupportedError(
-            "DistributedDataParallel cannot be pickled or copied yet: copy or save its .module, and wrap that again"
-        )
-
-
-def _refuse(**arguments: object) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise UnsupportedError(f"DistributedDataParallel({', '.join(given)}=...) is not supported yet; leave it out")
-
-
-def _warn_of_meaningless(dim: int, check_reduction: bool, skip_all_reduce_unused_params: bool) -> None:
-    reasons = {
-        "dim": dim != 0 and "batches are not split among devices inside a process",
-        "check_reduction": check_reduction and "reduction is always complete when backward returns",
-        "skip_all_reduce_unused_params": skip_all_reduce_unused_params
-        and "unused parameters are always handled exactly",
-    }
-    for name, reason in reasons.items():
-        if reason:
-            warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
-
-
-def _check_module(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if getattr(submodule, "sparse", False) is True and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
+        `loss` is the mean over what this rank has, and `weight` says of how much: tokens, samples. The gradient is then
+        the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
+        that of the mean over everything. A rank whose weight is 0 contributes nothing, whatever its loss is; it
+        must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
+        Gradients must be None or 0 before the first pass of a step.
+        """
+        if weight is None:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+            return
+        if self.steps_alone:
             raise UnsupportedError(
-                f"{name!r} is an embedding with sparse gradients, which are not supported yet: use sparse=False"
+                "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
             )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ArgumentError(
-                f"parameter {name!r} has no shape yet: run a forward pass of the module before it is wrapped"
-            )
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise UnsupportedError(
-                f"parameter {name!r} has an optimizer that steps in backward, which is not supported yet"
-            )
+        amount = float(weight)
+        reducer = self._reducer
+        if not 0 <= amount < float("inf"):
+            if reducer is not None and reducer.is_announced:
+                reducer.fail(f"its weight is {amount}")
+            raise ArgumentError(f"weight is {amount}; it must be a number of at least 0")
+        if reducer is not None:
+            reducer.add_weight(amount)
+        if amount:
+            loss.backward(gradient=torch.full_like(loss, amount), **kwargs)  # type: ignore[no-untyped-call]
+        elif reducer is not None:
+            reducer.reduce_alone()
+        if reducer is None:
+            self._weigh_alone(amount)
 
+    def _weigh_alone(self, amount: float) -> None:
+        """What the reducer does with weights, in a world of one."""
+        self._weight += amount
+        if not self._has_synced_forward:
+            return
+        total, self._weight = self._weight, 0.0
+        if not total:
+            raise BackwardError("the weights of this step add up to 0, so there is no average")
+        for _, parameter in self._named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
 
-def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise NotInitializedError("there is no process group yet: call ddp.init() before DistributedDataParallel()")
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"this rank ({dist.get_rank()}) is not a member of process_group: wrap the module only on its members"
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of inputs at different times, inside this context; all must enter it, and its end waits.
+
+        A rank that has no more inputs takes part in the others' reductions with zeros. With
+        `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
+        end, all ranks get parameters and buffers of one that joined last.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
-    return group
 
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
 
-def _single_device_type(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
-    """The device of the first parameter; all must be of its type, and something must train."""
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise DdpError(
-            "no parameter of the module requires a gradient, so there is nothing to reduce: use the module as it is"
-        )
-    first_name, first = parameters[0]
-    for name, parameter in parameters:
-        if parameter.device.type != first.device.type:
-            raise ArgumentError(
-                f"parameter {name!r} is on {parameter.device}, but {first_name!r} on {first.device}: "
-                "the module must be on devices of one type"
+        def equalise(root: int, is_last: bool) -> None:
+            self._authoritative_rank = root
+            if reducer is not None:
+                reducer.divides_by_active = False
+                self._equalise(root, with_buffers=self.forward_sync_buffers)
+                if not is_last:
+                    reducer.leave_company()
+
+        return ShadowHook(self, self._keep_company, self._sync_buffers_of, equalise)
+
+    def _keep_company(self) -> None:
+        if self._reducer is not None:
+            self._reducer.keep_company()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    # Communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
+
+        `bucket` has the interface of `torch.distributed.GradBucket`, its gradients are not divided, and the future
+        that the hook returns holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
+        """
+        self._use_hook(checked_hook(state, hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self._use_hook(builtin_hook(comm_hook_type, self.process_group))
+
+    def _use_hook(self, hook: CommHook) -> None:
+        self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
+        if self._reducer is None:  # a world of one: the hook may still change gradients
+            self._attach()
+        assert self._reducer is not None
+        self._reducer.use_hook(hook)
+
+    def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
+        compressor, hook = make_compression(compression, self.process_group)
+        self.compression = compressor
+        weakref.finalize(self, compressor.close).atexit = False
+        self._use_hook(CommHook(hook, compressor, is_chained=isinstance(compressor, PowerSGDCompressor)))
+
+    def reduction_state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
+
+        None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
+        """
+        if self.compression is None or self._reducer is None:
+            return None
+        return {"plan": self._reducer.plan_state(), "compression": self.compression.state_dict()}
+
+    def load_reduction_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
+
+        Raises CheckpointError if it does not fit the module or its buckets. Without compression, nothing happens but
+        a warning that what was owed is lost.
+        """
+        if self.compression is None or self._reducer is None:
+            warnings.warn(
+                "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
+                stacklevel=2,
             )
-    return first.device
+            return
+        self._reducer.load_plan_state(state["plan"])
+        self.compression.load_state_dict(state["compression"])
 
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: object = None
+    ) -> None:
+        """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        if self._reducer is not None:
+            self._reducer.buffer_hook = self._buffer_hook
 
-def _checked_device_ids(
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    device: torch.device,
-) -> list[int] | None:
-    if not device_ids:
-        if output_device is not None:
-            raise ArgumentError(
-                f"output_device={output_device} without device_ids: leave it out, outputs stay where they are made"
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""
+        if getattr(self, "process_group", None) is not dist.group.WORLD:
+            raise DdpError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
+                "save its .module, and wrap that again"
             )
-        return None
-    if device.type == "cpu" or len(device_ids) != 1:
-        raise ArgumentError(
-            f"device_ids={list(device_ids)} for a module on {device}: "
-            "one CUDA device, that of the module, or None (always None on the CPU and for several devices)"
-        )
-    index = torch._utils._get_device_index(device_ids[0], True)
-    if output_device is not None and torch._utils._get_device_index(output_device, True) != index:
-        raise ArgumentError(
-            f"output_device={output_device}, but device_ids={list(device_ids)}: outputs stay on the module's device"
-        )
-    return [index]
+        if self._reducer is not None and self._reducer.has_hook:
+            warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
+        left_out = ("process_group", "_reducer", "_buffer_sync", "_whereabouts", "_optimizers", "_end", "_buffer_hook")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "compression": None, "device_mesh": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Attach to the default group, without communication; alone where there is none."""
+        self._buffer_hook = None
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
+        self._detach()
+        if dist.is_initialized():
+            self.process_group = member_group(None, None)
+            if self.process_group.size() > 1:
+                self._attach()
 
-def _limits(cap_mb: float | None, device: torch.device) -> BucketLimits:
-    if cap_mb is not None and cap_mb <= 0:
-        raise ArgumentError(f"bucket_cap_mb={cap_mb}; it must be more than 0 (default {_DEFAULT_CAP_MB:g})")
-    cap_bytes = max(1, int((_DEFAULT_CAP_MB if cap_mb is None else cap_mb) * _MB))
-    own_bytes = _OWN_BYTES_ON_CPU if device.type == "cpu" else cap_bytes
-    return BucketLimits(cap_bytes, min(_FIRST_CAP_BYTES, cap_bytes), min(own_bytes, cap_bytes))
+    # What else torch's class has
+
+    @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
+    def broadcast_buffers(self) -> bool:
+        """Whether forward passes begin with rank 0's buffers."""
+        return self.forward_sync_buffers
+
+    @property
+    def reducer(self) -> Reducer | None:  # type: ignore[override]  # ours
+        """What libraries reach for that drive torch's reducer; None in a world of one."""
+        return self._reducer
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
+        return dict(self._named_buffers())
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]  # as above
+        return list(self.named_module_buffers.values())
+
+    def _assign_modules_buffers(self) -> None:
+        """They are looked up whenever they are needed."""
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass would begin with rank 0's buffers."""
+        return self._syncs_buffers() and bool(self.named_module_buffers)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are returned as they are."""
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """The facts that torch's class logs, as far as there are such here."""
+        return {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "bucket_cap_bytes": self._limits.cap_bytes,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "comm_hook": self._hook_name,
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
+            "num_parameter_tensors": len(self._named_parameters()),
+            "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
+            "iteration": 0 if self._whereabouts is None else self._whereabouts.step,
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing is sampled."""
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over another group from now on. Every rank of it must call it; nothing is compared."""
+        self._release()
+        self.process_group = member_group(new_process_group, None)
+        if self.process_group.size() > 1:
+            self._attach()
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._reducer is not None:
+            _remove(self._reducer.handles)
+
+    def _check_reducer_finalized(self) -> None:
+        """Backward returns when everything is reduced, so there is nothing to check."""
+
+    def _register_fused_optim(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(
+            "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
+        )
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -318,6 +597,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _moved(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def _release(handles: list[RemovableHandle], whereabouts: Whereabouts) -> None:
+    _remove(handles)
+    whereabouts.close()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

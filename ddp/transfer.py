@@ -7,21 +7,25 @@ zeros, or what an older reduction left in `.grad`, which is the same on every ra
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ddp.buckets import BucketPlan
-from ddp.errors import BackwardError, UnsupportedError
+from ddp.errors import BackwardError
 
-__all__ = ["Adder", "Member", "OwnTransfer", "ready_twice", "refuse_sparse"]
+__all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Pending", "Sender", "dense", "ready_twice"]
 
 
 def _owners(tensor: torch.Tensor) -> int:
     """How many own the memory of `tensor`, this question included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
+
+# In the place of the index of a gradient that a transfer waits for: one that never comes.
+AT_THE_END = -1
 
 _SOLE_OWNER = _owners(torch.empty(1))
 
@@ -37,40 +41,63 @@ class Member:
         self.parameter = parameter
 
 
+class Pending(Protocol):
+    """A reduction on its way: `dist.Work`, or what a communication hook does."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Sender(Protocol):
+    """Starts the reduction of a flat tensor in place, without blocking. Gradients are divided by `divisor` before."""
+
+    divisor: int
+
+    def start(self, flat: torch.Tensor) -> Pending: ...
+
+
 class Adder:
-    """Starts all-reduces that add over `group`, without blocking; each rank divides its share by `size` before.
+    """Starts all-reduces that add over `group`, without blocking; each rank divides its share by `divisor` before.
 
     Divided before the sum, float16 does not overflow in it; and a copy that is made anyway divides for nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.size = group.size()
+        self.divisor = group.size()
         self._group = group
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
 
-    def start(self, flat: torch.Tensor) -> dist.Work:
+    def start(self, flat: torch.Tensor) -> Pending:
         return self._group.allreduce([flat], self._options)
 
 
 class OwnTransfer:
     """A single gradient, reduced in the memory where autograd left it."""
 
-    def __init__(self, plan: BucketPlan, members: Sequence[Member], adder: Adder) -> None:
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
         (self.member,) = members
+        self.members = tuple(members)
         self.indices = frozenset({self.member.index})
         self.missing = set(self.indices)
         self.taken_early: frozenset[int] = frozenset()
-        self.work: dist.Work | None = None
-        self._adder = adder
+        self.work: Pending | None = None
+        self._sender = sender
         spec = plan.slots[0].spec
-        self._shape, self._stride = spec.shape, spec.stride
+        self._spec = spec
         self._buffer: torch.Tensor | None = None
         self._is_absent = False
 
     @property
     def label(self) -> str:
         return repr(self.member.name)
+
+    def hold_back(self, repeated: frozenset[int]) -> None:
+        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
+        if repeated & self.indices:
+            self.indices |= {AT_THE_END}
+            self.missing.update(self.indices)
 
     def begin(self) -> None:
         """Nothing to prepare."""
@@ -84,22 +111,27 @@ class OwnTransfer:
         grad = parameter.grad
         self._is_absent = grad is None or self.member.index not in touched
         if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
-            self._buffer = grad
+            self._buffer = grad.div_(self._sender.divisor)
         else:
-            self._buffer = torch.empty_strided(
-                self._shape, self._stride, dtype=parameter.dtype, device=parameter.device
-            )
+            self._buffer = self._empty()
             if grad is None:
                 self._buffer.zero_()
             else:
-                self._buffer.copy_(grad)
+                self._buffer.copy_(dense(grad)).div_(self._sender.divisor)
         return [self.member.index] if self._is_absent else []
 
+    def gather_nothing(self) -> None:
+        """Get ready to send zeros, whatever `.grad` is."""
+        self._is_absent = True
+        self._buffer = self._empty().zero_()
+
+    def _empty(self) -> torch.Tensor:
+        spec = self._spec
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
     def _may_reduce_in_place(self, grad: torch.Tensor) -> bool:
-        if grad.layout != torch.strided:
-            refuse_sparse(self.member)
         # Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
-        return grad.stride() == self._stride and _owners(grad) == _SOLE_OWNER
+        return grad.layout is torch.strided and grad.stride() == self._spec.stride and _owners(grad) == _SOLE_OWNER
 
     def send(self) -> None:
         """Start the all-reduce."""
@@ -107,19 +139,26 @@ class OwnTransfer:
         assert buffer is not None
         if not buffer.is_contiguous():
             buffer = buffer.as_strided((buffer.numel(),), (1,))
-        self.work = self._adder.start(buffer.div_(self._adder.size))
+        self.work = self._sender.start(buffer)
 
-    def deliver(self, used: Collection[int]) -> None:
-        """Put the average into `.grad`; an absent gradient only if it is in `used`, those that some rank had."""
+    def deliver(self, used: Collection[int], factor: float) -> None:
+        """Put `factor` times the average into `.grad`; an absent one only if it is in `used`: some rank had it."""
         parameter, buffer = self.member.parameter, self._buffer
+        is_wanted = not self._is_absent or self.member.index in used
+        self.drop()
+        if not is_wanted or buffer is None:
+            return
+        if factor != 1.0:
+            buffer.mul_(factor)
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
+            parameter.grad = buffer
+        elif parameter.grad is not buffer:
+            parameter.grad.copy_(buffer)
+
+    def drop(self) -> None:
+        """Forget what was on its way, once it has arrived or never will."""
         self._buffer = self.work = None
         self.missing.update(self.indices)
-        if self._is_absent and self.member.index not in used:
-            return
-        if parameter.grad is None:
-            parameter.grad = buffer
-        elif parameter.grad is not buffer and buffer is not None:
-            parameter.grad.copy_(buffer)
 
 
 def ready_twice(member: Member) -> BackwardError:
@@ -130,7 +169,6 @@ def ready_twice(member: Member) -> BackwardError:
     )
 
 
-def refuse_sparse(member: Member) -> NoReturn:
-    raise UnsupportedError(
-        f"the gradient of {member.name!r} is sparse, which this version cannot reduce: build it with sparse=False"
-    )
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` as a strided tensor: a sparse gradient that no module announced is reduced as a dense one."""
+    return grad if grad.layout is torch.strided else grad.to_dense()

@@ -299,7 +299,8 @@ def autograd_grad_reduces_nothing() -> None:
         x, y = batch(step, 2 * dist.get_world_size())
         x.requires_grad_()
         if dist.get_rank() == 0:
-            torch.autograd.grad(model(shard(x)).sum(), next(replica.parameters()))
+            with pytest.warns(UserWarning, match="nothing averages them") if step == 0 else contextlib.nullcontext():
+                torch.autograd.grad(model(shard(x)).sum(), next(replica.parameters()))
             torch.autograd.grad(model(shard(x)).sum(), x)
         for module, mine in ((oracle, lambda t: t), (model, shard)):
             module.zero_grad()
@@ -562,29 +563,6 @@ def checkpointed(use_reentrant: bool) -> None:
         assert_close(replica, oracle, f"step {step}")
 
 
-def shared_reentrant_checkpoints_are_refused() -> str:
-    """A weight in two reentrant checkpoints gets its gradient twice; once its bucket is on its way that is an error."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.clone().requires_grad_()
-            for _ in range(2):
-                x = checkpoint(self.shared, x, use_reentrant=True)
-            return x
-
-    model = ddp.DistributedDataParallel(Twice().to(F64))
-    with pytest.raises(ddp.BackwardError) as caught:
-        model(batch(0, 2)[0]).sum().backward()
-    assert caught.value.parameter is not None
-    with pytest.raises(ddp.BackwardError, match="cannot continue"):
-        model(batch(0, 2)[0])
-    return str(caught.value)
-
-
 def layout_error(kind: str) -> tuple[str, int, str]:
     """What differs on the last rank, and the error that every rank gets: (text, rank, entry)."""
     is_odd_one = dist.get_rank() == dist.get_world_size() - 1
@@ -617,14 +595,11 @@ def layout_error(kind: str) -> tuple[str, int, str]:
     return str(caught.value), caught.value.rank, caught.value.entry
 
 
-def unsupported() -> None:
-    """What cannot be right yet says so, before it is wrong."""
-
-    x, y = batch(dist.get_rank(), 4)
+def refused() -> None:
+    """What cannot be right says so, before it is wrong."""
+    x, _ = batch(dist.get_rank(), 4)
     with pytest.raises(ddp.UnsupportedError, match="mixed_precision"):
         ddp.DistributedDataParallel(build("mlp"), mixed_precision=object())
-    with pytest.raises(ddp.UnsupportedError, match="sparse"):
-        ddp.DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
     with pytest.raises(ddp.DdpError, match="requires a gradient"):
         ddp.DistributedDataParallel(nn.BatchNorm1d(3, affine=False))
     with pytest.raises(ddp.ArgumentError, match="device_ids"):
@@ -634,34 +609,9 @@ def unsupported() -> None:
     with pytest.raises(UserWarning, match="check_reduction"):
         ddp.DistributedDataParallel(build("mlp"), check_reduction=True)
     model = ddp.DistributedDataParallel(build("mlp"))
-    for call in (model.join, lambda: model.register_comm_hook(None, None), lambda: copy.deepcopy(model)):
-        with pytest.raises(ddp.UnsupportedError):
-            call()
     model(x).sum().backward()
     with pytest.raises(UserWarning, match="did not go through the forward"):
         model.module(x).sum().backward()
-    with pytest.raises(ddp.UnsupportedError, match="create_graph"):
-        loss_of(model, x, y).backward(create_graph=True)
-
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3))
-
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            return nn.functional.embedding(index, self.weight, sparse=True)
-
-    for cap_mb in (25.0, 1e-6):
-        model = ddp.DistributedDataParallel(Sparse(), bucket_cap_mb=cap_mb)
-        with pytest.raises(ddp.UnsupportedError, match="sparse"):
-            model(torch.tensor([1, 2])).sum().backward()
-    frozen = build("mlp")
-    frozen.layers[0].weight.requires_grad_(False)
-    model = ddp.DistributedDataParallel(frozen)
-    loss_of(model, x, y).backward()
-    frozen.layers[0].weight.requires_grad_(True)
-    with pytest.raises(ddp.BackwardError, match=r"layers\.0\.weight"):
-        loss_of(model, x, y).backward()
 
 
 def frozen_later_is_unused() -> None:
@@ -763,14 +713,14 @@ def follows_order_of_use() -> list[int]:
         loss_of(model, shard(x), shard(y)).backward()
         loss_of(oracle, x, y).backward()
         assert_close(replica, oracle, f"step {step}")
-    return list(model._reducer._order)
+    return list(model._reducer.order)
 
 
 def both_samplers_and_modules_mix() -> None:
     """torch's sampler feeds ours and ours feeds torch's; both see the whole set and give the same gradients."""
     data = list(range(11))
-    theirs = torch.utils.data.DistributedSampler(data, seed=3)
-    ours = ddp.DistributedSampler(data, seed=3)
+    theirs = torch.utils.data.DistributedSampler(data)
+    ours = ddp.DistributedSampler(data)
     assert list(theirs) == list(ours)
     x, y = batch(0, 12)
     x, y = x[list(ours)], y[list(ours)]

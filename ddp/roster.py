@@ -1,0 +1,81 @@
+"""Notices parameters that a module got, or that were converted, after it was wrapped.
+
+Called by the reducer at the start of every backward pass; never touches the module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from itertools import chain
+
+from torch import nn
+
+from ddp.errors import BackwardError
+
+_DTYPE = operator.attrgetter("dtype")
+
+__all__ = ["Roster", "sparse_names"]
+
+
+class Roster:
+    """The parameters and submodules that `module` has when this is made. `ignored` are full names of parameters."""
+
+    def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
+        self._module = module
+        self._ignored = frozenset(ignored)
+        owners = list(module.modules())
+        self._dicts: list[dict[str, object]] = [owner._parameters for owner in owners]  # type: ignore[misc]
+        self._dicts += [owner._modules for owner in owners if owner._modules]  # type: ignore[misc]
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._parameters = [parameter for name, parameter in module.named_parameters() if name not in self._ignored]
+        self._known = {id(parameter) for parameter in module.parameters()}
+        self._dtypes = list(map(_DTYPE, self._parameters))
+        self._device = self._parameters[0].device
+
+    def problem(self) -> BackwardError | None:
+        """Why gradients could not be reduced now, or None. About 0.1 us a parameter."""
+        newcomer = self._newcomer()
+        if newcomer is not None:
+            return BackwardError(
+                f"parameter {newcomer!r} was added or replaced after the module was wrapped, so its gradient would not "
+                "be reduced: wrap the module in DistributedDataParallel again after changing it",
+                parameter=newcomer,
+            )
+        return self._conversion()
+
+    def _conversion(self) -> BackwardError | None:
+        """The error for parameters that have another dtype or device now; of the device, one speaks for all."""
+        if list(map(_DTYPE, self._parameters)) == self._dtypes and self._parameters[0].device == self._device:
+            return None
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
+            if parameter.dtype != dtype or parameter.device != self._device:
+                name = names.get(id(parameter), "?")
+                return BackwardError(
+                    f"parameter {name!r} was {dtype} on {self._device} when the module was wrapped and is "
+                    f"{parameter.dtype} on {parameter.device} now: convert the module first, then wrap it",
+                    parameter=name,
+                )
+        return None
+
+    def _newcomer(self) -> str | None:
+        """The name of a trainable parameter that was not there, or None."""
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        if sum(map(len, self._dicts)) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return None
+        for name, parameter in self._module.named_parameters():
+            is_known = id(parameter) in self._known or name in self._ignored
+            if not is_known and parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                return name
+        return None
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """Full names of the parameters that get sparse gradients."""
+    sources = {
+        id(owner.weight)
+        for owner in module.modules()
+        if getattr(owner, "sparse", False) is True and isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+    }
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in sources)

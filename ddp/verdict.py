@@ -1,0 +1,97 @@
+"""What the ranks tell each other at the end of every backward pass: a few numbers that are added up over the ranks.
+
+They travel behind the gradients of the last bucket, or alone. The reducer writes this rank's numbers and reads the
+sums; every rank reads the same sums, so all of them come to the same conclusion in the same iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HEADER_NUMEL", "Tally", "Word", "read", "used_among", "write"]
+
+# A digest is sent as digits below 64 and their squares: sums of up to 4000 ranks are exact in float32.
+_DIGITS = 8
+_DIGIT_BITS = 6
+_MOST = (1 << _DIGIT_BITS) - 1
+_FIELDS = 7
+HEADER_NUMEL = _FIELDS + 2 * _DIGITS
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank has to say.
+
+    `failed`: its pass ended with an exception. `joined`: it has no more inputs and only keeps the others company.
+    `weight`: the sum of the weights of what it contributes, None if it gave none. `open_forwards`: forward passes
+    since the last reduction whose outputs saw no backward. `late`: parameters that were frozen at the last plan
+    and are not now. `digest`: 48 bits of what should be equal everywhere.
+    """
+
+    failed: bool = False
+    joined: bool = False
+    weight: float | None = None
+    open_forwards: int = 0
+    late: int = 0
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What all ranks said, added up. `active` ranks are those that have not joined."""
+
+    active: int
+    failed: int
+    weighted: int
+    weight: float
+    late: int
+    same_forwards: bool
+    same_digest: bool
+
+
+_NOTHING_TO_SAY = Word()
+
+
+def write(word: Word, place: torch.Tensor, absent: Sequence[int]) -> None:
+    """Write `word` into `place` (HEADER_NUMEL + parameters,), and 1 for every parameter but those `absent`."""
+    place[:HEADER_NUMEL].zero_()
+    place[HEADER_NUMEL:].fill_(not (word.failed or word.joined))
+    if absent:
+        place[[HEADER_NUMEL + index for index in absent]] = 0
+    if word == _NOTHING_TO_SAY:
+        return
+    opened = 0 if word.joined else min(word.open_forwards, _MOST)
+    digits = [0 if word.joined else word.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
+    header = [word.failed, word.joined, word.weight is not None, word.weight or 0.0, word.late, opened, opened**2]
+    place[:HEADER_NUMEL] = torch.tensor([*header, *digits, *(digit**2 for digit in digits)], dtype=place.dtype)
+
+
+def read(sums: torch.Tensor, size: int) -> Tally:
+    """Read what `write` wrote on each of `size` ranks, after it was added up."""
+    failed, joined, weighted, weight, late, opened, squares, *digits = sums[:HEADER_NUMEL].tolist()
+    active = size - round(joined)
+    return Tally(
+        active=active,
+        failed=round(failed),
+        weighted=round(weighted),
+        weight=weight,
+        late=round(late),
+        same_forwards=_are_equal(opened, squares, active),
+        same_digest=all(map(_are_equal, digits[:_DIGITS], digits[_DIGITS:], [active] * _DIGITS)),
+    )
+
+
+def _are_equal(total: float, squares: float, count: int) -> bool:
+    """Whether `count` numbers with this sum and this sum of squares are all the same (Cauchy-Schwarz)."""
+    return count * squares == total * total
+
+
+def used_among(sums: torch.Tensor, indices: Collection[int]) -> frozenset[int]:
+    """Those parameters of `indices` for which any rank had a gradient."""
+    if not indices:
+        return frozenset()
+    counts = sums[HEADER_NUMEL:].tolist()
+    return frozenset(index for index in indices if counts[index] > 0)

@@ -1,0 +1,203 @@
+"""Compare the time of a training step over a slow link: compressed and not, beside torch's DistributedDataParallel.
+
+    sudo python scripts/bench/link.py [--rate 1gbit] [--width 2048] [--rounds 8] [--variants ...]
+
+Two processes train replicas over gloo, each in a network namespace of its own; a link between them lets through
+`--rate` in each direction (a token bucket). The model is a chain of linear layers with a small batch, so that sending
+gradients takes most of a step. A round gives each variant one step, in random order; the time is that of the
+slower rank. The table gives medians over the rounds, and the median of the ratios within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+_ADDRESSES = ("10.213.77.1", "10.213.77.2")
+_LINK = "dtr0"
+_DEADLINE_S = 580.0
+
+_TORCH = "torch views"
+_OURS = "ddp"
+VARIANTS = (
+    _OURS, "ddp bf16", "ddp fp16", "ddp int8", "ddp powersgd",
+    "torch", _TORCH, "torch fp16 hook", "torch powersgd hook",
+)  # fmt: skip
+
+
+def wrap(name: str, module: Any) -> Any:
+    """The module in the wrapper that `name` stands for."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    import ddp
+
+    whose, _, how = name.partition(" ")
+    if whose == "ddp":
+        return ddp.DistributedDataParallel(module, compression=how or None)
+    model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=how == "views")
+    if how == "powersgd hook":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif how == "fp16 hook":  # torch refuses its bf16 hook without CUDA
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model
+
+
+def stepper(name: str, width: int) -> Callable[[], None]:
+    """A function that makes one training step of a fresh replica."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model = wrap(name, nn.Sequential(*layers, nn.Linear(width, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batch = torch.randn(2, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ddp
+
+    torch.set_num_threads(1)
+    world = ddp.init("gloo")
+    names = arguments.variants.split(",")
+    every = [stepper(name, arguments.width) for name in names]
+    for step in every:
+        for _ in range(3):
+            step()
+    times = torch.zeros(arguments.rounds, len(names), dtype=torch.float64)
+    order = random.Random(0)  # the same on every rank
+    for index in range(arguments.rounds):
+        for which in order.sample(range(len(names)), len(names)):
+            dist.barrier()
+            start = time.perf_counter()
+            every[which]()
+            times[index, which] = time.perf_counter() - start
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    if world.is_main:
+        report(arguments, names, times.T.tolist())
+
+
+def report(arguments: argparse.Namespace, names: list[str], times: list[list[float]]) -> None:
+    megabytes = (2 * arguments.width * (arguments.width + 1) + 10 * (arguments.width + 1)) * 4 / 1e6
+    theirs = [name for name in names if name.startswith("torch")] or names
+    best = min(theirs, key=lambda name: statistics.median(times[names.index(name)]))
+    own = _OURS if _OURS in names else names[0]
+    print(f"\n{arguments.rate}, {megabytes:.0f} MB of float32 gradients, {arguments.rounds} rounds")
+    print(f"  {'':20} {'ms a step':>10} {'times as fast as ' + own:>24} {'as ' + best:>24}")
+    for name, its in zip(names, times, strict=True):
+        ratios = (
+            statistics.median(a / b for a, b in zip(times[names.index(other)], its, strict=True))
+            for other in (own, best)
+        )
+        print(f"  {name:20} {statistics.median(its) * 1e3:10.1f} {' '.join(f'{ratio:24.2f}' for ratio in ratios)}")
+    sys.stdout.flush()
+
+
+class Link:
+    """Two network namespaces and a link of limited rate between them; leaving the context ends them."""
+
+    def __init__(self, rate: str) -> None:
+        self._rate = rate
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> list[int]:
+        from testbed.namespaces import await_word, path_of, run_part
+
+        try:
+            for _ in _ADDRESSES:
+                argv = [path_of("unshare"), "--net", "--", "sh", "-c", "echo up; read _"]
+                holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                self._holders.append(holder)
+                await_word(holder, "a network namespace")
+            first, second = (holder.pid for holder in self._holders)
+            run_part(
+                "ip", "link", "add", _LINK, "type", "veth", "peer", "name", _LINK, "netns", str(second), inside=first
+            )
+            for holder, address in zip(self._holders, _ADDRESSES, strict=True):
+                run_part("ip", "link", "set", "lo", "up", inside=holder.pid)
+                run_part("ip", "addr", "add", f"{address}/24", "dev", _LINK, inside=holder.pid)
+                run_part("ip", "link", "set", _LINK, "up", inside=holder.pid)
+                bucket = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "100ms"]
+                run_part("tc", "qdisc", "add", "dev", _LINK, "root", *bucket, inside=holder.pid)
+            return [first, second]
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for holder in self._holders:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdin.close()
+            holder.wait()
+            holder.stdout.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it; 'none': no limit [%(default)s]")
+    parser.add_argument("--width", type=int, default=2048, help="of the two linear layers [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each variant [%(default)s]")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="[%(default)s]")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.variants.split(",")) - set(VARIANTS):
+        parser.error(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    if "RANK" in os.environ:
+        worker(arguments)
+        return 0
+    if os.geteuid():
+        parser.error("network namespaces need root: run it with sudo")
+    with Link("100gbit" if arguments.rate == "none" else arguments.rate) as namespaces:
+        return run_ranks(namespaces)
+
+
+def run_ranks(namespaces: list[int]) -> int:
+    """Start this script in each namespace; return the first exit code that is not 0, after stopping the others."""
+    from testbed.namespaces import path_of
+
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1"}
+    shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": _LINK}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, holder in enumerate(namespaces):
+            enter = [path_of("nsenter"), f"--net=/proc/{holder}/ns/net", "--", sys.executable, *sys.argv]
+            processes.append(subprocess.Popen(enter, env={**os.environ, **shared, "RANK": str(rank)}))
+        end = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < end:
+            codes = [process.poll() for process in processes]
+            if any(codes) or None not in codes:
+                return next((code for code in codes if code), 0)
+            time.sleep(0.1)
+        print(f"not finished after {_DEADLINE_S:g} s: try fewer --rounds", file=sys.stderr)
+        return 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
