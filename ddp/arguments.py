@@ -20,6 +20,7 @@ __all__ = [
     "control_group",
     "member_group",
     "single_device_type",
+    "warn_of_deprecated",
     "warn_of_meaningless",
 ]
 
@@ -47,9 +48,28 @@ def warn_of_meaningless(**given: object) -> None:
             warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
 
 
+def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
+    """Warn of `broadcast_buffers`, as torch 2.13 does."""
+    if broadcast_buffers is None:
+        return
+    if forward_sync_buffers is not None:
+        why = "its value is ignored where forward_sync_buffers is given"
+    else:
+        why = (
+            "use forward_sync_buffers, which says the same of forward passes; broadcast_buffers=False also keeps "
+            "buffers out of the first broadcast"
+        )
+    warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
+
+
 def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ArgumentError for lazy parameters."""
+    """Raise ArgumentError for parameters that have no values yet."""
     for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ArgumentError(
+                f"parameter {name!r} is on the meta device: materialise the module (to_empty(), load its weights) "
+                "before it is wrapped"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ArgumentError(
                 f"parameter {name!r} has no shape yet (uninitialized): run a dummy forward pass of the module "

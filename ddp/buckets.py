@@ -103,7 +103,8 @@ class BucketPlan:
 def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
     """Describe the gradient that autograd will give to `parameter`."""
     dense = torch.empty_like(parameter, device="meta")  # keeps strides if they are dense, else makes them so
-    return GradSpec(index, tuple(parameter.shape), dense.stride(), parameter.dtype, parameter.device)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # grad_dtype: torch 2.10 and newer
+    return GradSpec(index, tuple(parameter.shape), dense.stride(), dtype, parameter.device)
 
 
 def plan_buckets(

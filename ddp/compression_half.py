@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp.compression_memory import Scratch, Wires
 from ddp.compression_state import Bucket, completed, need_method
-from ddp.exchange_bytes import Rows, open_exchange
+from ddp.exchange_bytes import RowExchange, Rows, open_exchange
 
 __all__ = ["HalfCompressor"]
 
@@ -31,7 +31,7 @@ class HalfCompressor:
         self._size = group.size()
         self._dtype = dtype
         self._name = name
-        self._exchange = open_exchange(group)
+        self._exchange: RowExchange | None = open_exchange(group)
         self._wires = Wires()
         self._scratch = Scratch()
 
@@ -42,6 +42,7 @@ class HalfCompressor:
         if self._size == 1 or numel == 0:
             return completed(buffer)
         assert self._group is not None
+        assert self._exchange is not None
         dtype = buffer.dtype if buffer.dtype.itemsize <= self._dtype.itemsize else self._dtype
         row_bytes = -(-numel // self._size) * dtype.itemsize
         wire = self._wires.take(bucket.index(), (self._size, row_bytes), buffer.device)
@@ -75,4 +76,6 @@ class HalfCompressor:
     def close(self) -> None:
         """Let go of the group, before it is destroyed."""
         self._group = None
-        del self._exchange
+        if self._exchange is not None:
+            self._exchange.leave()
+        self._exchange = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp.compression_memory import Scratch, Wires
 from ddp.compression_state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
 from ddp.errors import CheckpointError
-from ddp.exchange_bytes import Rows, open_exchange
+from ddp.exchange_bytes import RowExchange, Rows, open_exchange
 from ddp.quantize import add_dequantized, dequantize, quantize, row_bytes
 
 __all__ = ["Int8Compressor"]
@@ -41,7 +41,7 @@ class Int8Compressor:
         self._size = group.size()
         self._block = block
         self._has_feedback = error_feedback
-        self._exchange = open_exchange(group)
+        self._exchange: RowExchange | None = open_exchange(group)
         self._wires = Wires()
         self._scratch = Scratch()
         self._owed: dict[int, _Owed] = {}
@@ -57,6 +57,7 @@ class Int8Compressor:
                 buffer.add_(held["sent"].to(buffer)).add_(held["kept"].to(buffer))
             return completed(buffer)
         assert self._group is not None
+        assert self._exchange is not None
         owed = self._owed_for(bucket, held)
         with torch.no_grad():
             owed.flat(owed.sent).add_(buffer)
@@ -120,7 +121,9 @@ class Int8Compressor:
     def close(self) -> None:
         """Let go of the group, before it is destroyed."""
         self._group = None
-        del self._exchange
+        if self._exchange is not None:
+            self._exchange.leave()
+        self._exchange = None
 
     def _owed_for(self, bucket: Bucket, held: Mapping[str, Any] | None) -> _Owed:
         """What is owed for `bucket`: what was loaded, or nothing if it is new or has another size than last time."""

@@ -18,7 +18,7 @@ from ddp.whereabouts import Whereabouts
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-__all__ = ["describe_failure", "forwards_differ", "late_differ", "peers_failed", "weights_differ"]
+__all__ = ["describe_failure", "forwards_differ", "late_differ", "numbers_differ", "peers_failed", "weights_differ"]
 
 
 def describe_failure(what: str, error: BaseException) -> str:
@@ -53,6 +53,16 @@ def forwards_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
         "A rank skipped a backward pass (a loss that is not finite?) or made an extra forward pass: let every rank "
         "do the same, and run forward passes that have no backward under torch.no_grad() or in eval mode. The "
         "gradients of this step are dropped (None) on every rank"
+    )
+
+
+def numbers_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
+    """The ranks reduce gradients of different models."""
+    every = gather_values(mine, device=device_of(group), group=group)
+    which = ", ".join(f"rank {rank} number {number + 1}" for rank, number in enumerate(every))
+    return BackwardError(
+        f"the ranks reduce different models, of those that were wrapped: {which}. Run forward and backward of several "
+        "models in the same order on every rank. The gradients of this step are dropped (None) on every rank"
     )
 
 

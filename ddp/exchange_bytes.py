@@ -67,20 +67,29 @@ def open_exchange(group: dist.ProcessGroup) -> RowExchange:
     if group not in _open:
         name, *_ = gather_values(uuid.uuid4().hex, device=device_of(group), group=group)
         _open[group] = RowExchange(group, name=name)
+    _open[group].users += 1
     return _open[group]
 
 
 class RowExchange:
-    """The second step's connections and threads of one group, as long as somebody uses the group.
+    """The second step's connections of one group, as long as the group lives, and threads while it has `users`.
 
     It does not own the group, which its callers pass.
     """
+
+    users = 0
 
     def __init__(self, group: dist.ProcessGroup, *, name: str) -> None:
         second = _connect_again(group, name) if group.size() > 1 else None
         self._pipeline = None if second is None else _Pipeline(second)
         if self._pipeline is not None:
             weakref.finalize(self, self._pipeline.end).atexit = False
+
+    def leave(self) -> None:
+        """One who opened it is done with it; after the last one the threads end."""
+        self.users -= 1
+        if self.users == 0 and self._pipeline is not None:
+            self._pipeline.end()
 
     def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
         """Start averaging; return at once. The future has what `rows.deliver` returned, or a CollectiveError.
@@ -104,24 +113,26 @@ class _Pending:
     future: torch.futures.Future[torch.Tensor]
 
 
+_Queue = queue.SimpleQueue[_Pending | None]
+
+
 class _Pipeline:
     """Buckets between their steps, first in, first out: the caller starts the first, threads do the rest."""
 
     def __init__(self, second: dist.ProcessGroupGloo) -> None:
         self._second = second
         self._rank, self._size = second.rank(), second.size()
-        self._sent: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._averaged: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._sent: _Queue = queue.SimpleQueue()
         self._lock = threading.Lock()  # two models may go backward in two threads
-        self._has_threads = False
+        self._threads: list[threading.Thread] = []
+        self._is_ending = False
         self._failure: str | None = None
 
     def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
         with self._lock:
             if self._failure is not None:
                 raise self._error(f"compressed average of {rows.label}", f"was not started: {self._failure}")
-            if not self._has_threads:
-                self._has_threads = True
+            if not self._threads or self._is_ending:
                 self._start_threads()
             try:
                 work = group.alltoall_base(rows.wire.received, rows.wire.send, [], [])
@@ -132,19 +143,30 @@ class _Pipeline:
             return pending.future
 
     def end(self) -> None:
-        """Let the threads end when they have done what was started."""
+        """Let the threads end when they have done what was started; the next `start` makes new ones."""
+        self._is_ending = True
         self._sent.put(None)
 
     def _start_threads(self) -> None:
-        for name, run in (("average", self._average), ("deliver", self._deliver)):
-            thread = threading.Thread(target=run, name=f"ddp-compression-{name}", daemon=True)
+        for thread in self._threads:
+            thread.join()  # what was started before must be first
+        averaged: _Queue = queue.SimpleQueue()
+        self._sent = queue.SimpleQueue()
+        self._is_ending = False
+        self._threads = [
+            threading.Thread(
+                target=self._average, args=(self._sent, averaged), name="ddp-compression-average", daemon=True
+            ),
+            threading.Thread(target=self._deliver, args=(averaged,), name="ddp-compression-deliver", daemon=True),
+        ]
+        for thread in self._threads:
             _threads.add(thread)
             thread.start()
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average(self, sent: _Queue, averaged: _Queue) -> None:
         """Start the second step of every bucket, in the order of the first ones."""
-        while (pending := self._sent.get()) is not None:
+        while (pending := sent.get()) is not None:
             try:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
@@ -155,13 +177,13 @@ class _Pipeline:
             except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
                 self._give_up(pending, error)
             else:
-                self._averaged.put(pending)
+                averaged.put(pending)
             del pending  # its tensors and its caller must not wait for the next one to be let go
-        self._averaged.put(None)
+        averaged.put(None)
 
     @torch.no_grad()
-    def _deliver(self) -> None:
-        while (pending := self._averaged.get()) is not None:
+    def _deliver(self, averaged: _Queue) -> None:
+        while (pending := averaged.get()) is not None:
             try:
                 pending.work.wait()
                 result = pending.rows.deliver(pending.rows.wire.send)

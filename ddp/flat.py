@@ -6,8 +6,9 @@ looks at any more: who keeps `.grad` of a step, or anything that shares its memo
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from ddp.transfer import AT_THE_END, Member, Pending, Sender, dense, ready_twice
 
 __all__ = ["FlatTransfer"]
 
+_ONLY_STRIDED = {torch.strided}
 _Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
 # How many own a tensor besides its Python object; not in every version of torch.
 _use_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
@@ -30,16 +32,21 @@ class _Region:
         self.places: list[_Place] = [
             (member, member.parameter, slot_view(tensor, slot)) for member, slot in zip(members, slots, strict=True)
         ]
+        self.parameters = [parameter for _, parameter, _ in self.places]
+        self.views = [view for _, _, view in self.places]
+        self.indices = frozenset(member.index for member in members)
         self.is_given_away = False  # whether a place is, or was, `.grad` of its parameter
         self._holders_at_first = self._holders()
+        self._count_at_first = self._holder_count()
 
     def is_watched(self) -> bool:
         """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
         if not self.is_given_away:
             return False
-        holders = self._holders()
-        if holders == self._holders_at_first and holders is not None:
+        # None is held less often than at first, so equal sums are equal counts.
+        if self._count_at_first is not None and self._holder_count() == self._count_at_first:
             return False
+        holders = self._holders()
         if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
             return any(parameter.grad is not place for _, parameter, place in self.places)
         return any(
@@ -56,6 +63,13 @@ class _Region:
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
         return [memory, *((sys.getrefcount(view), _use_count(view)) for _, _, view in self.places)]
+
+    def _holder_count(self) -> int | None:
+        if _use_count is None:
+            return None
+        storage = self.tensor.untyped_storage()
+        memory = sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
+        return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(_use_count, self.views)))
 
 
 class FlatTransfer:
@@ -77,7 +91,8 @@ class FlatTransfer:
         self._as_views = as_views
         self._renew_small()
         self._renew_large()
-        self._made_by_backward: set[int] = set()
+        self._own = frozenset(member.index for member in members)
+        self._made_by_backward: frozenset[int] = frozenset()
         self._taken: set[int] = set()  # large ones that are in their places
         self._grads: list[torch.Tensor] = []  # those that lie elsewhere and get the average, and
         self._places: list[torch.Tensor] = []  # where it is
@@ -116,7 +131,8 @@ class FlatTransfer:
                 self._renew_small()
             if self._large.is_watched():
                 self._renew_large()
-        self._made_by_backward = {member.index for member in self.members if member.parameter.grad is None}
+        had = [member.index for member in self.members if member.parameter.grad is not None]
+        self._made_by_backward = self._own.difference(had) if had else self._own
 
     def take_early(self, index: int) -> None:
         """Take a large gradient that has just become ready.
@@ -149,7 +165,7 @@ class FlatTransfer:
             self._grads.append(grad)
             self._places.append(view)
 
-    def gather(self, touched: Collection[int]) -> list[int]:
+    def gather(self, touched: Mapping[int, None]) -> list[int]:
         """Put the gradients, divided, into the flat tensor; return the indices of absent ones."""
         if self._small.places:
             self._gather_small(touched)
@@ -166,8 +182,24 @@ class FlatTransfer:
                 self._take(place, grad)
         return [member.index for member, _, _ in self._absent]
 
-    def _gather_small(self, touched: Collection[int]) -> None:
+    def _gather_small(self, touched: Mapping[int, None]) -> None:
         """Copy all with one call: for small gradients the number of calls counts, not the bytes."""
+        small = self._small
+        all_grads = [parameter.grad for parameter in small.parameters]
+        layouts = {None if grad is None else grad.layout for grad in all_grads}
+        is_usual = (
+            layouts == _ONLY_STRIDED and small.indices <= self._made_by_backward and touched.keys() >= small.indices
+        )
+        if is_usual and not any(map(operator.is_, all_grads, small.views)):
+            torch._foreach_copy_(small.views, cast("list[torch.Tensor]", all_grads))
+            for parameter, view in zip(small.parameters, small.views, strict=True):
+                parameter.grad = view
+            small.is_given_away = True
+            return
+        self._gather_small_each(touched)
+
+    def _gather_small_each(self, touched: Mapping[int, None]) -> None:
+        """The same where some are absent, sparse, or lie in the bucket already."""
         places, views, grads = [], [], []
         for place in self._small.places:
             member, parameter, view = place

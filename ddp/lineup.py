@@ -6,7 +6,7 @@ verdict among them, and plans them anew when the order or the parameters change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,11 +30,13 @@ class Channel:
     """How the ranks reach each other.
 
     `control` is a group of the same ranks that can move host memory, for the verdict: the same as `group` on the CPU.
+    `number` tells the wrappers of one group apart, the same on every rank.
     """
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     whereabouts: Whereabouts
+    number: int = 0
 
 
 class Lineup:
@@ -67,6 +69,7 @@ class Lineup:
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []
+        self._heard = torch.empty(0)  # the last verdict
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
     # The plan
@@ -116,14 +119,14 @@ class Lineup:
         for transfer in self._transfers:
             transfer.begin()
 
-    def send_complete(self, touched: Collection[int]) -> None:
+    def send_complete(self, touched: Mapping[int, None]) -> None:
         """Send every bucket whose turn it is and which is complete; the last waits for the end of backward."""
         while self._next < len(self._transfers) - 1 and not self._transfers[self._next].missing:
             if self._is_chained_to_previous():
                 return
             self._send_next(touched)
 
-    def send_rest(self, touched: Collection[int]) -> None:
+    def send_rest(self, touched: Mapping[int, None]) -> None:
         """Send all that is left: what is not there now is absent."""
         while self._next < len(self._transfers):
             self._send_next(touched)
@@ -138,7 +141,7 @@ class Lineup:
         if previous is not None and self._is_chained_to_previous():
             self._channel.whereabouts.wait(previous, f"communication hook of bucket {self._next}")
 
-    def _send_next(self, touched: Collection[int]) -> None:
+    def _send_next(self, touched: Mapping[int, None]) -> None:
         self._await_previous()
         transfer = self._transfers[self._next]
         self._absent += transfer.gather(touched)
@@ -168,7 +171,8 @@ class Lineup:
     def wait(self) -> Tally:
         """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
         self._wait_for(self._transfers)
-        return read(self._carrier.verdict, self._channel.group.size())
+        self._heard = self._carrier.verdict
+        return read(self._heard, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
         for position, transfer in enumerate(transfers, 1):
@@ -199,7 +203,8 @@ class Lineup:
 
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index: (parameters,), int32."""
-        return self._carrier.verdict[HEADER_NUMEL:].round().to(torch.int32)
+        counts = self._heard[HEADER_NUMEL:] if len(self._heard) else torch.zeros(len(self._members))
+        return counts.round().to(torch.int32)
 
     # What is missing, for messages; called from other threads
 

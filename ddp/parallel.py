@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from ddp.arguments import (
     control_group,
     member_group,
     single_device_type,
+    warn_of_deprecated,
     warn_of_meaningless,
 )
 from ddp.broadcast import BufferSync, broadcast_tensors, buffer_collector
@@ -46,6 +48,9 @@ from ddp.world import before_leaving
 __all__ = ["DistributedDataParallel"]
 
 
+_made: Counter[str] = Counter()  # wrappers, by the name of their group
+
+
 class DistributedDataParallel(TorchDistributedDataParallel):
     """Wrap `module` so that its gradients are the averages over the ranks of the group.
 
@@ -54,7 +59,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     parameters and buffers of the group's rank 0 to the others. After that, the forward and backward passes
     that every rank makes leave the same averaged gradients in `.grad` on each, and an unmodified optimizer
     keeps the replicas equal. The gradient of a mean loss over equal shards is that of the mean loss over
-    the whole batch.
+    the whole batch. For a loss that is a sum, multiply it by the number of ranks; for shards of different size
+    use `backward(loss, weight=...)`, or multiply the mean by the own share times the number of ranks.
 
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`:
 
@@ -138,12 +144,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             batched_grad_copy=batched_grad_copy,
         )
+        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
         self.process_group = member_group(process_group, device_mesh)
+        self._number = _made[self.process_group.group_name]  # a copy has that of its original
+        _made[self.process_group.group_name] += 1
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = self._named_parameters()
-        check_initialized(parameters)
         self.device = single_device_type(parameters)
+        check_initialized(parameters)
         self.device_type = self.device.type
         self.device_ids = checked_device_ids(device_ids, output_device, self.device)
         self.output_device = self.device_ids[0] if self.device_ids else None
@@ -222,7 +231,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         group = self.process_group
         self._whereabouts = Whereabouts(group, timeout_s=self._stall_timeout_s, device=self.device)
         self._reducer = Reducer(
-            Channel(group, control_group(group, self.device), self._whereabouts),
+            Channel(group, control_group(group, self.device), self._whereabouts, self._number),
             self._named_parameters(),
             Roster(self.module, self.parameters_to_ignore),
             self._limits,
@@ -234,7 +243,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             collect = buffer_collector(self.module, frozenset(self.parameters_to_ignore))
             self._buffer_sync = BufferSync(group, collect, self._whereabouts.wait)
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
-        self._end = weakref.finalize(self, _release, self._reducer.handles, self._whereabouts)
+        self._end = weakref.finalize(self, self._reducer.close)
         self._end.atexit = False
         before_leaving(self, DistributedDataParallel._let_go)
 
@@ -268,6 +277,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if reducer.is_inside_backward():
             return self.module(*inputs, **kwargs)  # activation checkpointing
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
+        Join.notify_join_context(self)  # where it raises, it does so on every rank
+        active, TorchDistributedDataParallel._active_ddp_module = TorchDistributedDataParallel._active_ddp_module, self
         try:
             syncs_buffers = self._before_forward(reducer, is_syncing=is_syncing)
             output = self.module(*inputs, **kwargs)
@@ -275,6 +286,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             if is_syncing:
                 reducer.fail(describe_failure("its forward pass", error))
             raise
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = active  # by which torch.compile splits its graphs
         if syncs_buffers and self._buffer_hook is not None:
             self._buffer_hook.run_after(self._named_buffers)
         if torch.is_grad_enabled():
@@ -283,13 +296,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _before_forward(self, reducer: Reducer, *, is_syncing: bool) -> bool:
         """Settle what the last pass left, and give every rank the same buffers; return whether that was due."""
-        reducer.enter_forward()
+        reducer.enter_forward(self.module)
         if self._optimizers is None:
             self._optimizers = OptimizersInBackward.of(self._named_parameters())
             reducer.optimizers = self._optimizers
         root = 0
         if self._join_config.enable:
-            Join.notify_join_context(self)
             _, root = agree(self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank())
         return self._sync_buffers_of(root)
 
@@ -549,7 +561,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "static_graph": self.static_graph,
-            "comm_hook": self._hook_name,
+            "comm_hook": self._hook_name or None,
+            "join_uneven_inputs": bool(self._join_config.enable),
+            "has_rebuilt_buckets": int(self._whereabouts is not None and self._whereabouts.step > 0),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
             "num_parameter_tensors": len(self._named_parameters()),
             "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
@@ -597,11 +611,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _moved(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
-
-
-def _release(handles: list[RemovableHandle], whereabouts: Whereabouts) -> None:
-    _remove(handles)
-    whereabouts.close()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -13,6 +13,7 @@ so; then every rank raises in the same iteration, and the next one finds all of 
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,8 +28,8 @@ from ddp.buckets import BucketLimits
 from ddp.buffer_hook import BufferHook
 from ddp.checksum import WeightChecksum
 from ddp.comm_hook import CommHook
-from ddp.dissent import describe_failure, forwards_differ, peers_failed, weights_differ
-from ddp.errors import BackwardError, CheckpointError, DdpError
+from ddp.dissent import describe_failure, forwards_differ, numbers_differ, peers_failed, weights_differ
+from ddp.errors import BackwardError, CheckpointError, DdpError, UnsupportedError
 from ddp.higher_order import GraphKeeper
 from ddp.in_backward import OptimizersInBackward
 from ddp.late import average_late
@@ -67,9 +68,14 @@ class _Pass:
 
 
 class _Forward:
-    """A forward pass whose gradients shall be reduced, until a backward pass has reached one of its outputs."""
+    """A forward pass whose gradients shall be reduced, until a backward pass has reached one of its outputs.
 
-    is_open = True
+    `is_opaque`: its outputs could not be found, so any backward pass may be its own.
+    """
+
+    def __init__(self, *, is_opaque: bool = False) -> None:
+        self.is_open = True
+        self.is_opaque = is_opaque
 
 
 class Reducer:
@@ -110,6 +116,7 @@ class Reducer:
             say=self._word,
         )
         self.has_hook = False
+        self._is_closed = False
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
         self.optimizers: OptimizersInBackward | None = None
         self.buffer_hook: BufferHook | None = None
@@ -122,6 +129,7 @@ class Reducer:
         self._forwards: list[_Forward] = []
         self._weight: float | None = None
         self._has_joined = False
+        self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
         self._late: list[tuple[str, torch.nn.Parameter]] = []
         self._problem: DdpError | None = None  # why this rank's pass will count as failed
         self._graphs: GraphKeeper | None = None
@@ -134,9 +142,17 @@ class Reducer:
         # The nodes stay alive as long as somebody holds them: autograd only knows them weakly.
         self._nodes: list[Node] = []
         self.handles: list[RemovableHandle] = []
-        self._hooks_beside: list[tuple[Any, int]] = []  # of each parameter, and the id of ours
+        self._hooks_beside: list[Any] = []  # an ordered dict for each parameter, and the key of ours
+        self._hook_ids: list[int] = []
         for member in self._members:
             self._watch(member)
+
+    def close(self) -> None:
+        """Remove the hooks: the wrapper is gone, or leaves the group."""
+        self._is_closed = True
+        while self.handles:
+            self.handles.pop().remove()
+        self._place.close()
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` reduce the buckets, from the next pass on. Raises BackwardError if there is one already."""
@@ -181,13 +197,15 @@ class Reducer:
         register = member.parameter.register_post_accumulate_grad_hook
         handle = register(self._hook(member))  # type: ignore[no-untyped-call]  # torch has no types here
         self.handles.append(handle)
-        self._hooks_beside.append((member.parameter._post_accumulate_grad_hooks, handle.id))
+        self._hooks_beside.append(member.parameter._post_accumulate_grad_hooks)
+        self._hook_ids.append(handle.id)
 
     # Before backward
 
-    def enter_forward(self) -> None:
-        """A forward pass of the wrapper begins."""
+    def enter_forward(self, module: torch.nn.Module) -> None:
+        """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
         self.settle()
+        self._roster = self._roster.follow(module)
         self._place.at("in forward")
 
     def prepare(self, outputs: Iterator[torch.Tensor], *, is_syncing: bool, is_training: bool) -> None:
@@ -201,23 +219,23 @@ class Reducer:
             return
         self._mode = _Mode.REDUCE
         self._be_last()
-        forward = _Forward()
+        forward = _Forward(is_opaque=True)
         on_grad = self._output_hook(forward)
-        has_outputs = False
         for output in outputs:
+            forward.is_opaque = False
             if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
                 output.register_hook(on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
-                has_outputs = True
-        if has_outputs and is_training:
+        if is_training:
             self._forwards.append(forward)
+        self._had_foreign_leaf = self._roster.has_foreign_leaf()
         self._place.at("between forward and backward")
 
     def _be_last(self) -> None:
         """Let hooks that the user registered after wrapping run before ours, which sends what they leave."""
-        if max(len(hooks) for hooks, _ in self._hooks_beside) > 1:
-            for hooks, own in self._hooks_beside:
-                if own in hooks:
-                    hooks.move_to_end(own)
+        if max(map(len, self._hooks_beside)) > 1:
+            for hooks, own in zip(self._hooks_beside, self._hook_ids, strict=True):
+                if own in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
+                    hooks[own] = hooks.pop(own)
 
     def is_inside_backward(self) -> bool:
         """Whether a backward pass runs that will be reduced, in this thread: a forward now is a checkpoint's."""
@@ -267,6 +285,7 @@ class Reducer:
         Does not block and never raises, since a destructor calls it.
         """
         self._place.tell_failure(self._place.step, why)
+        self._is_first = True
         self._drop_gradients()
         try:
             self._lineup.send_nothing(Word(failed=True))
@@ -308,6 +327,11 @@ class Reducer:
         """The hook of what a forward pass returned."""
 
         def on_grad(_: torch.Tensor) -> None:
+            if self._is_closed:
+                raise BackwardError(
+                    "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
+                    "not be averaged: keep it as long as you train"
+                )
             forward.is_open = False
             if not self._running and self._accumulates():
                 self._begin()
@@ -350,6 +374,12 @@ class Reducer:
     def _begin(self) -> None:
         if torch.is_grad_enabled():
             self._graphs = GraphKeeper()  # backward(create_graph=True)
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+            raise UnsupportedError(
+                "compiled autograd is not supported, gradients would not be averaged: turn "
+                "torch._dynamo.config.compiled_autograd off; torch.compile itself may stay"
+            )
         self._start()
         Variable._execution_engine.queue_callback(_Pass(self))
         if self._last_absent:
@@ -359,9 +389,17 @@ class Reducer:
         self._problem = self._roster.problem()
         if self._problem is not None:
             self._place.tell_failure(self._place.step, str(self._problem))
+        elif self._had_foreign_leaf:  # and it is no parameter any more, or problem() would have named it
+            self._warn(
+                "a forward pass used other tensors in the place of parameters (torch.func.functional_call?): their "
+                "gradients stay on this rank"
+            )
         self._late = self._unfrozen()
         if self._checksum is not None:
             self._checksum.take()
+        opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
+        if opaque:
+            opaque[-1].is_open = False
         self._lineup.begin()
         self._holds = self._is_first or self._graphs is not None or self._problem is not None
         self._running = True
@@ -386,13 +424,34 @@ class Reducer:
             for index in unreached:
                 self._lineup.transfer_of[index].missing.discard(index)
 
+    def _note_taken_gradients(self) -> None:
+        """Refuse what a hook of the user took away between its arrival and now."""
+        for index in self._lineup.absent():
+            member = self._members[index]
+            if index not in self._touched or member.parameter.grad is not None:
+                continue
+            if len(self._hooks_beside[index]) < 2:
+                continue  # autograd calls the hook also for a gradient that a custom function left undefined
+            if index in self._arrived if self._holds else index not in self._lineup.transfer_of[index].missing:
+                self._problem = BackwardError(
+                    f"the gradient of {member.name!r} was taken away before it was averaged, in a hook that sets .grad "
+                    "to None: for an optimizer that steps in backward use "
+                    "torch.distributed.optim._apply_optimizer_in_backward, which is known here",
+                    parameter=member.name,
+                )
+                self._place.tell_failure(self._place.step, str(self._problem))
+                return
+
     def _word(self) -> Word:
+        if self._problem is None:
+            self._note_taken_gradients()
         return Word(
             failed=self._problem is not None,
             joined=self._has_joined,
             weight=self._weight,
             open_forwards=sum(forward.is_open for forward in self._forwards),
             late=len(self._late),
+            number=self._channel.number,
             digest=0 if self._checksum is None else self._checksum.digest(),
         )
 
@@ -425,10 +484,14 @@ class Reducer:
 
     def _conclude(self, tally: Tally) -> None:
         """Do what the ranks' verdict says: every rank does the same."""
+        if tally.failed:
+            self._is_first = True  # learn anew what becomes ready when
         if self._problem is not None:
             raise self._problem
         if tally.failed:
             raise peers_failed(self._place, tally.failed)
+        if not tally.same_number:
+            raise numbers_differ(self._group, self._channel.number)
         if not tally.same_forwards:
             raise forwards_differ(self._group, self._word().open_forwards)
         if tally.weighted not in (0, tally.active) or (tally.weighted and not tally.weight > 0):

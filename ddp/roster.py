@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable
 from itertools import chain
 
+import torch
 from torch import nn
 
 from ddp.errors import BackwardError
@@ -27,11 +28,29 @@ class Roster:
         owners = list(module.modules())
         self._dicts: list[dict[str, object]] = [owner._parameters for owner in owners]  # type: ignore[misc]
         self._dicts += [owner._modules for owner in owners if owner._modules]  # type: ignore[misc]
+        self._owned = self._dicts[: len(owners)]
+        self._owned_values = list(chain.from_iterable(map(dict.values, self._owned)))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._parameters = [parameter for name, parameter in module.named_parameters() if name not in self._ignored]
         self._known = {id(parameter) for parameter in module.parameters()}
         self._dtypes = list(map(_DTYPE, self._parameters))
         self._device = self._parameters[0].device
+
+    def follow(self, module: nn.Module) -> Roster:
+        """The roster of the module that is wrapped now; another one with the same parameters may take its place.
+
+        Raises BackwardError if it has others.
+        """
+        if module is self._module:
+            return self
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known and name not in self._ignored:
+                raise BackwardError(
+                    f".module was replaced after wrapping by one with another parameter {name!r}, whose gradient would "
+                    "not be reduced: wrap the new module in DistributedDataParallel",
+                    parameter=name,
+                )
+        return Roster(module, self._ignored)
 
     def problem(self) -> BackwardError | None:
         """Why gradients could not be reduced now, or None. About 0.1 us a parameter."""
@@ -58,6 +77,16 @@ class Roster:
                     parameter=name,
                 )
         return None
+
+    def has_foreign_leaf(self) -> bool:
+        """Whether a tensor that a backward pass would leave a gradient in lies in the place of a parameter now."""
+        values = chain.from_iterable(map(dict.values, self._owned))
+        if all(map(operator.is_, values, self._owned_values)):
+            return False
+        return any(
+            isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad and id(value) not in self._known
+            for value in chain.from_iterable(map(dict.values, self._owned))
+        )
 
     def _newcomer(self) -> str | None:
         """The name of a trainable parameter that was not there, or None."""

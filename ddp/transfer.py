@@ -6,7 +6,7 @@ zeros, or what an older reduction left in `.grad`, which is the same on every ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -105,7 +105,7 @@ class OwnTransfer:
     def take_early(self, index: int) -> None:
         """Nothing to do: `gather` follows at once, if it is this bucket's turn."""
 
-    def gather(self, touched: Collection[int]) -> list[int]:
+    def gather(self, touched: Mapping[int, None]) -> list[int]:
         """Get ready to send; return the indices of absent gradients."""
         parameter = self.member.parameter
         grad = parameter.grad

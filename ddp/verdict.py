@@ -17,7 +17,7 @@ __all__ = ["HEADER_NUMEL", "Tally", "Word", "read", "used_among", "write"]
 _DIGITS = 8
 _DIGIT_BITS = 6
 _MOST = (1 << _DIGIT_BITS) - 1
-_FIELDS = 7
+_FIELDS = 9
 HEADER_NUMEL = _FIELDS + 2 * _DIGITS
 
 
@@ -28,7 +28,8 @@ class Word:
     `failed`: its pass ended with an exception. `joined`: it has no more inputs and only keeps the others company.
     `weight`: the sum of the weights of what it contributes, None if it gave none. `open_forwards`: forward passes
     since the last reduction whose outputs saw no backward. `late`: parameters that were frozen at the last plan
-    and are not now. `digest`: 48 bits of what should be equal everywhere.
+    and are not now. `number`: which of the group's wrappers this is. `digest`: 48 bits of what should be equal
+    everywhere.
     """
 
     failed: bool = False
@@ -36,6 +37,7 @@ class Word:
     weight: float | None = None
     open_forwards: int = 0
     late: int = 0
+    number: int = 0
     digest: int = 0
 
 
@@ -49,6 +51,7 @@ class Tally:
     weight: float
     late: int
     same_forwards: bool
+    same_number: bool
     same_digest: bool
 
 
@@ -64,14 +67,16 @@ def write(word: Word, place: torch.Tensor, absent: Sequence[int]) -> None:
     if word == _NOTHING_TO_SAY:
         return
     opened = 0 if word.joined else min(word.open_forwards, _MOST)
+    number = 0 if word.joined else word.number & _MOST
     digits = [0 if word.joined else word.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
-    header = [word.failed, word.joined, word.weight is not None, word.weight or 0.0, word.late, opened, opened**2]
+    header = [word.failed, word.joined, word.weight is not None, word.weight or 0.0, word.late]
+    header += [opened, opened**2, number, number**2]
     place[:HEADER_NUMEL] = torch.tensor([*header, *digits, *(digit**2 for digit in digits)], dtype=place.dtype)
 
 
 def read(sums: torch.Tensor, size: int) -> Tally:
     """Read what `write` wrote on each of `size` ranks, after it was added up."""
-    failed, joined, weighted, weight, late, opened, squares, *digits = sums[:HEADER_NUMEL].tolist()
+    failed, joined, weighted, weight, late, opened, opened2, number, number2, *digits = sums[:HEADER_NUMEL].tolist()
     active = size - round(joined)
     return Tally(
         active=active,
@@ -79,7 +84,8 @@ def read(sums: torch.Tensor, size: int) -> Tally:
         weighted=round(weighted),
         weight=weight,
         late=round(late),
-        same_forwards=_are_equal(opened, squares, active),
+        same_forwards=_are_equal(opened, opened2, active),
+        same_number=_are_equal(number, number2, active),
         same_digest=all(map(_are_equal, digits[:_DIGITS], digits[_DIGITS:], [active] * _DIGITS)),
     )
 

@@ -505,7 +505,8 @@ def buffers_follow_rank_zero() -> None:
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(replica.norm, name), getattr(rank_zero.norm, name), rtol=1e-12, atol=0)
     assert float(replica.hidden) == 2.5
-    kept = ddp.DistributedDataParallel(Normed().to(F64), broadcast_buffers=False)
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        kept = ddp.DistributedDataParallel(Normed().to(F64), broadcast_buffers=False)
     kept.module.hidden.fill_(rank)
     for _ in range(2):
         kept(shard(x)).sum().backward()

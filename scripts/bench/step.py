@@ -1,18 +1,21 @@
 """Compare the time of a training step with torch's DistributedDataParallel, in turns in one run.
 
-    python scripts/bench/step.py [--steps 2] [--rounds 30] [--models mlp,small,conv,gpt]
+    python scripts/bench/step.py [--steps 2] [--rounds 30] [--models mlp,small,conv,gpt,unused,accumulate]
 
 Two processes on this machine train replicas of the same model over gloo: one wrapped by ddp, one by torch's
 class with its defaults, one by torch's class with gradient_as_bucket_view=True, and one by torch's class a
-second time, whose ratio to the first shows how far noise alone goes. A round gives each variant a block of
-steps, in random order; a block's time is that of the slower rank. The table gives medians over the rounds,
-and the median of the ratios within rounds. CPU time is that of all threads of both ranks: it says less
+second time, whose ratio to the first shows how far noise alone goes. "alone" is the same model without a wrapper,
+which sends nothing: what others take longer, divided by the number of parameters, is the overhead of each. Where
+a model leaves parameters unused, torch's class gets find_unused_parameters=True, which it needs. A round gives each
+variant a block of steps, in random order; a block's time is that of the slower rank. The table gives medians over the
+rounds, and the median of the ratios within rounds. CPU time is that of all threads of both ranks: it says less
 about overlap, but much more than wall time on a machine that does other things too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import random
@@ -71,6 +74,19 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+class Halves(nn.Module):
+    """Two chains of linear layers, of which a forward pass uses one, in turns. x: (batch, 32)."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.chains = nn.ModuleList(nn.Sequential(*(nn.Linear(32, 32) for _ in range(depth))) for _ in range(2))
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn = 1 - self.turn
+        return self.chains[self.turn](x)
+
+
 def _conv_layer(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
 
@@ -82,6 +98,8 @@ class Subject:
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[], torch.Tensor]
+    micro_batches: int = 1
+    find_unused: bool = False
 
 
 SUBJECTS = {
@@ -107,28 +125,47 @@ SUBJECTS = {
         ),
         lambda: torch.randn(4, 3, 24, 24),
     ),
+    "unused": Subject(
+        "400 small tensors, half of them unused in each step", lambda: Halves(100), lambda: torch.randn(8, 32),
+        find_unused=True,
+    ),
+    "accumulate": Subject(
+        "MLP, 4 micro-batches with no_sync",
+        lambda: nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.Linear(1024, 10)),
+        lambda: torch.randn(8, 1024), micro_batches=4,
+    ),
     "gpt": Subject("GPT, 4 blocks of width 256", Gpt, lambda: torch.randint(2048, (2, 64))),
 }  # fmt: skip
 
-VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ddp": ddp.DistributedDataParallel,
-    "ddp views": lambda module: ddp.DistributedDataParallel(module, gradient_as_bucket_view=True),
-    "torch": nn.parallel.DistributedDataParallel,
-    "torch views": lambda module: nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True),
-    "torch again": nn.parallel.DistributedDataParallel,
-}
+VARIANTS = ("ddp", "ddp views", "torch", "torch views", "torch again", "alone")
 THEIRS = ("torch", "torch views")
 
 
-def stepper(subject: Subject, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
-    """A function that makes one training step of a fresh replica."""
+def wrap(name: str, subject: Subject) -> nn.Module:
+    """A fresh replica in the wrapper that `name` stands for."""
     torch.manual_seed(0)
-    model = wrap(subject.build())
+    module = subject.build()
+    if name == "alone":
+        return module
+    views = name.endswith("views")
+    if name.startswith("ddp"):
+        return ddp.DistributedDataParallel(module, gradient_as_bucket_view=views)
+    return nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=views, find_unused_parameters=subject.find_unused
+    )
+
+
+def stepper(subject: Subject, name: str) -> Callable[[], None]:
+    """A function that makes one training step of a fresh replica."""
+    model = wrap(name, subject)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     batch = subject.batch()
 
     def step() -> None:
         optimizer.zero_grad()
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            for _ in range(subject.micro_batches - 1):
+                model(batch).square().mean().backward()
         model(batch).square().mean().backward()
         optimizer.step()
 
@@ -145,7 +182,7 @@ class Times:
 
 def measure(subject: Subject, *, steps: int, rounds: int) -> dict[str, Times]:
     """Measure every variant, in turns."""
-    every = {name: stepper(subject, wrap) for name, wrap in VARIANTS.items()}
+    every = {name: stepper(subject, name) for name in VARIANTS}
     names = list(every)
     wall_s, cpu_s = torch.zeros(2, rounds, len(names), dtype=torch.float64)
     for step in every.values():
@@ -170,13 +207,21 @@ def ratio(left: list[float], right: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(left, right, strict=True))
 
 
-def report(title: str, times: dict[str, Times]) -> None:
+def report(subject: Subject, times: dict[str, Times]) -> None:
     best = min(THEIRS, key=lambda name: statistics.median(times[name].wall_s))
-    print(f"\n{title}\n  {'':12} {'ms a step':>9} {'to ' + best:>14} {'CPU ms':>9} {'to ' + best:>14}")
+    count = len(list(subject.build().parameters()))
+    print(
+        f"\n{subject.title}\n  {'':12} {'ms a step':>9} {'to ' + best:>14} {'CPU ms':>9} {'to ' + best:>14} "
+        f"{'CPU us a tensor more than alone':>32}"
+    )
     for name, its in times.items():
         wall, cpu = (statistics.median(values) * 1e3 for values in (its.wall_s, its.cpu_s))
         wall_ratio, cpu_ratio = ratio(its.wall_s, times[best].wall_s), ratio(its.cpu_s, times[best].cpu_s)
-        print(f"  {name:12} {wall:9.2f} {wall_ratio:14.3f} {cpu:9.2f} {cpu_ratio:14.3f}", flush=True)
+        more = [mine - alone for mine, alone in zip(its.cpu_s, times["alone"].cpu_s, strict=True)]
+        overhead_us = statistics.median(more) * 1e6 / count / dist.get_world_size()
+        print(
+            f"  {name:12} {wall:9.2f} {wall_ratio:14.3f} {cpu:9.2f} {cpu_ratio:14.3f} {overhead_us:32.2f}", flush=True
+        )
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -185,7 +230,7 @@ def worker(arguments: argparse.Namespace) -> None:
     for name in arguments.models.split(","):
         times = measure(SUBJECTS[name], steps=arguments.steps, rounds=arguments.rounds)
         if world.is_main:
-            report(SUBJECTS[name].title, times)
+            report(SUBJECTS[name], times)
 
 
 def main() -> int:
