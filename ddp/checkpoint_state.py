@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp.errors import ArgumentError, CheckpointError
-from ddp.parallel import DistributedDataParallel
+from ddp.parallel import DistributedDataParallel, unwrapped
 
 __all__ = [
     "PARTS",
@@ -51,7 +51,7 @@ def given_parts(
 ) -> dict[str, Stateful]:
     """What a user gave, by name, the model without wrappers. Raises ArgumentError for what has no state."""
     parts: dict[str, Stateful] = {}
-    objects = (None if model is None else _unwrapped(model), optimizer, scheduler, scaler, sampler)
+    objects = (None if model is None else unwrapped(model), optimizer, scheduler, scaler, sampler)
     for name, part in zip(PARTS, objects, strict=True):
         if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             hint = ": ddp.DistributedSampler has them" if name == "sampler" else ""
@@ -59,17 +59,6 @@ def given_parts(
         if part is not None:
             parts[name] = part
     return parts
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that put a prefix before its keys."""
-    while True:
-        if isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = inner
-        else:
-            return model
 
 
 def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:

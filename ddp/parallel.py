@@ -45,7 +45,7 @@ from ddp.uneven import ShadowHook, agree
 from ddp.whereabouts import Whereabouts
 from ddp.world import before_leaving
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "unwrapped"]
 
 
 _made: Counter[str] = Counter()  # wrappers, by the name of their group
@@ -591,6 +591,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         raise UnsupportedError(
             "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
         )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that put a prefix before its keys: this one, torch's, torch.compile's."""
+    while True:
+        if isinstance(model, TorchDistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ddp.errors import ArgumentError
 from ddp.exchange import device_of, gather_values
-from ddp.parallel import DistributedDataParallel
+from ddp.parallel import DistributedDataParallel, unwrapped
 from ddp.verify_reasons import Comparison, Difference, Experiment, LossFunction, Treatment, find_reasons
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -123,7 +123,7 @@ def verify(
     if process_group is None and is_wrapped:
         process_group = model.process_group  # type: ignore[assignment]  # an attribute, not a submodule
     group = _group(process_group)
-    inner = _unwrapped(model)
+    inner = _trainable(model)
     rows = _require_same_batch(batch, group)
     drifted = _drifted(inner, group) if is_wrapped and group is not None else None
     base = _equal_copy(inner, group)
@@ -151,14 +151,8 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = inner
-        else:
-            break
+def _trainable(model: nn.Module) -> nn.Module:
+    model = unwrapped(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError("no parameter of the model requires a gradient, so there is nothing to compare")
     return model

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
 
 _ADDRESSES = ("10.213.77.1", "10.213.77.2")
 _LINK = "dtr0"
-_DEADLINE_S = 580.0
 
 _TORCH = "torch views"
 _OURS = "ddp"
@@ -175,28 +174,21 @@ def main() -> int:
 
 
 def run_ranks(namespaces: list[int]) -> int:
-    """Start this script in each namespace; return the first exit code that is not 0, after stopping the others."""
+    """Start this script in each namespace; return the first exit code that is not 0."""
+    from step import run_all
     from testbed.namespaces import path_of
 
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1"}
     shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": _LINK}
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, holder in enumerate(namespaces):
-            enter = [path_of("nsenter"), f"--net=/proc/{holder}/ns/net", "--", sys.executable, *sys.argv]
-            processes.append(subprocess.Popen(enter, env={**os.environ, **shared, "RANK": str(rank)}))
-        end = time.monotonic() + _DEADLINE_S
-        while time.monotonic() < end:
-            codes = [process.poll() for process in processes]
-            if any(codes) or None not in codes:
-                return next((code for code in codes if code), 0)
-            time.sleep(0.1)
-        print(f"not finished after {_DEADLINE_S:g} s: try fewer --rounds", file=sys.stderr)
-        return 1
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    return run_all(
+        [
+            (
+                [path_of("nsenter"), f"--net=/proc/{holder}/ns/net", "--", sys.executable, *sys.argv],
+                {**shared, "RANK": str(rank)},
+            )
+            for rank, holder in enumerate(namespaces)
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,11 +259,16 @@ def spawn(ranks: int) -> int:
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *sys.argv]
+    return run_all([(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)])
+
+
+def run_all(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
+    """Run commands, with variables to add, side by side; the first exit code that is not 0 stops the others."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(ranks):
-            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen([sys.executable, *sys.argv], env=env))
+        for argv, variables in commands:
+            processes.append(subprocess.Popen(argv, env={**os.environ, **variables}))
         end = time.monotonic() + _DEADLINE_S
         while time.monotonic() < end:
             codes = [process.poll() for process in processes]
