@@ -201,7 +201,7 @@ class _Pipeline:
     def _failed(self, rows: Rows, error: Exception) -> CollectiveError:
         what = f"compressed average of {rows.label}"
         failure = self._error(what, f"failed, most likely because another rank is gone; see its output. {error}")
-        self._failure = self._failure or f"an earlier one failed: {error}"
+        self._failure = self._failure or f"an earlier one failed, most likely because another rank is gone: {error}"
         return failure
 
     def _error(self, what: str, text: str) -> CollectiveError:

@@ -71,8 +71,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
     - `process_group`: the ranks that average with each other; default: all.
     - `device_mesh`: a one-dimensional one, instead of `process_group`.
-    - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25, and 1 for the first so that
-      communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
+    - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
+      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
     - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
       before, and use the bucket again although an older gradient may have been kept elsewhere. By default
       `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
@@ -175,7 +175,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.compression: Compressor | None = None
         self._weight_checksum = weight_checksum
         self._stall_timeout_s = stall_timeout_s
-        self._limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list, self.device)
+        self._limits = bucket_limits(
+            bucket_cap_mb, bucket_cap_mb_list, self.device, is_compressed=compression is not None
+        )
         self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
         self._hook_name = ""
         # For scripts that read torch's.
