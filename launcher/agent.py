@@ -109,6 +109,8 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, lambda *_: None)
         signal.signal(signal.SIGTERM, self._told_to_end)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
+            signal.signal(signum, lambda *_: None)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
         self._watch(0, self._read_controller)

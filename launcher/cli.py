@@ -14,8 +14,8 @@ import click
 
 from launcher import __version__
 from launcher.errors import DtrainError, UsageError
-from launcher.hosts import HostKind, choose_hosts
 from launcher.options import Group, current_folder, how, script, where
+from launcher.sources import choose_hosts
 from launcher.spec import (
     Command,
     CommandKind,
@@ -218,7 +218,7 @@ def _spec(command: tuple[str, ...], options: dict[str, Any]) -> JobSpec:
     max_restarts = options.get("max_restarts", 0)
     spares = max_restarts > 0 or (nnodes is not None and nnodes[0] < nnodes[1])
     hosts = choose_hosts(listed, nnodes=nnodes, simulate=options["simulate"], spares=spares)
-    remote = any(host.kind is HostKind.SSH for host in hosts)
+    remote = any(host.remote for host in hosts)
     config = options.get("ssh_config")
     return JobSpec(
         command=_parse_command(command, module=options["module"], no_python=options["no_python"]),
@@ -268,7 +268,7 @@ def _workdir(named: str | None) -> Path:
 
 def _check_here(spec: JobSpec) -> None:
     """Find a missing script before anything is started, where one of the hosts is this machine."""
-    if all(host.kind is HostKind.SSH for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
+    if all(host.remote for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
         return
     if not spec.workdir.is_dir():
         raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")

@@ -69,7 +69,7 @@ class _Watch:
         for descriptor in (self._wake, wake_write):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
 

@@ -9,15 +9,15 @@ from enum import Enum
 
 from launcher.errors import UsageError
 
-__all__ = ["Host", "HostKind", "choose_hosts", "parse_hosts"]
-
-_SOURCES = "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), or --simulate to divide this machine"
+__all__ = ["Host", "HostKind", "own_name", "parse_hosts"]
 
 
 class HostKind(Enum):
     LOCAL = "local"  # this machine
     SIMULATED = "simulated"  # a part of this machine
     SSH = "ssh"
+    SRUN = "srun"  # a node of our SLURM allocation
+    JOINED = "joined"  # a node on which somebody types the command
 
 
 @dataclass(frozen=True)
@@ -27,39 +27,17 @@ class Host:
     name: str
     kind: HostKind
     slots: int | None = None  # how many workers it takes, where the list says so
+    max_slots: int | None = None  # the most that may be asked of it; None: `slots`; 0: there is no such limit
+    chosen: tuple[int, ...] | None = None  # the slots, and with them the GPUs by their places in its list, to be used
     user: str | None = None
+    port: int | None = None  # of its sshd
     part: int = 0  # simulated: the part-th of `parts`
     parts: int = 1
 
-
-def choose_hosts(
-    listed: str | None, *, nnodes: tuple[int, int] | None, simulate: bool, spares: bool = False
-) -> tuple[Host, ...]:
-    """Return the hosts of a run from what was given; `nnodes` is the least and the most that are wanted.
-
-    With `spares`, hosts that are named beyond the most are kept, to step in for others.
-    Raises UsageError where more hosts are wanted than any source names: never a silent localhost.
-    """
-    least, most = nnodes or (None, None)
-    if simulate:
-        if listed is not None:
-            raise UsageError(
-                "--simulate divides this machine; it cannot be used together with hosts, which are: " + listed
-            )
-        if most is None:
-            raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
-        return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=most) for part in range(most))
-    if listed is not None and not listed.strip():
-        raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
-    if listed is None:
-        if least is not None and least > 1:
-            raise UsageError(f"--nnodes {least}, but no hosts are known. Name them: {_SOURCES}")
-        return (Host(_own_name(), HostKind.LOCAL),)
-    hosts = parse_hosts(listed)
-    if least is not None and least > len(hosts):
-        names = ", ".join(host.name for host in hosts)
-        raise UsageError(f"--nnodes {least}, but only {len(hosts)} hosts are named: {names}")
-    return hosts if spares else hosts[:most]
+    @property
+    def remote(self) -> bool:
+        """Whether it is, or may be, another machine: it is reached by a connection that can break."""
+        return self.kind in (HostKind.SSH, HostKind.SRUN, HostKind.JOINED)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -99,8 +77,8 @@ def _parse_host(item: str) -> Host:
 
 
 def _own_names() -> set[str]:
-    return {"localhost", "127.0.0.1", "::1", _own_name(), socket.gethostname()}
+    return {"localhost", "127.0.0.1", "::1", own_name(), socket.gethostname()}
 
 
-def _own_name() -> str:
+def own_name() -> str:
     return socket.gethostname().split(".")[0]

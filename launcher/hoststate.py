@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from launcher.hosts import Host, HostKind
+from launcher.hosts import Host
 from launcher.placement import HostOffer
 from launcher.protocol import Facts, Heartbeat, Hello, Report
 
@@ -97,7 +97,7 @@ class HostState:
     @property
     def leased(self) -> bool:
         """Whether its agent ends by itself when it hears nothing; at the end of a local pipe it always notices."""
-        return self.host.kind is HostKind.SSH
+        return self.host.remote
 
     @property
     def dirty(self) -> bool:
@@ -115,10 +115,14 @@ class HostState:
     def offer(self) -> HostOffer:
         """Return what it has for the job; its facts must be known."""
         assert self.facts is not None
+        gpus = tuple(self.facts.gpus)
+        if self.host.chosen is not None:
+            gpus = tuple(gpus[place] for place in self.host.chosen if place < len(gpus))
         return HostOffer(
             name=self.host.name,
-            slots=self.host.slots,
-            gpus=tuple(self.facts.gpus),
+            slots=self.facts.slots or self.host.slots,
+            max_slots=self.host.max_slots,
+            gpus=gpus,
             gpus_verified=self.facts.gpus_verified,
             gpu_variable=self.facts.gpu_variable,
             cores=tuple(self.facts.cores),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from launcher import __version__
 from launcher.environment import worker_defaults, worker_environment
 from launcher.events import Tell
-from launcher.hosts import Host, HostKind
+from launcher.hosts import Host
 from launcher.hoststate import HostState
 from launcher.placement import Placement
 from launcher.protocol import PROTOCOL, Hello, OpenStore, Prepare, StartWorker, StoreOpened
@@ -59,9 +59,9 @@ def _store_address(spec: JobSpec, hosts: Sequence[HostState]) -> str:
     """Return the first host's address as the others reach it; empty: as this machine reached it."""
     if spec.master_addr is not None:
         return spec.master_addr
-    if all(state.host.kind is not HostKind.SSH for state in hosts):
+    if not any(state.host.remote for state in hosts):
         return "127.0.0.1"
-    if hosts[0].host.kind is HostKind.SSH:
+    if hosts[0].host.remote:
         return ""
     return next((state.our_address for state in hosts if state.our_address), "127.0.0.1")
 

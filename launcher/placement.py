@@ -22,6 +22,11 @@ class HostOffer:
     gpu_variable: str
     cores: tuple[int, ...]
     cpu_limit: int
+    max_slots: int | None = None  # None: `slots`; 0: no limit
+
+    @property
+    def limit(self) -> int | None:
+        return self.slots if self.max_slots is None else self.max_slots or None
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,8 @@ def _misfit(
             f"a worker needs {gpus_per_proc} GPUs (--gpus-per-proc)" if gpus_per_proc else "one worker for each GPU"
         )
         return f"{offer.name}: {wanted}, but it has {len(offer.gpus) or 'none'}"
-    if offer.slots is not None and count > offer.slots:
-        return f"{offer.name}: {count} workers, but its entry in the host list has {offer.slots} slots"
+    if offer.limit is not None and count > offer.limit:
+        return f"{offer.name}: {count} workers, but its entry in the host list has {offer.limit} slots"
     if not _uses_gpus(offer, count, nproc, gpus_per_proc):
         needed = count * (gpus_per_proc or 0)
         if needed > len(offer.gpus) and not oversubscribe:

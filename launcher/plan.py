@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from launcher import devices
 from launcher.errors import UsageError
-from launcher.hosts import Host, HostKind
+from launcher.hosts import Host
 from launcher.placement import HostOffer, place
 from launcher.spec import JobSpec
 
@@ -33,7 +33,7 @@ class PlannedWorker:
 def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
     hosts = spec.hosts[: spec.max_hosts]  # the others are spares
-    remote = {host.name for host in hosts if host.kind is HostKind.SSH}
+    remote = {host.name for host in hosts if host.remote}
     unknown = [host.name for host in hosts if host.name in remote and _asked_for(host, spec) is None]
     if unknown:
         raise UsageError(

@@ -1,8 +1,9 @@
 """The framed protocol between controller and agent, the same on every byte stream.
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
-4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes. Only `Output` has a
-payload. No pickle. Messages are flat dataclasses, so that a reader can check a message by its field names.
+4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
+only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, so that a reader can check
+a message by its field names.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any, ClassVar, TypeAlias
 
 from launcher.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 _LENGTHS = struct.Struct(">II")
+_END = b"\n"
 
 
 # ---- controller to agent -------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Facts:
     problems: list[str]  # why the job cannot start here
     time: float
     left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.clean) that cannot be ended
+    slots: int | None = None  # how many workers it takes, where that was said on the host itself
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,7 @@ def encode(message: Message) -> bytes:
     payload: bytes = fields.pop("data", b"")
     fields["kind"] = message.kind
     header = json.dumps(fields, separators=(",", ":")).encode()
-    return _LENGTHS.pack(len(header), len(payload)) + header + payload
+    return b"".join((_LENGTHS.pack(len(header), len(payload)), header, payload, _END))
 
 
 class Decoder:
@@ -307,11 +310,11 @@ class Decoder:
                 raise ProtocolError(f"a frame of {header_bytes} + {payload_bytes} bytes is over the limit")
             end_of_header = at + _LENGTHS.size + header_bytes
             end = end_of_header + payload_bytes
-            if len(self._buffer) < end:
+            if len(self._buffer) < end + len(_END):
                 break
             header = bytes(self._buffer[at + _LENGTHS.size : end_of_header])
             messages.append(_message(header, bytes(self._buffer[end_of_header:end])))
-            at = end
+            at = end + len(_END)
         del self._buffer[:at]
         return messages
 

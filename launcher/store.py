@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import types
@@ -20,6 +21,8 @@ from typing import Any
 
 
 def main() -> None:
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
+        signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=0)
     tcp_store = None
     store = None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from collections.abc import Mapping
 from typing import Protocol
 
 from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import JobSpec
 
-__all__ = ["LocalStream", "Stream", "connect", "start_local_agents"]
+__all__ = ["LocalStream", "Stream", "agent_command", "connect", "start_local_agents"]
 
 
 class Stream(Protocol):
@@ -43,8 +44,12 @@ def connect(host: Host, spec: JobSpec, deadline: float) -> Stream:
     if host.kind is HostKind.SSH:
         from launcher.ssh import connect_ssh  # paramiko takes 0.2 s to import
 
-        return connect_ssh(host, spec.ssh, _agent_command(spec), deadline)
-    return LocalStream(_agent_command(spec))
+        return connect_ssh(host, spec.ssh, agent_command(spec), deadline)
+    if host.kind is HostKind.SRUN:
+        from launcher.srun import connect_srun
+
+        return connect_srun(host, spec, agent_command(spec))
+    return LocalStream(agent_command(spec))
 
 
 def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
@@ -52,10 +57,11 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 
     Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
     """
-    return {host.name: LocalStream(_agent_command(spec)) for host in spec.hosts if host.kind is not HostKind.SSH}
+    return {host.name: LocalStream(agent_command(spec)) for host in spec.hosts if not host.remote}
 
 
-def _agent_command(spec: JobSpec) -> list[str]:
+def agent_command(spec: JobSpec) -> list[str]:
+    """Return what starts an agent, wherever."""
     return [spec.python, "-m", "launcher.agent"]
 
 
@@ -64,7 +70,7 @@ class LocalStream:
 
     our_address: str | None = None
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
         # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
         # folder: a `launcher` package of the user's working directory must not be taken for ours.
         try:
@@ -74,6 +80,7 @@ class LocalStream:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd="/",
+                env=env,
                 start_new_session=True,
                 bufsize=0,
             )

@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from launcher.errors import UsageError
-from launcher.hosts import Host, HostKind, choose_hosts, parse_hosts
+from launcher.hosts import Host, HostKind, parse_hosts
+from launcher.sources import choose_hosts
 
 
 @pytest.mark.parametrize(

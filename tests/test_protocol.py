@@ -35,6 +35,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: TEXT,
     bytes: st.binary(max_size=100),
+    int | None: st.none() | st.integers(0, 999),
     str | None: st.none() | TEXT,
     list[str]: st.lists(TEXT, max_size=4),
     list[int]: st.lists(st.integers(0, 999), max_size=4),
@@ -53,7 +54,7 @@ MESSAGES = st.one_of([_messages_of(kind) for kind in KINDS])
 
 
 def _frame(header: bytes, payload: bytes = b"") -> bytes:
-    return struct.pack(">II", len(header), len(payload)) + header + payload
+    return struct.pack(">II", len(header), len(payload)) + header + payload + b"\n"
 
 
 def _decode(data: bytes) -> list[Message]:
