@@ -26,6 +26,7 @@ from launcher.guard import guard, reap
 from launcher.inquiry import Inquiry
 from launcher.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
 from launcher.mark import Mark
+from launcher.network import choose_address
 from launcher.outbox import Outbox
 from launcher.protocol import (
     PREAMBLE,
@@ -39,6 +40,7 @@ from launcher.protocol import (
     Message,
     OpenStore,
     Prepare,
+    ReservePorts,
     SignalWorkers,
     StartWorker,
     Stop,
@@ -83,7 +85,7 @@ class Agent:
         self._lease = Lease(limits)
         self._prepared: Prepare | None = None
         # Read before the user's own exports can change it: "client address, port, server address, port".
-        self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or "127.0.0.1"
+        self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
         self._folder = ""  # for the workers' files, once it is made
         self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
@@ -176,7 +178,9 @@ class Agent:
         if self._attempt is not None:
             self._attempt.look()
         if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
-            self._outbox.send(Heartbeat(time=now, progress=0 if self._attempt is None else self._attempt.progress))
+            attempt = self._attempt
+            progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
+            self._outbox.send(Heartbeat(time=now, progress=progress, saved=saved))
 
     @property
     def _grace_s(self) -> float:
@@ -226,7 +230,7 @@ class Agent:
             self._lease.beat(message.time, time.monotonic())
         elif isinstance(message, Prepare):
             self._prepare(message)
-        elif isinstance(message, OpenStore | StartWorker):
+        elif isinstance(message, OpenStore | ReservePorts | StartWorker):
             self._begin(message)
         elif isinstance(message, SignalWorkers):
             if self._attempt is not None:
@@ -267,7 +271,7 @@ class Agent:
         )  # before it is told, so that it never begins later than the controller knows
         self._outbox.send(facts)
 
-    def _begin(self, message: OpenStore | StartWorker) -> None:
+    def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
         if self._ending is not None or time.monotonic() >= self._lease.end:  # after a thaw, that is looked at later
@@ -280,11 +284,19 @@ class Agent:
                 selector=self._selector,
                 outbox=self._outbox,
                 store_process=self._store_process,
+                interfaces=self._prepared.interfaces,
             )
         if isinstance(message, OpenStore):
-            self._attempt.open_store(message, self._reached_at)
+            self._attempt.open_store(message, self._address(message))
+        elif isinstance(message, ReservePorts):
+            self._attempt.reserve_ports(message, self._address(message))
         else:
             self._attempt.start(message, self._prepared.workdir)
+
+    def _address(self, message: OpenStore | ReservePorts) -> str:
+        """Return this host's address for the others, whether or not it was told."""
+        assert self._prepared is not None
+        return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
     def _suspend(self, suspended: bool) -> None:
         if suspended and self._suspension is None and self._ending is None:

@@ -6,9 +6,10 @@ import errno
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +17,19 @@ from typing import TYPE_CHECKING
 from launcher import scratch
 from launcher.errors import DtrainError
 from launcher.mark import Mark
+from launcher.network import socket_interfaces
 from launcher.outbox import Outbox
-from launcher.protocol import Exited, OpenStore, Output, Started, StartWorker, StoreFailed, StoreOpened
+from launcher.protocol import (
+    Exited,
+    OpenStore,
+    Output,
+    PortsReserved,
+    ReservePorts,
+    Started,
+    StartWorker,
+    StoreFailed,
+    StoreOpened,
+)
 from launcher.rendezvous import Rendezvous, StoreProcess
 from launcher.worker import Files, Worker
 
@@ -43,6 +55,7 @@ class Attempt:
         selector: selectors.BaseSelector,
         outbox: Outbox,
         store_process: StoreProcess,
+        interfaces: Sequence[str],
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}
@@ -52,6 +65,9 @@ class Attempt:
         self._outbox = outbox
         self._store: Rendezvous | None = None
         self._store_process = store_process
+        self._interfaces = interfaces
+        self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
+        self._reserved: list[socket.socket] = []
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -81,8 +97,7 @@ class Attempt:
 
     # ---- the store ----
 
-    def open_store(self, message: OpenStore, reached_at: str) -> None:
-        address = message.address or reached_at
+    def open_store(self, message: OpenStore, address: str) -> None:
         try:
             self._store = Rendezvous(address, message.port, self._store_process, exact=message.exact)
         except DtrainError as error:
@@ -91,6 +106,24 @@ class Attempt:
         assert self._store.listening is not None
         self._watch(self._store.listening.fileno(), self._first_client)
         self._outbox.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
+
+    def reserve_ports(self, message: ReservePorts, address: str) -> None:
+        """Bind as many free ports as are wanted, and hold them until a worker is started."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            for _ in range(message.count):
+                self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
+                self._reserved[-1].bind((address, 0))
+        except OSError as error:
+            reason = f"no ports can be had on {address}: {error.strerror}"
+            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            return
+        ports = [reserved.getsockname()[1] for reserved in self._reserved]
+        self._outbox.send(PortsReserved(attempt=self.number, address=address, ports=ports))
+
+    def _release_ports(self) -> None:
+        while self._reserved:
+            self._reserved.pop().close()
 
     def _first_client(self) -> None:
         if self._store is None or self._store.listening is None:  # closed since the selector looked
@@ -121,7 +154,11 @@ class Attempt:
         argv = message.argv
         if message.through:
             argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
-        env = {**message.defaults, **os.environ, **message.env}
+        self._release_ports()
+        if self._sockets is None:
+            self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
+        sockets = self._sockets if self._interfaces else {}
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
         files = Files.of(self._folder, self.number, message.rank)
         if self._memory is None:
             from launcher.oom import OomWatch  # only where workers are started
@@ -185,6 +222,7 @@ class Attempt:
     def close(self) -> None:
         """Pass on what is still to be read, release everything and remove the workers' files."""
         self.close_store(keep_process=True)
+        self._release_ports()
         for worker in self.workers.values():
             self._drain(worker)
             if not self._outbox.holding:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from launcher.cause import looks_like_consequence
 from launcher.outcome import Failure, FailureKind
 from launcher.placement import Placement
-from launcher.protocol import Evidence, Exited, Started
+from launcher.protocol import Evidence, Exited, PortsReserved, Started, StoreOpened
 
 __all__ = ["AttemptState", "choose_members", "failure_of"]
 
@@ -29,11 +29,15 @@ class AttemptState:
         self.evidence: tuple[Evidence, ...] = ()
         self.saved = 0  # checkpoints
         self.progressed_at = began
+        self.store: StoreOpened | None = None
+        self.ports: dict[str, PortsReserved] = {}
+        self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         self._ended: set[int] = set()
-        self._ended_well = 0
+        self._needed = {worker.rank for worker in placement.workers if worker.needed}  # that have not ended well
         self._unfinished = dict(zip(members, placement.per_host, strict=True))  # workers that have not ended well
         self._progress: dict[str, int] = {}
+        self._saved: dict[str, int] = {}
         self._provoked_at: dict[str, float] = {}
 
     @property
@@ -46,8 +50,8 @@ class AttemptState:
 
     @property
     def all_ended_well(self) -> bool:
-        """Whether every worker has ended by itself and well; one that its agent stopped has not."""
-        return self._ended_well == self.world_size
+        """Whether every worker that the run waits for has ended by itself and well; one that was stopped has not."""
+        return not self._needed
 
     @property
     def any_ended(self) -> bool:
@@ -72,13 +76,18 @@ class AttemptState:
             self.stopped.add(exited.rank)
             self._provoked_at.setdefault(host, at)
         elif exited.status == 0:
-            self._ended_well += 1
+            self._needed.discard(exited.rank)
             self._unfinished[host] -= 1
 
     def take_progress(self, host: str, progress: int, now: float) -> None:
         if self._progress.get(host) != progress:
             self._progress[host] = progress
             self.progressed_at = now
+
+    def take_saved(self, host: str, saved: int) -> bool:
+        """Note how many checkpoints a host's workers have saved; return whether there are more than before."""
+        before, self._saved[host] = self._saved.get(host, 0), saved
+        return saved > before
 
     def provoked_at(self, host: str) -> float | None:
         """Return when the first of a host's workers ended because its agent made it."""

@@ -6,38 +6,38 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from launcher import __version__
+from launcher.byhand import commands
 from launcher.errors import DtrainError, UsageError
-from launcher.options import Group, current_folder, how, script, where
-from launcher.sources import choose_hosts
-from launcher.spec import (
-    Command,
-    CommandKind,
-    JobSpec,
-    SshOptions,
-    new_run_id,
-    parse_exports,
-    parse_nproc,
-)
+from launcher.hosts import parse_hosts
+from launcher.options import Group, how, script, torchrun_words, where
+from launcher.request import Request, check_here, read_request
+from launcher.running import Talk, carry_out
+from launcher.torchrun import AS_TORCHRUN
 
 _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line; the console script's entry."""
     _open_standard_streams()
-    _end(_main())
+    _end(_main(sys.argv[1:], None))
 
 
-def _main() -> int:
+def main_as(other: str) -> NoReturn:
+    """Run `dtrain run` as another launcher would; see torchrun.py."""
+    _open_standard_streams()
+    _end(_main(["run", *sys.argv[1:]], other))
+
+
+def _main(words: list[str], other: str | None) -> int:
     try:
-        cli.main(standalone_mode=False)
+        cli.main(words, standalone_mode=False, obj=other)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except SystemExit as stop:
@@ -96,71 +96,34 @@ def cli() -> None:
 @cli.command(context_settings=_PASS_ON, short_help="Start a script on all hosts and wait for its end.")
 @where
 @how
+@torchrun_words
 @script
 def run(command: tuple[str, ...], **options: Any) -> None:
     """Start SCRIPT once for each worker on all hosts, and end with its exit code.
 
     Options of dtrain come before SCRIPT; everything after it is the script's. Every option that shows an environment
-    variable can also be set by it, or in dtrain.toml or [tool.dtrain] of pyproject.toml.
+    variable can also be set by it, or in dtrain.toml or [tool.dtrain] of pyproject.toml. torchrun's options are taken
+    as well.
     """
-    from launcher.transport import start_local_agents
-
     error_json = _error_file(options["error_json"])
     with _told_to_programs(error_json):
-        spec = _spec(command, options)
-        _check_here(spec)
-    only_ranks = _ranks(options["only_rank"])
-    _warn_of_unknown_variables(options["quiet"])
-    opened = start_local_agents(spec)
-
-    from launcher.console import Console
-    from launcher.controller import Controller
-    from launcher.error_json import write_error_json
-    from launcher.logfiles import LogFiles, set_aside
-    from launcher.output import OutputThread
-    from launcher.processes import raise_file_limit
-    from launcher.report import report
-
-    raise_file_limit()
-    console = Console()
-    folder = spec.log_dir / spec.run_id
-    if (moved := set_aside(folder)) is not None and not options["quiet"]:
-        _complain(f"there was a run {spec.run_id} before; its files are in {moved} now")
-    logs = LogFiles(folder, lambda reason: console.say(reason))
-    output = OutputThread(console, logs, only_ranks=only_ranks)
-    output.start()
-    talk = _Talk(quiet=options["quiet"], verbose=options["verbose"])
-    controller = Controller(
-        spec,
-        output,
-        show_progress=output.show_status if talk.progress else lambda _: None,
-        tell_user=output.say,
-        opened=opened,
-    )
-    try:
-        outcome = controller.run()
-    finally:
-        output.close()
-    usable = folder if logs.usable else None
-    if error_json is not None:
-        try:
-            write_error_json(error_json, outcome, folder=usable, evidence_file=controller.evidence_file)
-        except OSError as error:
-            _complain(f"--error-json: {error_json} cannot be written: {error.strerror}")
-    if talk.verbose:
-        ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
-        _complain(f"run {spec.run_id}: {ran}; output in {folder}")
-    if outcome.error is None and only_ranks and max(only_ranks) >= outcome.world_size:
-        _complain(f"--only-rank {options['only_rank']}: there were only ranks 0 to {outcome.world_size - 1}")
-    text = report(outcome, folder=usable, tail=output.tail, evidence_file=controller.evidence_file)
-    if text and (not talk.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
-        _complain(text)
-    sys.exit(outcome.exit_code)
+        if options["print_commands"]:
+            click.echo(_commands(command, options))
+            return
+        request = _request(command, options, wait=True)
+        check_here(request.spec)
+    if not options["quiet"]:
+        _warn_of_unknown_variables()
+        for notice in request.notices:
+            _complain(notice)
+    talk = Talk(quiet=options["quiet"], verbose=options["verbose"], say=_complain)
+    sys.exit(carry_out(request, talk, error_json=error_json))
 
 
 @cli.command(context_settings=_PASS_ON, short_help="Show which rank would run where; start nothing.")
 @where
 @how
+@torchrun_words
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @script
 def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -173,18 +136,24 @@ def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     from launcher.plan import plan_as_json, plan_as_table, plan_workers
 
-    spec = _spec(command, options)
-    rows = plan_workers(spec)
+    rows = plan_workers(_request(command, options).spec)
     click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
 
 
-def _warn_of_unknown_variables(quiet: bool) -> None:
+def _warn_of_unknown_variables() -> None:
     """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
     known = {str(option.envvar) for option in run.params if isinstance(option, click.Option) and option.envvar}
     ours = {"DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE"}  # for the workers
-    foreign = {*ours, "DTRAIN_STRATEGY", "DTRAIN_TOKEN", "DTRAIN_TORCH_INDEX"}
+    foreign = {
+        *ours,
+        "DTRAIN_STRATEGY",
+        "DTRAIN_TOKEN",
+        "DTRAIN_TORCH_INDEX",
+        "DTRAIN_AGENT_SLOTS",
+        "DTRAIN_AGENT_MACHINE",
+    }
     unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known | foreign]
-    if quiet or not unknown:
+    if not unknown:
         return
     import difflib
 
@@ -193,89 +162,41 @@ def _warn_of_unknown_variables(quiet: bool) -> None:
             _complain(f"the variable {name} is not known and does nothing; did you mean {close[0]}?")
 
 
-# ---- from options to the job ---------------------------------------------------------------------------------
+# ---- what was asked for --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Talk:
-    """How much dtrain says of itself."""
-
-    quiet: bool
-    verbose: bool
-
-    @property
-    def progress(self) -> bool:
-        return not self.quiet and os.isatty(2)
-
-
-def _spec(command: tuple[str, ...], options: dict[str, Any]) -> JobSpec:
+def _request(command: tuple[str, ...], options: dict[str, Any], *, wait: bool = False) -> Request:
     context = click.get_current_context()
-    typed = click.core.ParameterSource.COMMANDLINE
-    listed: str | None = options["hosts"]
-    if context.get_parameter_source("simulate") is typed and context.get_parameter_source("hosts") is not typed:
-        listed = None  # the flag is stronger than hosts from the environment or a file
+    return read_request(command, options, typed=_typed, as_torchrun=context.obj == AS_TORCHRUN, wait=wait)
+
+
+def _typed(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _commands(command: tuple[str, ...], options: dict[str, Any]) -> str:
+    """Return what to type on each node for this run."""
     nnodes: tuple[int, int] | None = options["nnodes"]
-    max_restarts = options.get("max_restarts", 0)
-    spares = max_restarts > 0 or (nnodes is not None and nnodes[0] < nnodes[1])
-    hosts = choose_hosts(listed, nnodes=nnodes, simulate=options["simulate"], spares=spares)
-    remote = any(host.remote for host in hosts)
-    config = options.get("ssh_config")
-    return JobSpec(
-        command=_parse_command(command, module=options["module"], no_python=options["no_python"]),
-        hosts=hosts,
-        nnodes=nnodes,
-        max_restarts=max_restarts,
-        grow=options.get("grow", False),
-        heartbeat_timeout_s=options.get("heartbeat_timeout_s", 30.0),
-        stall_timeout_s=options.get("stall_timeout_s"),
-        nproc=parse_nproc(options["nproc_per_node"]),
-        gpus_per_proc=options["gpus_per_proc"],
-        oversubscribe=options["oversubscribe"],
-        workdir=_workdir(options.get("workdir")),
-        python=options.get("python") or sys.executable,
-        export=tuple(parse_exports(options.get("export") or (), dict(os.environ), remote=remote).items()),
-        log_dir=Path(options.get("log_dir") or "runs"),
-        run_id=options.get("run_id") or new_run_id(),
-        start_timeout_s=options.get("start_timeout_s", 60.0),
-        grace_s=options.get("grace_s", 10.0),
-        master_addr=options.get("master_addr"),
-        master_port=options.get("master_port"),
-        ssh=SshOptions(
-            config=Path(config).expanduser() if config else None,
-            accept_new=options.get("accept_new_host_keys", False),
-        ),
-    )
-
-
-def _parse_command(words: tuple[str, ...], *, module: bool, no_python: bool) -> Command:
-    if not words:
-        raise UsageError("nothing to run: name a script, as in `dtrain run train.py`; see dtrain run --help")
-    if module and no_python:
-        raise UsageError("--module and --no-python exclude each other")
-    kind = CommandKind.MODULE if module else CommandKind.PROGRAM if no_python else CommandKind.SCRIPT
-    return Command(kind, words[0], words[1:])
-
-
-def _workdir(named: str | None) -> Path:
-    """Return the working directory by the name under which the user knows it: other hosts may have no such links."""
-    if named is not None:
-        return Path(named).expanduser().absolute()
-    shell = os.environ.get("PWD", "")
-    if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, "."):
-        return Path(shell)
-    return current_folder()
-
-
-def _check_here(spec: JobSpec) -> None:
-    """Find a missing script before anything is started, where one of the hosts is this machine."""
-    if all(host.remote for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
-        return
-    if not spec.workdir.is_dir():
-        raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")
-    script = spec.workdir / spec.command.target
-    if not os.path.exists(script):
-        hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
-        raise UsageError(f"the script {script} does not exist{hint}")
+    listed = options["hosts"]
+    hosts = [host.name for host in parse_hosts(listed)] if listed else []
+    nodes = nnodes[1] if nnodes else len(hosts)
+    if nodes < 2:
+        raise UsageError(
+            "--print-commands says what to type on each of several nodes: how many? --nnodes N, or --hosts"
+        )
+    names = [*hosts, *(f"node {k}" for k in range(len(hosts), nodes))][:nodes]
+    address = options["master_addr"] or (hosts[0] if hosts else "ADDRESS_OF_NODE_0")
+    left_out = {"hosts", "print_commands", "node_rank", "master_addr", "command"}
+    words = [] if nnodes and _typed("nnodes") else ["--nnodes", str(nodes)]
+    for param in click.get_current_context().command.params:
+        if param.name in left_out or param.name is None or not _typed(param.name):
+            continue
+        value, flag = options[param.name], max(param.opts, key=len)
+        if param.name == "nnodes":
+            value = ":".join(map(str, dict.fromkeys(value)))
+        given = list(value) if isinstance(value, tuple) else [value]
+        words += [flag] if value is True else [word for one in given for word in (flag, str(one))]
+    return commands([*words, *command], nodes, address, names)
 
 
 @contextlib.contextmanager
@@ -301,15 +222,3 @@ def _error_file(text: str | None) -> Path | None:
     if path.is_dir():
         raise UsageError(f"--error-json: {path} is a folder; name a file")
     return path
-
-
-def _ranks(text: str | None) -> frozenset[int] | None:
-    if text is None:
-        return None
-    try:
-        ranks = frozenset(int(word) for word in text.split(","))
-        if min(ranks) < 0:
-            raise ValueError(text)
-        return ranks
-    except ValueError as error:
-        raise UsageError(f"--only-rank is {text!r}; it must be numbers such as 0 or 0,4") from error

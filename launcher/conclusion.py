@@ -12,7 +12,9 @@ from launcher.hoststate import HostState
 from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.spec import JobSpec
 
-__all__ = ["conclude"]
+__all__ = ["PREEMPTED", "conclude"]
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 
 
 def conclude(
@@ -23,17 +25,22 @@ def conclude(
     error: DtrainError | None,
     signum: int | None,
     gave_up: str,
+    preempted: bool,
     began: float,
     now: float,
 ) -> Outcome:
-    """`attempt` is the last one; `signum` the signal that ended the run, if one did."""
+    """`attempt` is the last one; `signum` the signal that ended the run, if one did.
+
+    `preempted`: it was told that its time is up, which is why it ended if it had not finished by itself.
+    """
+    preempted = preempted and error is None and attempt is not None and not attempt.all_ended_well
     failures = [] if attempt is None else attempt.failures
     cause = first_cause(failures)
     victims = failures if attempt is None else [*failures, *attempt.victims]
     unchecked = [state for state in fleet if state.dirty]
     return Outcome(
         run_id=spec.run_id,
-        exit_code=_exit_code(error, cause, signum),
+        exit_code=PREEMPTED if preempted else _exit_code(error, cause, signum),
         error=error,
         signum=signum,
         cause=cause,
@@ -41,8 +48,9 @@ def conclude(
         stopped=0 if attempt is None else len(attempt.stopped),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
-        attempts=0 if attempt is None else attempt.number + 1,
+        attempts=0 if attempt is None else attempt.number + 1 - spec.first_attempt,
         gave_up=gave_up,
+        preempted=preempted,
         evidence=() if attempt is None else attempt.evidence,
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),

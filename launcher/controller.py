@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.errors import DtrainError, HostError, ProtocolError
 from launcher.events import (
     Close,
     Command,
     Connected,
+    Discovered,
     Event,
     Keep,
     Lost,
@@ -34,14 +36,18 @@ from launcher.events import (
     Tick,
     Unread,
 )
-from launcher.hosts import Host
+from launcher.hosts import Host, HostKind
 from launcher.job import Job
 from launcher.outcome import Outcome
 from launcher.output import OutputThread
 from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, StartWorker, encode
+from launcher.sources import discover
 from launcher.spec import JobSpec
 from launcher.stacks import groups, one_line, write_out
 from launcher.transport import Stream, connect
+
+if TYPE_CHECKING:
+    from launcher.door import Door
 
 __all__ = ["Controller"]
 
@@ -49,8 +55,11 @@ ASLEEP_S = 5.0  # a wait that took so much longer than asked for; or a quarter o
 LOOK_S = 0.1  # between looks for hosts that are not read
 LET_GO_S = 10.0  # for the end of an agent whose link was given up
 CONNECT_S = 30.0  # for an attempt to reach a host again
+DISCOVERY_PAUSE_S = 2.0  # before a discovery script is asked again
+DOOR_S = 0.2
 FLUSH_S = 1.0  # for what hosts are told before this process stops itself
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHOSEN = (*STOP_SIGNALS, signal.SIGQUIT)  # may be left to the system, by --signals-to-handle
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 
 
@@ -65,8 +74,12 @@ class Controller:
         show_progress: Callable[[str], None],
         tell_user: Callable[[str], None],
         opened: Mapping[str, Stream],
+        door: Door | None = None,
+        signals: frozenset[str] | None = None,
     ) -> None:
         self._spec = spec
+        self._door = door
+        self._signal_names = signals
         self._opened = opened
         self._output = output
         self._show_progress = show_progress
@@ -74,17 +87,20 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._job = Job(spec, time.monotonic())
-        self._hosts = {host.name: host for host in spec.hosts}
         self._limit = threading.BoundedSemaphore(spec.ssh.connect_at_once)
         self._links: dict[str, _Link] = {}  # the newest of each host
 
     def run(self) -> Outcome:
         """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
+        over = threading.Event()
         with self._signals():
             try:
                 self._carry_out(self._job.start())
+                if self._spec.hosts_script is not None:
+                    threading.Thread(target=self._discover, args=(self._spec.hosts_script, over), daemon=True).start()
                 return self._loop()
             finally:
+                over.set()
                 links = list(self._links.values())
                 for link in links:
                     link.close()
@@ -124,13 +140,32 @@ class Controller:
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
 
+    def _discover(self, command: str, over: threading.Event) -> None:
+        """Ask the user's script again and again which hosts there are; in a thread of its own."""
+        known: tuple[Host, ...] | None = self._spec.hosts
+        complaint = ""
+        while not over.wait(DISCOVERY_PAUSE_S):
+            try:
+                hosts = discover(command)
+            except DtrainError as error:
+                if str(error) != complaint:  # once, until it says something else
+                    complaint = str(error)
+                    self._tell_user(complaint)
+                continue
+            complaint = ""
+            if hosts != known:
+                known = hosts
+                self._events.put(Discovered(hosts))
+
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Open):
                 self._open(command.host, command.link)
             elif isinstance(command, Tell):
                 if isinstance(command.message, StartWorker):
-                    self._output.add_worker(command.message.rank, command.host, command.message.attempt)
+                    start = command.message
+                    local_rank = int(start.env.get("LOCAL_RANK", 0))
+                    self._output.add_worker(start.rank, command.host, start.attempt, local_rank)
                 self._links[command.host].tell(encode(command.message))
             elif isinstance(command, Close):
                 self._links[command.host].close()
@@ -146,7 +181,7 @@ class Controller:
         """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
         if (old := self._links.get(name)) is not None:
             threading.Thread(target=old.finish, args=(time.monotonic() + LET_GO_S,), daemon=True).start()
-        link = _Link(self._hosts[name], number, self._spec, self._events, self._output)
+        link = _Link(self._job.fleet.states[name].host, number, self._spec, self._events, self._output, self._door)
         first = number == 1
         deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
         link.open(self._opened.get(name) if first else None, self._limit, deadline)
@@ -178,6 +213,8 @@ class Controller:
 
         before = {}
         for signum in (*STOP_SIGNALS, *OTHER_SIGNALS):
+            if self._signal_names is not None and signum in CHOSEN and signum.name not in self._signal_names:
+                continue
             if signum in (signal.SIGHUP, signal.SIGTSTP) and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # started by nohup, or by a shell without job control
             before[signum] = signal.signal(signum, enqueue)
@@ -198,8 +235,10 @@ class _Link:
         spec: JobSpec,
         events: queue.SimpleQueue[Event],
         output: OutputThread,
+        door: Door | None,
     ) -> None:
         self.host = host
+        self._door = door
         self.waiting = False  # the reader waits for the output
         self.idle = True  # everything told is written
         self._number = number
@@ -248,6 +287,8 @@ class _Link:
     # ---- in the reader's thread ----
 
     def _connect(self, limit: threading.BoundedSemaphore, deadline: float) -> Stream | None:
+        if self.host.kind is HostKind.JOINED:
+            return self._wait_at_the_door(deadline)
         if not limit.acquire(timeout=max(0.0, deadline - time.monotonic())):
             at_once = self._spec.ssh.connect_at_once
             self._events.put(
@@ -268,6 +309,15 @@ class _Link:
             self._events.put(Lost(self.host.name, self._number, f"{type(error).__name__}: {error}"))
         finally:
             limit.release()
+        return None
+
+    def _wait_at_the_door(self, deadline: float) -> Stream | None:
+        assert self._door is not None
+        try:
+            # A moment before the job gives up, so that it knows why.
+            return self._door.wait(self.host.name, deadline - DOOR_S)
+        except DtrainError as error:
+            self._events.put(Lost(self.host.name, self._number, getattr(error, "reason", str(error))))
         return None
 
     def _read(self, stream: Stream) -> None:

@@ -2,7 +2,9 @@
 
 DtrainError                 exit code 1
 ├── UsageError              what was typed or configured cannot be run: exit code 2
-│   └── PlacementError      the workers do not fit on the hosts
+│   ├── PlacementError      the workers do not fit on the hosts
+│   ├── HostListError       a list of hosts is wrong, at one column (hostranges.py)
+│   └── PlaceTakenError     another command of the same run is node 0
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named
 ├── StoreError              the rendezvous store could not be opened, or was lost
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 __all__ = [
     "DtrainError",
     "HostError",
+    "PlaceTakenError",
     "PlacementError",
     "ProtocolError",
     "StartError",
@@ -35,6 +38,10 @@ class UsageError(DtrainError):
 
 
 class PlacementError(UsageError):
+    pass
+
+
+class PlaceTakenError(UsageError):
     pass
 
 

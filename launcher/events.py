@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from launcher.hosts import Host
 from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report
 
 __all__ = [
-    "Close", "Command", "Connected", "Event", "Keep", "Lost", "Notice", "Open", "Said", "Signalled", "Slept",
-    "SuspendSelf", "Tell", "Tick", "Unread",
+    "Close", "Command", "Connected", "Discovered", "Event", "Keep", "Lost", "Notice", "Open", "Said", "Signalled",
+    "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
 ]  # fmt: skip
 
 # ---- events --------------------------------------------------------------------------------------------------
@@ -61,6 +62,13 @@ class Slept:
 
 
 @dataclass(frozen=True)
+class Discovered:
+    """The hosts that there are now, all of them, says the user's discovery script."""
+
+    hosts: tuple[Host, ...]
+
+
+@dataclass(frozen=True)
 class Signalled:
     """Somebody signalled dtrain."""
 
@@ -72,7 +80,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Connected | Said | Lost | Unread | Slept | Signalled | Tick
+Event: TypeAlias = Connected | Said | Lost | Unread | Discovered | Slept | Signalled | Tick
 
 # ---- commands ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 from launcher import devices
-from launcher.errors import UsageError
+from launcher.errors import DtrainError, UsageError
+from launcher.hosts import AGENT_MACHINE, AGENT_SLOTS
+from launcher.network import choose_address
 from launcher.protocol import Facts, Prepare
 
 __all__ = ["find_facts"]
@@ -23,12 +25,17 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
     if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
         problems.append(f"the program {message.program} is not in PATH there")
+    if message.interfaces:
+        try:
+            choose_address(message.interfaces, "", None)
+        except DtrainError as error:
+            problems.append(str(error))
     gpus = devices.Gpus()
     try:
         gpus = devices.find_gpus(os.environ)
     except UsageError as error:
         problems.append(str(error))
-    cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), message.part, message.parts)
+    cores, limit = devices.divide(devices.cores(), _cpu_limit(), message.part, message.parts)
     if message.parts > 1:
         os.sched_setaffinity(0, cores)
     return Facts(
@@ -40,7 +47,19 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems=problems,
         time=time.monotonic(),
         left=left,
+        slots=int(os.environ[AGENT_SLOTS]) if AGENT_SLOTS in os.environ else None,
+        machine=os.environ.get(AGENT_MACHINE, ""),
     )
+
+
+def _cpu_limit() -> int:
+    """Return how many processors may be busy at a time: where SLURM confines nobody, what it gave all the same."""
+    limit = devices.cpu_limit()
+    if "SLURM_CPUS_ON_NODE" not in os.environ:
+        return limit
+    from launcher.slurm import cpu_limit
+
+    return min(limit, cpu_limit(os.environ) or limit)
 
 
 def _executable(program: str, workdir: Path) -> bool:

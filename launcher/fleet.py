@@ -77,6 +77,18 @@ class Fleet:
         else:
             self.coming.discard(state.name)
 
+    def add(self, host: Host, now: float) -> HostState:
+        """Take in a host that was not known before."""
+        state = self.states[host.name] = HostState(host, heard=now)
+        self._counts[HostPhase.AWAY] += 1
+        return state
+
+    def want(self, state: HostState) -> None:
+        """Use a host again that was dropped."""
+        state.wanted = True
+        state.strikes = state.tries = 0
+        self.dropped.discard(state.name)
+
     def drop(self, state: HostState) -> None:
         """Use a host no more; it is still tried again until what it may have left is gone."""
         state.wanted = False

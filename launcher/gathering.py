@@ -13,6 +13,7 @@ from launcher.attemptstate import AttemptState
 from launcher.errors import PlacementError
 from launcher.events import Command, Notice, Tell
 from launcher.fleet import Fleet
+from launcher.hosts import Host
 from launcher.hoststate import HostPhase, HostState
 from launcher.notices import some
 from launcher.orders import mismatch, prepare
@@ -137,6 +138,28 @@ class Gathering:
             self._fleet.move(state, HostPhase.OUT)
         return [notice]
 
+    def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
+        """Take in who is there now: newcomers are tried, who is no longer named is used in no further attempt."""
+        if self.closed:
+            return []
+        named = {host.name: host for host in hosts}
+        commands: list[Command] = []
+        for state in list(self._fleet):
+            if state.name not in named and state.wanted:
+                commands += self._leave_out(state, "it is no longer named by --hosts-script")
+        for host in hosts:
+            state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
+            if state.link == 0:
+                commands.append(self._fleet.open(state))
+                continue
+            state.host = host  # its slots may be others
+            if not state.wanted:
+                self._fleet.want(state)
+                if state.phase in (HostPhase.OUT, HostPhase.AWAY):
+                    self._fleet.move(state, HostPhase.AWAY)
+                    self._fleet.try_again(state, now)
+        return commands
+
     # ---- when to begin ----
 
     @property
@@ -215,6 +238,8 @@ def fit(spec: JobSpec, states: Sequence[HostState]) -> Placement:
         nproc=spec.nproc,
         gpus_per_proc=spec.gpus_per_proc,
         oversubscribe=spec.oversubscribe,
+        isolate=spec.virtual_local_rank,
+        roles=spec.roles,
     )
 
 

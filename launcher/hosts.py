@@ -1,15 +1,47 @@
-"""Where the workers run: hosts as the user names them. Pure; nothing here connects to anything."""
+"""Where the workers run: hosts as the user names them, and the lists of --hosts.
+
+hostfile.py reads host files with the same entries. Pure but for the question what this machine is called; nothing here
+connects to anything.
+"""
 
 from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from launcher.errors import UsageError
+from launcher.hostranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
-__all__ = ["Host", "HostKind", "own_name", "parse_hosts"]
+__all__ = [
+    "AGENT_MACHINE",
+    "AGENT_SLOTS",
+    "Host",
+    "HostEntry",
+    "HostKind",
+    "address_of",
+    "clash",
+    "is_user",
+    "own_name",
+    "own_names",
+    "parse_entry",
+    "parse_hosts",
+]
+
+_LEAST_PORT = 1024  # where one number follows a name: from here on it is sshd's port, below it is slots
+_FORMS = (
+    "write NAME, NAME:SLOTS, USER@NAME:PORT, NAME:PORT:SLOTS or [IPV6]:SLOTS "
+    f"(one number from {_LEAST_PORT} on is sshd's port)"
+)
+# What OpenSSH takes for a user, without what means something in our lists: it ends up in the user's ProxyCommand.
+_USER = re.compile(r"""(?!-)[^\s@:,=#/\[\]'"`;&<>|(){}$]+(?<!\\)""")
+
+
+# What is told an agent through its environment by who starts it, where that is not the controller.
+AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
+AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
 
 
 class HostKind(Enum):
@@ -40,44 +72,123 @@ class Host:
         return self.kind in (HostKind.SSH, HostKind.SRUN, HostKind.JOINED)
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read `alpha:4,user@beta,[fe80::1]:2`: names with optional user and slots, each once.
+@dataclass(frozen=True)
+class HostEntry:
+    """One entry of a list as it is written: several names where it has ranges. `slots` may be 0 here."""
 
-    >>> [(host.name, host.slots) for host in parse_hosts("alpha:4, beta")]
-    [('alpha', 4), ('beta', None)]
-    """
-    hosts = tuple(_parse_host(item.strip()) for item in text.split(","))
-    seen: set[str] = set()
-    for host in hosts:
-        if host.name in seen:
-            raise UsageError(f"host {host.name} is named twice; give it more slots instead: {host.name}:2")
-        seen.add(host.name)
-    here = [host.name for host in hosts if host.kind is HostKind.LOCAL]
-    if len(here) > 1:
-        raise UsageError(
-            f"hosts {' and '.join(here)} are both this machine; name it once, or divide it with --simulate"
+    names: tuple[str, ...]
+    slots: int | None = None
+    user: str | None = None
+    port: int | None = None
+
+    def hosts(self) -> tuple[Host, ...]:
+        """Return its hosts. With a user or a port it is meant to be reached over SSH, even if it is this machine."""
+        here = own_names() if self.user is None and self.port is None else frozenset()
+        return tuple(
+            Host(
+                name,
+                HostKind.LOCAL if name in here else HostKind.SSH,
+                slots=self.slots,
+                user=self.user,
+                port=self.port,
+            )
+            for name in self.names
         )
-    return hosts
 
 
-def _parse_host(item: str) -> Host:
-    match = re.fullmatch(
-        r"(?:([^@\s]+)@)?(?:\[([0-9a-fA-F:.%\w]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,6}))?", item, re.ASCII
-    )
-    if match is None:
-        raise UsageError(f"--hosts: {item!r} is not a host; write NAME, NAME:SLOTS, USER@NAME or [IPV6]:SLOTS")
-    user, ipv6, name, slots = match.groups()
-    name = ipv6 or name
-    if name.startswith("-"):
-        raise UsageError(f"--hosts: {item!r} begins with '-'; no host name does")
-    if slots is not None and int(slots) < 1:
-        raise UsageError(f"--hosts: {item!r} has no slots; write 1 or more, or leave the host out")
-    kind = HostKind.LOCAL if user is None and name in _own_names() else HostKind.SSH
-    return Host(name, kind, slots=int(slots) if slots else None, user=user)
+def parse_hosts(text: str, *, source: str = "--hosts") -> tuple[Host, ...]:
+    """Read `alpha:4,user@beta:2222,node[01-16]:8,[fe80::1]:2`: each host once, at most MAX_HOSTS of them.
+
+    Two numbers behind a name are sshd's port and the slots; one number is the port from 1024 on, which is more workers
+    than any host takes, and the slots below. Each host of a range has all the slots of its entry. Raises UsageError,
+    which begins with `source` and names the column.
+
+    >>> [(host.name, host.port, host.slots) for host in parse_hosts("n[1-2]:4, beta, gamma:2222, gamma2:22:8")]
+    [('n1', None, 4), ('n2', None, 4), ('beta', None, None), ('gamma', 2222, None), ('gamma2', 22, 8)]
+    """
+    hosts: dict[str, Host] = {}
+    try:
+        for column, item in split(text):
+            entry = parse_entry(item, column=column, room=MAX_HOSTS - len(hosts))
+            if entry.slots == 0:
+                raise HostListError(column, f"{quoted(item)} has no slots; write 1 or more, or leave the host out")
+            for host in entry.hosts():
+                if reason := clash(host, hosts):
+                    raise HostListError(column, reason)
+                hosts[host.name] = host
+    except HostListError as error:
+        raise UsageError(f"{source}: {error}") from error
+    return tuple(hosts.values())
 
 
-def _own_names() -> set[str]:
-    return {"localhost", "127.0.0.1", "::1", own_name(), socket.gethostname()}
+def parse_entry(item: str, *, column: int = 1, room: int = MAX_HOSTS) -> HostEntry:
+    """Read one entry, with ranges in its name. `column` is where it begins in the text, for the errors.
+
+    Raises HostListError, also for more than `room` names.
+    """
+    user, at, rest = item.rpartition("@")
+    match = re.fullmatch(r"(\[[^\[\]]*:[^\[\]]*\]|[^\s:]+)(?::([0-9]{1,6}))?(?::([0-9]{1,6}))?", rest, re.ASCII)
+    if match is None or (at and not is_user(user)):
+        raise HostListError(column, f"{quoted(item)} is not a host; {_FORMS}")
+    names = _names(match[1], item, column=column + len(user) + len(at), room=room)
+    numbers = [int(digits) for digits in match.groups()[1:] if digits is not None]
+    port = numbers.pop(0) if numbers and (len(numbers) == 2 or numbers[0] >= _LEAST_PORT) else None
+    slots = numbers[0] if numbers else None
+    if port is not None and not 1 <= port <= 65535:
+        raise HostListError(column, f"{quoted(item)}: {port} is no port of an sshd, which is 1 to 65535; {_FORMS}")
+    if slots is not None and slots >= _LEAST_PORT:
+        raise HostListError(column, f"{quoted(item)}: {slots} slots are more than a host takes; {_FORMS}")
+    return HostEntry(names, slots, user or None, port)
+
+
+def _names(name: str, item: str, *, column: int, room: int) -> tuple[str, ...]:
+    address = address_of(name)
+    if address is not None:
+        return (address,)
+    names = expand_item(name, column=column, room=room)
+    if re.fullmatch(r"[A-Za-z0-9._-]+", names[0], re.ASCII) is None:  # they differ in digits only
+        raise HostListError(column, f"{quoted(item)} is not a host; {_FORMS}")
+    if names[0].startswith("-"):
+        raise HostListError(column, f"{quoted(item)} begins with '-'; no host name does")
+    return names
+
+
+def is_user(text: str) -> bool:
+    return _USER.fullmatch(text) is not None and text.isprintable()
+
+
+def address_of(text: str) -> str | None:
+    """Return the address in `[fe80::1%eth0]`, and None for anything else."""
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)(%[A-Za-z0-9._-]+)?\]", text, re.ASCII)
+    if match is None or ":" not in match[1]:
+        return None
+    try:
+        socket.inet_pton(socket.AF_INET6, match[1])
+    except OSError:
+        return None
+    return match[1] + (match[2] or "")
+
+
+def clash(host: Host, others: Mapping[str, Host]) -> str | None:
+    """Return why a host cannot stand in one list with the others, by their names; None: it can."""
+    same = others.get(host.name)
+    if same is not None and same.port != host.port:
+        return f"host {host.name} is named twice, with two ports; give each a name of its own in ~/.ssh/config"
+    if same is not None:
+        return f"host {host.name} is named twice; give it more slots instead: {host.name}:2"
+    if host.kind is HostKind.LOCAL:
+        for other in others.values():
+            if other.kind is HostKind.LOCAL:
+                return (
+                    f"hosts {other.name} and {host.name} are both this machine; "
+                    "name it once, or divide it with --simulate"
+                )
+    return None
+
+
+def own_names() -> frozenset[str]:
+    """Return the names by which a list may mean this machine."""
+    return frozenset({"localhost", "127.0.0.1", "::1", own_name(), socket.gethostname()})
 
 
 def own_name() -> str:

@@ -127,4 +127,5 @@ class HostState:
             gpu_variable=self.facts.gpu_variable,
             cores=tuple(self.facts.cores),
             cpu_limit=self.facts.cpu_limit,
+            machine=self.facts.machine,
         )

@@ -21,6 +21,7 @@ from launcher.errors import DtrainError, HostError, PlacementError, StartError, 
 from launcher.events import (
     Command,
     Connected,
+    Discovered,
     Event,
     Lost,
     Notice,
@@ -35,7 +36,7 @@ from launcher.fleet import NEVER, Fleet
 from launcher.gathering import Gathering, Verdict, fit, misfits
 from launcher.hoststate import HostPhase, HostState
 from launcher.notices import attempt_begins, attempt_ended, some
-from launcher.orders import open_store, start_workers
+from launcher.orders import open_store, reserve_ports, start_workers
 from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.phase import Phase, progress
 from launcher.protocol import (
@@ -47,6 +48,7 @@ from launcher.protocol import (
     Facts,
     Heartbeat,
     Hello,
+    PortsReserved,
     Report,
     SignalWorkers,
     Started,
@@ -85,6 +87,7 @@ class Job:
         self._error: DtrainError | None = None  # why no worker was started
         self._signum: int | None = None  # the signal that told us to stop
         self._suspended = False
+        self._preempted = False  # told by USR1 that its time is nearly up, and to make room once it has saved
 
     def start(self) -> list[Command]:
         return [self.fleet.open(state) for state in self.fleet]
@@ -125,6 +128,8 @@ class Job:
         elif isinstance(event, Unread):
             self._unread(self.fleet.states[event.host], now)
             commands = []
+        elif isinstance(event, Discovered):
+            commands = self._gathering.discovered(event.hosts, now)
         elif isinstance(event, Slept):
             self._slept(event.seconds)
             commands = []
@@ -182,14 +187,15 @@ class Job:
             return []
         if isinstance(message, Heartbeat):
             self.attempt.take_progress(state.name, message.progress, now)
-            return []
+            saved = self.attempt.take_saved(state.name, message.saved)
+            return self._stop(now, signal.SIGTERM) if saved and self._preempted and self._stopping is None else []
         if isinstance(message, Collected | Evidence):
             self._collecting.take(state.name, message)
             return []
         if getattr(message, "attempt", None) != self.attempt.number:
             return []
-        if isinstance(message, StoreOpened):
-            return self._start(message, now) if self.phase is Phase.OPENING_STORE else []
+        if isinstance(message, StoreOpened | PortsReserved):
+            return self._opened(state, message, now)
         if isinstance(message, StoreFailed):
             return self._store_failed(state, message, now)
         if isinstance(message, Started):
@@ -296,7 +302,7 @@ class Job:
             else:
                 self._gave_up = f"no further attempt: {error}"
             return self._stop(now, signal.SIGTERM)
-        number = 0 if self.attempt is None else self.attempt.number + 1
+        number = self.spec.first_attempt if self.attempt is None else self.attempt.number + 1
         # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
         fixed = self.attempt is None and not self.spec.elastic
         start_by = self._gathering.until if fixed else now + self.spec.start_timeout_s
@@ -308,14 +314,27 @@ class Job:
         self._enter(Phase.OPENING_STORE, now, start_by - now)
         for state in states:
             self.fleet.occupy(state, number)
-        return [*notice, Tell(states[0].name, open_store(self.spec, states, number))]
+        ports = reserve_ports(self.spec, states, placement, number)
+        self.attempt.ports_wanted = set(ports)
+        store = Tell(states[0].name, open_store(self.spec, states, number))
+        return [*notice, store, *(Tell(name, order) for name, order in ports.items())]
 
-    def _start(self, store: StoreOpened, now: float) -> list[Command]:
+    def _opened(self, state: HostState, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
+        """Start the workers, once the store is open and all ports are known that they are to tell each other."""
         attempt = self.attempt
         assert attempt is not None
+        if self.phase is not Phase.OPENING_STORE:
+            return []
+        if isinstance(message, StoreOpened):
+            attempt.store = message
+        else:
+            attempt.ports[state.name] = message
+            attempt.ports_wanted.discard(state.name)
+        if attempt.store is None or attempt.ports_wanted:
+            return []
         self.phase = Phase.RUNNING  # the time for the start goes on
         self._since = now
-        return list(start_workers(self.spec, attempt.placement, store, attempt.number))
+        return list(start_workers(self.spec, attempt.placement, attempt.store, attempt.ports, attempt.number))
 
     def _grow_with(self, state: HostState | None, now: float) -> list[Command]:
         """End the attempt if there is room in the next one for a host that has come."""
@@ -351,7 +370,7 @@ class Job:
     def _store_failed(self, state: HostState, message: StoreFailed, now: float) -> list[Command]:
         attempt = self.attempt
         assert attempt is not None
-        if self.phase is Phase.OPENING_STORE and attempt.number == 0:
+        if self.phase is Phase.OPENING_STORE and attempt.number == self.spec.first_attempt:
             self._error = StoreError(f"{state.name}: {message.reason}")
             return self._stop(now, signal.SIGTERM)
         at = state.clock.corrected(message.time)
@@ -403,6 +422,8 @@ class Job:
         """Have all workers ended; for good, if there can be no other attempt."""
         attempt = self.attempt
         assert attempt is not None
+        if self._preempted:
+            return self._stop(now, signal.SIGTERM)
         cause = first_cause(attempt.failures)
         if cause is not None:
             verdict = judge_early(self.spec, self._past, cause)
@@ -449,6 +470,7 @@ class Job:
 
     def _signalled(self, signum: int, now: float) -> list[Command]:
         if signum in (signal.SIGUSR1, signal.SIGUSR2):
+            self._preempted |= signum == signal.SIGUSR1 and self.spec.requeue
             return self._pass_on(signum)
         if signum == signal.SIGQUIT:
             if self.phase is Phase.RUNNING and not self._collecting.under_way:
@@ -499,6 +521,7 @@ class Job:
             error=self._error,
             signum=self._signum,
             gave_up=self._gave_up,
+            preempted=self._preempted,
             began=self._began,
             now=now,
         )
@@ -573,7 +596,7 @@ class Job:
             ranks = {w.host: w.rank for w in reversed(attempt.placement.workers) if w.rank not in attempt.started}
             late = [name for name in attempt.members if name in ranks]
             reason = f"rank {min(ranks.values(), default=0)} was not started within {limit}"
-        if late and attempt.number == 0 and self.phase is not Phase.ENDING:
+        if late and attempt.number == self.spec.first_attempt and self.phase is not Phase.ENDING:
             self._error = HostError(some(late), reason)
             return self._stop(now, signal.SIGTERM)
         return [command for name in late if states[name].connected for command in self._lost(states[name], reason, now)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +12,9 @@ import click
 from launcher.config import Settings, read_settings
 from launcher.errors import UsageError
 from launcher.spec import parse_nnodes
+from launcher.torchrun import AS_TORCHRUN, defaults
 
-__all__ = ["Group", "current_folder", "how", "script", "where"]
+__all__ = ["Group", "current_folder", "how", "script", "torchrun_words", "where"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,10 +53,38 @@ where = _all(
         metavar="N|auto|gpu|cpu",
         help="Workers on each host.  [default: the host's slots, else one for each GPU, else 1]",
     ),
-    _option("--hosts", metavar="A[:SLOTS],B,...", help="Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME."),
+    _option(
+        "--hosts", metavar="A[:SLOTS],B,...", help="Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16]."
+    ),
+    _option("--hostfile", metavar="FILE", help="Hosts from a file as Open MPI, MPICH, PBS and DeepSpeed have them."),
+    _option(
+        "--include", metavar="A[:SLOT,...]@B", help="Of these hosts, only those; of these slots (GPUs), only those."
+    ),
+    _option("--exclude", metavar="A[:SLOT,...]@B", help="... all but those."),
+    _option(
+        "--hosts-script", metavar="CMD", help="A program that prints the hosts there are now; asked again and again."
+    ),
     _option("--simulate", is_flag=True, help="Divide this machine's GPUs and cores between --nnodes hosts."),
+    _option("--node-rank", type=int, metavar="K", help="This is node K: the command is typed on every node."),
+    _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
+    _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
+    _option(
+        "--role",
+        multiple=True,
+        metavar="NAME[:COUNT[:COMMAND]]",
+        help="Processes beside the workers, over all hosts; or a name for the workers.",
+    ),
+    _option(
+        "--ends-with", metavar="ROLE,...", help="The run ends with these roles; others are stopped.  [default: all]"
+    ),
+    _option("--chief", is_flag=True, help="The first worker is TensorFlow's chief."),
+    _option("--ps", type=int, default=0, metavar="N", help="N parameter servers of TensorFlow's."),
+    _option("--evaluator", is_flag=True, help="One evaluator of TensorFlow's."),
+    _option("--env-for", metavar="tf,mpi,deepspeed,horovod", help="Variables of these launchers for the workers, too."),
     _option("--gpus-per-proc", type=int, metavar="K", help="Give each worker K GPUs and let it see only these."),
     _option("--oversubscribe", is_flag=True, help="Allow more workers than GPUs."),
+    _option("--virtual-local-rank", is_flag=True, help="Let each worker see its own GPU only, and LOCAL_RANK 0."),
+    _option("--pass-local-rank", is_flag=True, help="Give the script --local-rank=N, as torch.distributed.launch did."),
     click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
     click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
 )
@@ -85,8 +115,9 @@ how = _all(
     ),
     _option("--stall-timeout-s", type=float, help="A run without any output or step for so long has failed."),
     _option("--error-json", metavar="FILE", help="Where to write how the run ended, for programs."),
-    _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
-    _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
+    _option("--interface", metavar="NAME,...", help="The network interface to use, the first that a host has up."),
+    _option("--token-file", metavar="FILE", help="The secret that nodes started by hand share; or DTRAIN_TOKEN."),
+    _option("--requeue", is_flag=True, help="In SLURM: after USR1, end once a checkpoint is saved, and queue again."),
     _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
     _option(
         "--accept-new-host-keys",
@@ -94,8 +125,32 @@ how = _all(
         help="Trust hosts that are in no known_hosts file, from now on.",
     ),
     _option("--only-rank", metavar="R,R", help="Show only the output of these ranks; all of it is kept."),
+    _option("-r", "--redirects", metavar="STD", help="Keep off the terminal: 1 stdout, 2 stderr, 3 both; or 0:3,1:1."),
+    _option("-t", "--tee", metavar="STD", help="... but not these."),
+    _option("--local-ranks-filter", metavar="L,L", help="Show only the output of these local ranks."),
+    click.option("--print-commands", is_flag=True, help="Print what to type on each node, and start nothing."),
     click.option("-q", "--quiet", is_flag=True, help="Nothing of dtrain's own but errors."),
     click.option("-v", "--verbose", is_flag=True, help="Also say what was run, for how long, and where its output is."),
+)
+
+# What else torchrun takes; launcher/torchrun.py says what becomes of it.
+torchrun_words = _all(
+    click.option("--rdzv-backend", hidden=True),
+    click.option("--rdzv-endpoint", hidden=True),
+    click.option("--rdzv-id", hidden=True),
+    click.option("--rdzv-conf", hidden=True),
+    click.option("--standalone", is_flag=True, hidden=True),
+    click.option("--run-path", is_flag=True, hidden=True),
+    click.option("--shutdown-timeout", type=float, hidden=True),
+    click.option("--signals-to-handle", hidden=True),
+    click.option("--monitor-interval", hidden=True),
+    click.option("--start-method", hidden=True),
+    click.option("--event-log-handler", hidden=True),
+    click.option("--logs-specs", hidden=True),
+    click.option("--local-addr", hidden=True),
+    click.option("--numa-binding", hidden=True),
+    click.option("--duplicate-stdout-filters", hidden=True),
+    click.option("--duplicate-stderr-filters", hidden=True),
 )
 
 script = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -110,6 +165,9 @@ class Group(click.Group):
         settings = read_settings(current_folder(), known - {"help", "as_json"})
         for name, command in self.commands.items():
             ctx.default_map[name] = _defaults(command, settings, ctx)
+        if ctx.obj == AS_TORCHRUN:
+            flags = {p.name: p.is_flag for p in self.commands["run"].params if isinstance(p, click.Option) and p.name}
+            ctx.default_map["run"] = defaults(os.environ, flags, ctx.default_map["run"])
         return super().invoke(ctx)
 
 
@@ -120,7 +178,7 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
         if param.name not in settings.values:
             continue
         value = settings.values[param.name]
-        if param.name in ("hosts", "only_rank") and isinstance(value, list):
+        if param.name in ("hosts", "only_rank", "interface", "env_for", "ends_with") and isinstance(value, list):
             value = ",".join(map(str, value))
         try:
             if isinstance(param, click.Option) and param.is_flag and not isinstance(value, bool):

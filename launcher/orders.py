@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from launcher import __version__
+from launcher.ecosystems import ecosystem_environment, serving_ranks
 from launcher.environment import worker_defaults, worker_environment
 from launcher.events import Tell
 from launcher.hosts import Host
 from launcher.hoststate import HostState
 from launcher.placement import Placement
-from launcher.protocol import PROTOCOL, Hello, OpenStore, Prepare, StartWorker, StoreOpened
+from launcher.protocol import PROTOCOL, Hello, OpenStore, PortsReserved, Prepare, ReservePorts, StartWorker, StoreOpened
 from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
 
-__all__ = ["mismatch", "open_store", "prepare", "start_workers"]
+__all__ = ["mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
 
 
 def mismatch(spec: JobSpec, hello: Hello) -> str | None:
@@ -42,53 +44,100 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) 
         clean=list(clean),
         part=host.part,
         parts=host.parts,
+        interfaces=list(spec.interfaces),
     )
 
 
 def open_store(spec: JobSpec, hosts: Sequence[HostState], attempt: int) -> OpenStore:
     """Return the order for the first of an attempt's hosts: to listen where the others reach it."""
+    address = spec.master_addr if spec.master_addr is not None else _address(spec, hosts[0], hosts)
     return OpenStore(
         attempt=attempt,
-        address=_store_address(spec, hosts),
+        address=address,
+        towards=_another(hosts[0], hosts),
         port=spec.master_port or DEFAULT_PORT,
         exact=spec.master_port is not None,
     )
 
 
-def _store_address(spec: JobSpec, hosts: Sequence[HostState]) -> str:
-    """Return the first host's address as the others reach it; empty: as this machine reached it."""
-    if spec.master_addr is not None:
-        return spec.master_addr
-    if not any(state.host.remote for state in hosts):
-        return "127.0.0.1"
-    if hosts[0].host.remote:
+def reserve_ports(
+    spec: JobSpec, hosts: Sequence[HostState], placement: Placement, attempt: int
+) -> dict[str, ReservePorts]:
+    """Return, by host, the orders to find ports for the workers that others connect to."""
+    serving = set(serving_ranks(spec.env_for, placement))
+    counts = Counter(worker.host for worker in placement.workers if worker.rank in serving)
+    return {
+        state.name: ReservePorts(
+            attempt=attempt,
+            address=_address(spec, state, hosts),
+            towards=_another(state, hosts),
+            count=counts[state.name],
+        )
+        for state in hosts
+        if counts[state.name]
+    }
+
+
+def _address(spec: JobSpec, state: HostState, hosts: Sequence[HostState]) -> str:
+    """Return a host's address as the others reach it; empty: what its agent finds."""
+    if spec.interfaces:
         return ""
-    return next((state.our_address for state in hosts if state.our_address), "127.0.0.1")
+    if not any(other.host.remote for other in hosts):
+        return "127.0.0.1"
+    if state.host.remote:
+        return ""
+    return next((other.our_address for other in hosts if other.our_address), "127.0.0.1")
 
 
-def start_workers(spec: JobSpec, placement: Placement, store: StoreOpened, attempt: int) -> Iterator[Tell]:
+def _another(state: HostState, hosts: Sequence[HostState]) -> str:
+    return next((other.name for other in hosts if other.name != state.name), "")
+
+
+def start_workers(
+    spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], attempt: int
+) -> Iterator[Tell]:
     """Yield the order to start each worker, for the agent of its host."""
-    command = spec.command
+    addresses = _addresses(spec, placement, ports)
     for worker in placement.workers:
+        command = spec.command_of(worker.role)
         env = worker_environment(
             placement,
             worker,
             run_id=spec.run_id,
             attempt=attempt,
-            max_restarts=spec.max_restarts,
+            max_restarts=spec.first_attempt + spec.max_restarts,
             elastic=spec.elastic,
             master_addr=store.address,
             master_port=store.port,
         )
+        env |= ecosystem_environment(spec.env_for, placement, worker, addresses)
+        args = command.args
+        if spec.pass_local_rank:
+            args = (f"--local-rank={worker.local_rank}", *args)
+        if spec.virtual_local_rank:
+            env["LOCAL_RANK"] = "0"
         start = StartWorker(
             rank=worker.rank,
             attempt=attempt,
             through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
-            argv=[command.target, *command.args],
+            argv=[command.target, *args],
             env=env,
             defaults=worker_defaults(worker),
         )
         yield Tell(worker.host, start)
+
+
+def _addresses(spec: JobSpec, placement: Placement, ports: Mapping[str, PortsReserved]) -> dict[int, str]:
+    """Return `host:port` by rank for the workers that others connect to."""
+    left = {host: iter(reserved.ports) for host, reserved in ports.items()}
+    addresses = {}
+    serving = set(serving_ranks(spec.env_for, placement))
+    for worker in placement.workers:
+        if worker.rank in serving:
+            address = ports[worker.host].address
+            shown = f"[{address}]" if ":" in address else address
+            addresses[worker.rank] = f"{shown}:{next(left[worker.host])}"
+    return addresses
 
 
 def _minor(version: str) -> str:

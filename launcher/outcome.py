@@ -72,3 +72,4 @@ class Outcome:
     left: tuple[tuple[str, tuple[str, ...]], ...]  # by host, the processes that could not be ended
     unchecked: tuple[tuple[str, str], ...]  # hosts that could not be scanned at the end, each with the reason
     duration_s: float
+    preempted: bool = False  # it ended to make room, and is to be started again

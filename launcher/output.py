@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.console import Console, printable
 from launcher.logfiles import LogFiles
+from launcher.shown import Shown
 
 __all__ = ["OutputThread"]
 
@@ -25,10 +26,11 @@ STATUS_PAUSE_S = 0.1
 class OutputThread:
     """Owns the console and the log files from `start` to `close`. Every method may be called from any thread."""
 
-    def __init__(self, console: Console, logs: LogFiles, *, only_ranks: frozenset[int] | None = None) -> None:
+    def __init__(self, console: Console, logs: LogFiles, *, shown: Shown | None = None) -> None:
         self._console = console
         self._logs = logs
-        self._only_ranks = only_ranks
+        self._shown = shown or Shown()
+        self._local_ranks: dict[int, int] = {}
         self._queue: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
@@ -40,12 +42,12 @@ class OutputThread:
     def start(self) -> None:
         self._thread.start()
 
-    def add_worker(self, rank: int, host: str, attempt: int) -> None:
+    def add_worker(self, rank: int, host: str, attempt: int, local_rank: int = 0) -> None:
         """Announce a worker before its first bytes: from now on all that this rank writes is of this attempt.
 
         The first worker of a new attempt ends the one before: no more bytes of that one may come.
         """
-        self._put(lambda: self._add_worker(rank, host, attempt))
+        self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
@@ -120,7 +122,8 @@ class OutputThread:
                 self._logs.close()
                 return
 
-    def _add_worker(self, rank: int, host: str, attempt: int) -> None:
+    def _add_worker(self, rank: int, host: str, attempt: int, local_rank: int) -> None:
+        self._local_ranks[rank] = local_rank
         if attempt != self._attempt:
             self._attempt = attempt
             self._console.finish()
@@ -134,5 +137,5 @@ class OutputThread:
         self._logs.write(rank, stream, data)
         key = (rank, stream)
         self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]
-        if self._only_ranks is None or rank in self._only_ranks:
+        if self._shown.shows(rank, self._local_ranks.get(rank, 0), stream):
             self._console.write(rank, stream, data)

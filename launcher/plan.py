@@ -11,6 +11,7 @@ from launcher import devices
 from launcher.errors import UsageError
 from launcher.hosts import Host
 from launcher.placement import HostOffer, place
+from launcher.roles import DEFAULT_ROLE
 from launcher.spec import JobSpec
 
 __all__ = ["PlannedWorker", "plan_as_json", "plan_as_table", "plan_workers"]
@@ -21,6 +22,7 @@ class PlannedWorker:
     """One row. `assumed` says that the host was not asked: its GPUs are a guess and its cores not known."""
 
     rank: int
+    role: str
     host: str
     local_rank: int
     gpus: tuple[str, ...]
@@ -41,10 +43,18 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
             f"write {unknown[0]}:SLOTS or --nproc-per-node N"
         )
     offers = [_assume(host, spec) if host.name in remote else _look(host) for host in hosts]
-    placement = place(offers, nproc=spec.nproc, gpus_per_proc=spec.gpus_per_proc, oversubscribe=spec.oversubscribe)
+    placement = place(
+        offers,
+        nproc=spec.nproc,
+        gpus_per_proc=spec.gpus_per_proc,
+        oversubscribe=spec.oversubscribe,
+        isolate=spec.virtual_local_rank,
+        roles=spec.roles,
+    )
     return [
         PlannedWorker(
             rank=worker.rank,
+            role=worker.role,
             host=worker.host,
             local_rank=worker.local_rank,
             gpus=worker.gpus,
@@ -94,12 +104,24 @@ def plan_as_table(rows: list[PlannedWorker]) -> str:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "host", "local rank", "GPU", "visible to it", "cores", "threads"):
+    with_roles = any(row.role != DEFAULT_ROLE for row in rows)
+    names = [
+        "rank",
+        *(["role"] if with_roles else []),
+        "host",
+        "local rank",
+        "GPU",
+        "visible to it",
+        "cores",
+        "threads",
+    ]
+    for name in names:
         table.add_column(name)
     for row in rows:
         mark = "?" if row.assumed else ""
         table.add_row(
             str(row.rank),
+            *([row.role] if with_roles else []),
             row.host,
             str(row.local_rank),
             ",".join(row.gpus) + mark if row.gpus else "-",

@@ -45,17 +45,33 @@ class Prepare:
     clean: list[str]
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
+    interfaces: list[str]  # the network interfaces of which the first that is up is to be used; empty: by the routes
 
 
 @dataclass(frozen=True)
 class OpenStore:
-    """Bind the rendezvous store's socket on `address` (empty: the address by which this host was reached)."""
+    """Bind the rendezvous store's socket on `address`.
+
+    Empty: the address by which this host was reached, or that of its route `towards` another host.
+    """
 
     kind: ClassVar[str] = "open_store"
     attempt: int
     address: str
+    towards: str
     port: int
     exact: bool  # the user named the port: do not take another
+
+
+@dataclass(frozen=True)
+class ReservePorts:
+    """Find free ports for workers that others connect to, on `address` as in OpenStore."""
+
+    kind: ClassVar[str] = "reserve_ports"
+    attempt: int
+    address: str
+    towards: str
+    count: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,7 @@ class Facts:
     time: float
     left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.clean) that cannot be ended
     slots: int | None = None  # how many workers it takes, where that was said on the host itself
+    machine: str = ""  # where several agents may be on one machine: which it is
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,16 @@ class StoreOpened:
     attempt: int
     address: str
     port: int
+
+
+@dataclass(frozen=True)
+class PortsReserved:
+    """The ports are free, and kept so until the first worker is started."""
+
+    kind: ClassVar[str] = "ports_reserved"
+    attempt: int
+    address: str
+    ports: list[int]
 
 
 @dataclass(frozen=True)
@@ -247,15 +274,17 @@ class Heartbeat:
     kind: ClassVar[str] = "heartbeat"
     time: float  # when it was sent, by the agent's clock; to an agent: not after that, and what renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
+    saved: int = 0  # checkpoints that they said they saved in this attempt
 
 
 Command: TypeAlias = (
-    Prepare | OpenStore | StartWorker | SignalWorkers | Suspend | Collect | EndAttempt | Stop | Heartbeat
+    Prepare | OpenStore | ReservePorts | StartWorker | SignalWorkers | Suspend | Collect | EndAttempt | Stop | Heartbeat
 )
 Report: TypeAlias = (
     Hello
     | Facts
     | StoreOpened
+    | PortsReserved
     | StoreFailed
     | Started
     | Output
@@ -271,8 +300,9 @@ Message: TypeAlias = Command | Report
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        Prepare, OpenStore, StartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
-        Hello, Facts, StoreOpened, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye, Heartbeat,
+        Prepare, OpenStore, ReservePorts, StartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
+        Hello, Facts, StoreOpened, PortsReserved, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye,
+        Heartbeat,
     )
 }  # fmt: skip
 

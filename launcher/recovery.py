@@ -66,7 +66,7 @@ def judge(spec: JobSpec, past: Sequence[Past]) -> Verdict:
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
         return Verdict(None, restarts if spec.max_restarts else "")
-    if last.cause.attempt == 0 and not last.free and _is_futile(last.cause):
+    if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
         return Verdict(None, "not tried again: no restart can mend that")
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:

@@ -50,17 +50,27 @@ def report(
     """
     if outcome.error is not None:
         return "\n".join([str(outcome.error), *_scan(outcome)])
+    if outcome.preempted:
+        how = f"ended after {outcome.duration_s:.1f} s to make room (USR1, --requeue)"
+        return "\n".join([f"{how}; exit code {outcome.exit_code}", *_scan(outcome)])
     if outcome.cause is not None:
         return "\n".join(_failure(outcome, outcome.cause, folder, tail, evidence_file))
     scan = _scan(outcome)
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
         return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *scan])
-    workers = "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
-    well = f"{workers} ended well after {outcome.duration_s:.1f} s"
+    well = f"{_who_ended_well(outcome)} ended well after {outcome.duration_s:.1f} s"
+    if outcome.stopped:
+        well += f", {outcome.stopped} of other roles stopped"
     if outcome.attempts > 1:
         well += f", {_count(outcome.attempts - 1, 'restart')}"
     return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
+
+
+def _who_ended_well(outcome: Outcome) -> str:
+    if outcome.stopped:
+        return _count(outcome.world_size - outcome.stopped, "worker")
+    return "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
 
 
 def _failure(

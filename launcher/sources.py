@@ -2,39 +2,149 @@
 
 from __future__ import annotations
 
-from launcher.errors import UsageError
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import DtrainError, UsageError
 from launcher.hosts import Host, HostKind, own_name, parse_hosts
 
-__all__ = ["choose_hosts"]
+__all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "wait_for_discovery"]
 
-_SOURCES = "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), or --simulate to divide this machine"
+_SOURCES = (
+    "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
+    "a SLURM allocation, --node-rank K --master-addr A typed on each node, or --simulate to divide this machine"
+)
+DISCOVERY_S = 10.0  # that a discovery script may take; and the pause before it is asked again while too few are known
 
 
-def choose_hosts(
-    listed: str | None, *, nnodes: tuple[int, int] | None, simulate: bool, spares: bool = False
-) -> tuple[Host, ...]:
+@dataclass(frozen=True)
+class Sources:
+    """What was given; at most one of `listed`, `hostfile`, `script` and `simulate`.
+
+    `environment` may hold a SLURM allocation; empty where none is to be used.
+    """
+
+    listed: str | None = None
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    script: str | None = None
+    simulate: bool = False
+    environment: Mapping[str, str] | None = None
+
+
+def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bool = False) -> tuple[Host, ...]:
     """Return the hosts of a run from what was given; `nnodes` is the least and the most that are wanted.
 
-    With `spares`, hosts that are named beyond the most are kept, to step in for others.
-    Raises UsageError where more hosts are wanted than any source names: never a silent localhost.
+    With `spares`, hosts that are named beyond the most are kept, to step in for others. Reads a host file, and asks
+    a discovery script once. Raises UsageError where more hosts are wanted than any source names.
     """
     least, most = nnodes or (None, None)
-    if simulate:
-        if listed is not None:
-            raise UsageError(
-                "--simulate divides this machine; it cannot be used together with hosts, which are: " + listed
-            )
+    _check_one(sources)
+    if sources.simulate:
         if most is None:
             raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
         return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=most) for part in range(most))
-    if listed is not None and not listed.strip():
-        raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
-    if listed is None:
+    found = _named_hosts(sources)
+    if found is None:
         if least is not None and least > 1:
             raise UsageError(f"--nnodes {least}, but no hosts are known. Name them: {_SOURCES}")
         return (Host(own_name(), HostKind.LOCAL),)
-    hosts = parse_hosts(listed)
+    hosts, where = found
     if least is not None and least > len(hosts):
         names = ", ".join(host.name for host in hosts)
-        raise UsageError(f"--nnodes {least}, but only {len(hosts)} hosts are named: {names}")
+        raise UsageError(f"--nnodes {least}, but only {len(hosts)} hosts are {where}: {names}")
     return hosts if spares else hosts[:most]
+
+
+def _check_one(sources: Sources) -> None:
+    given = {
+        "--hosts": sources.listed is not None,
+        "--hostfile": sources.hostfile is not None,
+        "--hosts-script": sources.script is not None,
+        "--simulate": sources.simulate,
+    }
+    names = [name for name, present in given.items() if present]
+    if len(names) > 1:
+        value = f", which are: {sources.listed}" if sources.listed is not None else ""
+        why = "--simulate divides this machine; " if sources.simulate else ""
+        raise UsageError(f"{why}{' and '.join(names)} cannot be used together{value}; hosts come from one source")
+    if (sources.include or sources.exclude) and names[:1] not in (["--hosts"], ["--hostfile"]):
+        raise UsageError("--include and --exclude choose from --hosts or --hostfile; name one of them")
+
+
+def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
+    """Return the hosts that a source names, and how to say that it does."""
+    if sources.listed is not None:
+        if not sources.listed.strip():
+            raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
+        return _filtered(parse_hosts(sources.listed), sources), "named"
+    if sources.hostfile is not None:
+        from launcher.hostfile import read_hostfile
+
+        return _filtered(read_hostfile(sources.hostfile), sources), f"in {sources.hostfile}"
+    if sources.script is not None:
+        return discover(sources.script), f"named by {sources.script}"
+    if sources.environment and "SLURM_JOB_ID" in sources.environment:
+        from launcher.slurm import find_allocation, hosts_of, step_title
+
+        allocation = find_allocation(sources.environment, step_title())
+        if allocation is not None:
+            return hosts_of(allocation), "in the SLURM allocation"
+    return None
+
+
+def _filtered(hosts: tuple[Host, ...], sources: Sources) -> tuple[Host, ...]:
+    if not sources.include and not sources.exclude:
+        return hosts
+    from launcher.hostfilter import filter_hosts
+
+    return filter_hosts(hosts, include=sources.include, exclude=sources.exclude)
+
+
+# ---- hosts that come and go ----------------------------------------------------------------------------------
+
+
+def discover(command: str) -> tuple[Host, ...]:
+    """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
+
+    The command's words are split as a shell would; no shell runs it. Raises DtrainError if it fails.
+    """
+    from launcher.hostfile import parse_discovered
+
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--hosts-script {command!r} cannot be read: {error}") from error
+    if not words:
+        raise UsageError("--hosts-script is empty; name a program that prints HOST:SLOTS lines")
+    words[0] = os.path.expanduser(words[0])
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=DISCOVERY_S, start_new_session=True
+        )
+    except OSError as error:
+        raise UsageError(f"--hosts-script: {words[0]} cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s") from error
+    if done.returncode != 0:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise DtrainError(
+            f"--hosts-script: {command} ended with {done.returncode}: {said[-1] if said else 'no message'}"
+        )
+    return parse_discovered(done.stdout.decode("utf-8", "replace"), command=command)
+
+
+def wait_for_discovery(command: str, least: int, limit_s: float) -> None:
+    """Wait until a discovery script names as many hosts as are needed. Raises UsageError if it does not in time."""
+    deadline = time.monotonic() + limit_s
+    while len(hosts := discover(command)) < least:
+        if time.monotonic() >= deadline:
+            names = ", ".join(host.name for host in hosts) or "none"
+            raise UsageError(f"--hosts-script: {least} hosts are needed, {command} names {len(hosts)}: {names}")
+        time.sleep(1.0)

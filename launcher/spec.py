@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.hosts import Host
+from launcher.roles import Roles
 
 __all__ = [
     "Command",
@@ -34,7 +36,7 @@ _TRAVELLING = (
 )  # fmt: skip
 # ... but for what belongs to this host or to this process alone.
 _STAYING = {
-    "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG",
+    "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE",
     "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE",
 }  # fmt: skip
 
@@ -52,6 +54,14 @@ class Command:
     kind: CommandKind
     target: str
     args: tuple[str, ...] = ()
+
+
+def command_of_words(words: Sequence[str]) -> Command:
+    """Read a command as it stands in a text: a Python script by its ending, `-m MODULE`, else any program."""
+    if words[0] == "-m" and len(words) > 1:
+        return Command(CommandKind.MODULE, words[1], tuple(words[2:]))
+    kind = CommandKind.SCRIPT if words[0].endswith(".py") else CommandKind.PROGRAM
+    return Command(kind, words[0], tuple(words[1:]))
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,14 @@ class JobSpec:
     stall_timeout_s: float | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    interfaces: tuple[str, ...] = ()
+    roles: Roles = field(default_factory=Roles)
+    env_for: tuple[str, ...] = ()  # other launchers whose variables the workers get as well
+    pass_local_rank: bool = False  # as the script's first argument
+    virtual_local_rank: bool = False  # each worker sees its own GPU only, and LOCAL_RANK 0
+    hosts_script: str | None = None  # a program that says which hosts there are now
+    first_attempt: int = 0  # how often the job was started before
+    requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
     ssh: SshOptions = SshOptions()
 
     @property
@@ -101,6 +119,11 @@ class JobSpec:
     def elastic(self) -> bool:
         """Whether an attempt may do without one of the hosts, and the loss of a host thus costs no restart."""
         return self.min_hosts < max(self.max_hosts, len(self.hosts))
+
+    def command_of(self, role: str) -> Command:
+        """Return what the processes of a role run."""
+        words = self.roles.command(role)
+        return command_of_words(words) if words else self.command
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -132,6 +155,8 @@ class JobSpec:
             raise UsageError("--grow needs room to grow: write --nnodes MIN:MAX")
         if self.gpus_per_proc is not None and self.gpus_per_proc < 1:
             raise UsageError(f"--gpus-per-proc is {self.gpus_per_proc}; it must be 1 or more")
+        if not 0 <= self.first_attempt <= 1_000_000:
+            raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
 

@@ -263,12 +263,13 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             clean=[],
             part=0,
             parts=1,
+            interfaces=[],
         ),
     )
     assert drive.say("a", drive.facts("a")) == []
     drive.join("b")
     (tell,) = tells(drive.say("b", drive.facts("b")))
-    assert (tell.host, tell.message) == ("a", OpenStore(0, "", 29500, exact=False))
+    assert (tell.host, tell.message) == ("a", OpenStore(0, "", "b", 29500, exact=False))
     begun = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
     assert told(begun, StartWorker) == ["a", "a", "b", "b"]
     starts = messages(begun, StartWorker)
@@ -761,7 +762,7 @@ def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone()
         "attempt 0 ended after 1.0 s: rank 0 on a exited with code 7",
         "attempt 1 begins on 2 hosts",
     ]
-    assert messages(commands, OpenStore) == [OpenStore(1, "", 29500, exact=False)]
+    assert messages(commands, OpenStore) == [OpenStore(1, "", "b", 29500, exact=False)]
     starts = messages(drive.say("a", StoreOpened(0, "10.0.0.9", 1), StoreOpened(1, "10.0.0.9", 29501)), StartWorker)
     assert [(start.attempt, start.rank) for start in starts] == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert {start.env["TORCHELASTIC_RESTART_COUNT"] for start in starts} == {"1"}

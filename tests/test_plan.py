@@ -42,6 +42,7 @@ def test_remote_hosts_are_marked_as_assumed_in_json() -> None:
     assert rows[1:] == [
         {
             "rank": 1 + local_rank,
+            "role": "default",
             "host": "far.example",
             "local_rank": local_rank,
             "gpus": [str(local_rank)],

@@ -80,7 +80,7 @@ class AgentProcess:
         self.tell(
             Prepare(
                 run_id="r", workdir=str(self.folder), script=None, program=None, export={}, grace_s=grace_s,
-                lease_s=lease_s, clean=[*clean], part=0, parts=1,
+                lease_s=lease_s, clean=[*clean], part=0, parts=1, interfaces=[],
             )
         )  # fmt: skip
         return self.expect(Facts)
@@ -97,7 +97,7 @@ class AgentProcess:
         return self.expect(Started).pid
 
     def open_store(self, attempt: int = 0, port: int = 0) -> StoreOpened:
-        self.tell(OpenStore(attempt=attempt, address="127.0.0.1", port=port, exact=port != 0))
+        self.tell(OpenStore(attempt=attempt, address="127.0.0.1", towards="", port=port, exact=port != 0))
         return self.expect(StoreOpened)
 
     def end_attempt(self, attempt: int = 0, signum: int = signal.SIGTERM, grace_s: float = 0.3) -> Swept:

@@ -1,0 +1,316 @@
+"""Runs of which the command is typed on every node, or started there by srun: who is who, and where they meet.
+
+Node 0 runs the controller and opens a door (door.py), the others join (join.py). Under srun every task is a node of the
+run, so that nothing is started twice, and each keeps the GPUs that SLURM gave it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import PlaceTakenError, UsageError
+from launcher.hosts import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
+from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
+
+if TYPE_CHECKING:
+    from launcher.door import Door
+    from launcher.meeting import Meeting
+    from launcher.slurm import Step
+
+__all__ = ["Place", "commands", "find_place", "join_run", "open_door"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the run's commands this one is.
+
+    `node_rank` is None where any free place will do. `lead`: it is node 0, or, with no rank, may turn out to be.
+    `folder` and `name` are of the file by which the nodes find each other, where they share a folder. `address` is
+    empty where that file says it. `slots` and `machine` are told this node's agent (see facts.py).
+    """
+
+    node_rank: int | None
+    nodes: tuple[int, int]
+    hosts: tuple[Host, ...]
+    lead: bool
+    address: str
+    port: int
+    folder: Path | None = None
+    name: str = ""
+    slots: int | None = None
+    machine: str = ""
+    token_file: Path | None = None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether somebody typed the command; otherwise srun started it everywhere."""
+        return bool(self.address) and self.port != 0
+
+    def adapt(self, spec: JobSpec) -> JobSpec:
+        """Return the job as it is seen from here: every node says for itself how many workers it takes."""
+        nproc = None if isinstance(spec.nproc, int) or self.slots is not None else spec.nproc
+        return replace(spec, nproc=nproc, master_port=None, master_addr=None)
+
+    def agent_environment(self, nproc: int | str | None) -> dict[str, str]:
+        """Return what this node's agent is told through its environment."""
+        slots = self.slots if self.slots is not None else nproc if isinstance(nproc, int) else None
+        env = {} if slots is None else {AGENT_SLOTS: str(slots)}
+        return env | ({AGENT_MACHINE: self.machine} if self.machine else {})
+
+
+def find_place(
+    options: Mapping[str, Any], environment: Mapping[str, str], *, as_torchrun: bool, has_source: bool
+) -> Place | None:
+    """Return who we are among several commands of one run; None if this command starts the whole run.
+
+    Raises UsageError where that was not said completely.
+    """
+    node_rank: int | None = options["node_rank"]
+    if has_source:
+        if node_rank is not None and not as_torchrun:
+            raise UsageError("--node-rank is for a command that is typed on every node; leave out the hosts, or it")
+        return None
+    nodes: tuple[int, int] = options["nnodes"] or (1, 1)
+    step = _step(environment)
+    if step is not None:
+        return _place_in_step(step, options, environment)
+    if node_rank is None and not (as_torchrun and nodes[1] > 1):
+        return None
+    if options["nnodes"] is None:
+        raise UsageError("--node-rank says which node this is; say with --nnodes how many there are")
+    return _place_typed(options, node_rank, nodes, as_torchrun=as_torchrun)
+
+
+def _place_typed(
+    options: Mapping[str, Any], node_rank: int | None, nodes: tuple[int, int], *, as_torchrun: bool
+) -> Place:
+    any_rank = node_rank is None and options["rdzv_backend"] == "c10d"
+    if node_rank is None and not any_rank:
+        node_rank = 0  # torchrun's default
+    if node_rank is not None and not 0 <= node_rank < nodes[1]:
+        raise UsageError(f"--node-rank is {node_rank}; with --nnodes {nodes[1]} it must be 0 to {nodes[1] - 1}")
+    address = options["master_addr"] or (_LOOPBACK if as_torchrun or nodes[1] == 1 else None)
+    if address is None:
+        raise UsageError("where do the nodes meet? Name an address of node 0 with --master-addr, on every node")
+    lead = node_rank == 0 if not any_rank else options.get("rdzv_is_host", _is_own(address))
+    names = [f"node{k}" for k in range(nodes[1])]
+    port = options["master_port"] or DEFAULT_PORT
+    token_file = options.get("token_file")
+    return Place(
+        node_rank=node_rank,
+        nodes=nodes,
+        hosts=_hosts(names),
+        lead=lead,
+        address=address,
+        port=port,
+        folder=None if not _is_loopback(address) else _local_folder(),
+        name=f"port-{port}",
+        token_file=Path(token_file) if token_file else None,
+    )
+
+
+def _hosts(names: list[str]) -> tuple[Host, ...]:
+    kinds = [HostKind.LOCAL, *[HostKind.JOINED] * (len(names) - 1)]
+    return tuple(Host(name, kind) for name, kind in zip(names, kinds, strict=True))
+
+
+# ---- under srun ----------------------------------------------------------------------------------------------
+
+
+def _step(environment: Mapping[str, str]) -> Step | None:
+    """Return the step of which this process is one of several tasks."""
+    if "SLURM_STEP_ID" not in environment:
+        return None
+    from launcher.slurm import find_step, step_title
+
+    step = find_step(environment, step_title())
+    return step if step is not None and step.tasks > 1 and not step.interactive else None
+
+
+def _place_in_step(step: Step, options: Mapping[str, Any], environment: Mapping[str, str]) -> Place:
+    asked: tuple[int, int] | None = options["nnodes"]
+    one_a_node = step.tasks == len(step.nodes)
+    here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]
+    if asked is not None and not asked[0] <= len(step.nodes) <= asked[1]:
+        raise UsageError(
+            f"--nnodes is {asked[0]}:{asked[1]}, but srun started this step on {len(step.nodes)} nodes; leave it out"
+        )
+    if not one_a_node and options["nproc_per_node"] not in (None, "1", str(local)):
+        raise UsageError(
+            f"srun started {local} tasks here, each of which is a worker, but --nproc-per-node is "
+            f"{options['nproc_per_node']}; leave it out, or have srun start one task on each node"
+        )
+    names = list(step.nodes) if one_a_node else [f"task{k}" for k in range(step.tasks)]
+    others = [name for name in step.nodes if name != here]
+    return Place(
+        node_rank=step.rank,
+        nodes=(step.tasks, step.tasks),
+        hosts=_hosts(names),
+        lead=step.rank == 0,
+        address=_route(others) if step.rank == 0 else "",
+        port=0,
+        folder=Path(options.get("log_dir") or "runs"),
+        name=f".slurm-{step.job}.{environment['SLURM_STEP_ID']}",
+        slots=None if one_a_node else 1,
+        machine="" if one_a_node else here,
+    )
+
+
+def _route(others: list[str]) -> str:
+    from launcher.network import choose_address
+
+    return choose_address((), others[0], None) if others else _LOOPBACK
+
+
+# ---- meeting -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Door]:
+    """Hold the door of a run open on node 0, and let the nodes that share a folder with it know.
+
+    Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
+    """
+    from launcher.door import Door
+    from launcher.meeting import Meeting, publish
+
+    token = _token(place)
+    names = [host.name for host in place.hosts]
+    expected = _fingerprint(place, spec)
+    try:
+        door = Door(
+            _resolved(place.address),
+            place.port,
+            token,
+            expected=expected,
+            places=names,
+            tell=tell,
+            typed=lambda rank: f"the same command, with --node-rank {rank}",
+        )
+    except UsageError as error:
+        taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+        if taken and place.node_rank is None:
+            raise PlaceTakenError(str(error)) from error
+        raise
+    with door:
+        if place.folder is None or _typed_token(place) is not None:
+            yield door
+            return
+        place.folder.mkdir(parents=True, exist_ok=True)
+        with publish(place.folder, place.name, Meeting(door.address, door.port, token)):
+            yield door
+
+
+def join_run(
+    place: Place, spec: JobSpec, command: list[str], nproc: int | str | None, tell: Callable[[str], None]
+) -> int:
+    """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
+    from launcher.greeting import Greeting
+    from launcher.join import join
+    from launcher.meeting import Meeting, read_meeting
+
+    find: Meeting | Callable[[], Meeting | None]
+    if place.folder is not None and _typed_token(place) is None:
+        find = partial(read_meeting, place.folder, place.name)
+    else:
+        find = Meeting(place.address, place.port, _token(place))
+    return join(
+        find,
+        greeting=Greeting.ours(place.node_rank, _fingerprint(place, spec), nproc=str(nproc or "")),
+        agent_command=command,
+        deadline=time.monotonic() + spec.start_timeout_s,
+        rejoin_s=spec.start_timeout_s,
+        tell=tell,
+        env={**os.environ, **place.agent_environment(nproc)},
+    )
+
+
+def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
+    """Return what has to be the same on every node."""
+    command = spec.command
+    flag = {CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"], CommandKind.SCRIPT: []}[command.kind]
+    least, most = place.nodes
+    return {
+        "command": shlex.join([*flag, command.target, *command.args]),
+        "--nnodes": str(most) if least == most else f"{least}:{most}",
+    }
+
+
+def _typed_token(place: Place) -> bytes | None:
+    from launcher.token import find_token
+
+    return find_token(os.environ, place.token_file)
+
+
+def _token(place: Place) -> bytes:
+    from launcher.token import new_token
+
+    token = _typed_token(place)
+    if token is not None:
+        return token
+    if place.folder is not None:
+        return new_token()  # which the others read in the file there
+    raise UsageError(
+        "nodes that are started by hand prove to each other that they belong together, and there is no token: make one "
+        "by `(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that file "
+        "to every node, or set DTRAIN_TOKEN; see dtrain run --print-commands"
+    )
+
+
+def _resolved(address: str) -> str:
+    """Return the address of this machine that a name stands for."""
+    import socket
+
+    from launcher.routes import addresses, is_own
+
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--master-addr {address} is not known here; write an address instead") from error
+    if not is_own(address):
+        have = ", ".join(text for texts in addresses().values() for text in texts)
+        raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")
+    return str(found[0][4][0])
+
+
+def _is_own(address: str) -> bool:
+    from launcher.routes import is_own
+
+    return is_own(address)
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.") or address == "::1"
+
+
+def _local_folder() -> Path:
+    from launcher.meeting import local_folder
+
+    return local_folder()
+
+
+# ---- what to type --------------------------------------------------------------------------------------------
+
+
+def commands(words: list[str], nodes: int, address: str, names: list[str]) -> str:
+    """Return what to type on each of the nodes; `words` is the command without --node-rank and --master-addr."""
+    folder = shlex.quote(os.getcwd())
+    lines = [
+        "# once, on one machine: the secret that the nodes share; copy the file to every node",
+        "(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)",
+    ]
+    for k in range(nodes):
+        node = ["--node-rank", str(k), "--master-addr", address]
+        lines += [f"# on {names[k]}", f"cd {folder} && {shlex.join(['dtrain', 'run', *node, *words])}"]
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""Sealed records: what travels between the door and a node once both have proved themselves (handshake.py).
+
+A record is one byte of kind, three bytes of length, then ChaCha20-Poly1305 of the data with that header authenticated.
+The nonce is the record's number in its direction, each direction has its own key: a record that was changed, left out,
+repeated or moved is an error. A stream that is cut short is one as well, since every good end is a record: a closed
+connection alone never means that something is over.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from launcher.errors import ProtocolError
+
+__all__ = ["MAX_DATA_BYTES", "Kind", "Opener", "Record", "Sealer"]
+
+MAX_DATA_BYTES = 1 << 16
+_HEADER = struct.Struct(">I")
+_NONCE = struct.Struct(">4xQ")
+_TAG_BYTES = 16
+
+
+class Kind(IntEnum):
+    """What a record is. The other end's agent is the one that START has started last."""
+
+    GREETING = 1  # joiner: who it is (greeting.py)
+    WELCOME = 2  # door: its place
+    REFUSAL = 3  # door: why it cannot join, in words; final
+    START = 4  # door: start an agent
+    DATA = 5  # door: the rest of one whole write, for the agent's input; joiner: what the agent wrote, any cut
+    PART = 6  # door: a write that goes on in the next record
+    END = 7  # door: end the agent's input; joiner: the agent's output has ended
+    ENDED = 8  # joiner: the agent has ended; its status and last words
+    VERDICT = 9  # door: the run is over; its exit code
+    PING = 10  # door: is anybody there?
+    PONG = 11  # joiner: yes
+
+
+@dataclass(frozen=True)
+class Record:
+    kind: Kind
+    data: bytes = field(default=b"", repr=False)
+
+
+class Sealer:
+    """Makes the records of one direction. Not for several threads at once: each record has the next number."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        self._cipher = ChaCha20Poly1305(key)
+        self._number = 0
+
+    def seal(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
+        """Return a record of at most MAX_DATA_BYTES."""
+        assert len(data) <= MAX_DATA_BYTES
+        header = _HEADER.pack(kind << 24 | len(data))
+        nonce = _NONCE.pack(self._number)
+        self._number += 1
+        return header + self._cipher.encrypt(nonce, data, header)
+
+    def seal_write(self, data: bytes) -> Iterator[bytes]:
+        """Yield the records of one whole write."""
+        view = memoryview(data)
+        while len(view) > MAX_DATA_BYTES:
+            yield self.seal(Kind.PART, view[:MAX_DATA_BYTES])
+            view = view[MAX_DATA_BYTES:]
+        yield self.seal(Kind.DATA, view)
+
+
+class Opener:
+    """Turns the bytes of one direction into records, however they were cut."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        self._cipher = ChaCha20Poly1305(key)
+        self._invalid = InvalidTag
+        self._number = 0
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Record]:
+        """Take the next bytes and return the records that they complete. Raises ProtocolError, then and ever after."""
+        self._buffer += data
+        records = []
+        at = 0
+        with memoryview(self._buffer) as view:
+            while len(view) - at >= _HEADER.size:
+                header = bytes(view[at : at + _HEADER.size])
+                kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
+                if size > MAX_DATA_BYTES:
+                    raise ProtocolError(f"a sealed record of {size} bytes is over the limit")
+                end = at + _HEADER.size + size + _TAG_BYTES
+                if len(view) < end:
+                    break
+                records.append(self._open(kind, header, view[at + _HEADER.size : end]))
+                at = end
+        del self._buffer[:at]
+        return records
+
+    def _open(self, kind: int, header: bytes, sealed: memoryview) -> Record:
+        try:
+            data = self._cipher.decrypt(_NONCE.pack(self._number), sealed, header)
+            record = Record(Kind(kind), data)
+        except self._invalid as error:
+            raise ProtocolError("what arrived is not what was sent: somebody or something changed it") from error
+        except ValueError as error:
+            raise ProtocolError(f"a sealed record of unknown kind {kind}") from error
+        finally:
+            sealed.release()
+        self._number += 1
+        return record
