@@ -4,7 +4,8 @@
     restored = checkpoint.load(model=model, optimizer=optimizer, sampler=sampler)
     step = restored.step if restored else 0
     ...
-    checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
+    if checkpoint.due(step, every=100):
+        checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
 
 Rank 0 writes, with `ddp.checkpoint_file`; what the ranks must agree on, they tell each other here before and after, so
 that an error of one is raised by all and none waits for another that has given up.
@@ -30,6 +31,7 @@ from ddp.checkpoint_file import Trailer
 from ddp.checkpoint_state import Stateful, check_plain, given_parts, reduction_state, restore_parts, restore_reduction
 from ddp.errors import ArgumentError, CheckpointError, CollectiveError, DdpError
 from ddp.exchange import device_of, gather_values
+from ddp.preemption import Warned
 from ddp.progress import count_checkpoint
 
 __all__ = ["Checkpoint", "Restored"]
@@ -64,7 +66,19 @@ class Checkpoint:
             raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
         self.folder = Path(folder)
         self.keep = keep
+        self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
+
+    def due(self, step: int, *, every: int) -> bool:
+        """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
+
+        The latter is when any rank got SIGUSR1, as SLURM sends it ahead of the end; from the first call on it ends no
+        process. Every rank must call it after every step; it returns the same on all of them. `every` 0: only then.
+        """
+        if self._warned is None:
+            self._warned = Warned()
+        warned = self._warned.together()
+        return warned or (every > 0 and step % every == 0)
 
     def save(
         self,

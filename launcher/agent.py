@@ -63,6 +63,7 @@ def main() -> None:
         os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
+    os.environ.pop("DTRAIN_TOKEN", None)  # it is for nodes to join, and no worker's business
     status = 1
     try:
         status = Agent(mark, limits).run()

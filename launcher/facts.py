@@ -41,7 +41,8 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
     return Facts(
         gpus=list(devices.share(gpus.ids, message.part, message.parts)),
         gpu_variable=gpus.variable,
-        gpus_verified=gpus.verified,
+        # What SLURM counts as given to us is certain, too.
+        gpus_verified=gpus.verified or (bool(gpus.ids) and os.environ.get("SLURM_GPUS_ON_NODE") == str(len(gpus.ids))),
         cores=list(cores),
         cpu_limit=limit,
         problems=problems,

@@ -98,7 +98,7 @@ def train(gpt: "GPT", training: "Blocks", validation: "Blocks", args: argparse.N
             paused = time.perf_counter()
             say(world, f"step {step:4d}  validation loss {evaluate(gpt, validation, args, world):.4f}")
             began += time.perf_counter() - paused
-        if checkpoint and args.checkpoint_every and (step % args.checkpoint_every == 0 or last):
+        if checkpoint and (checkpoint.due(step, every=args.checkpoint_every) or (args.checkpoint_every and last)):
             # The values of rank 0 are saved, so what only the others know goes into them first.
             total += sum_over_workers(losses, world).item() / world.world_size
             losses = torch.zeros_like(losses)
@@ -323,7 +323,9 @@ def parse_args() -> argparse.Namespace:
         default=default_checkpoint_dir(),
         help="where to save and go on from; default: a folder of this run if its launcher may restart it, else none",
     )
-    parser.add_argument("--checkpoint-every", type=natural, default=10, help="steps between checkpoints; 0: never")
+    parser.add_argument(
+        "--checkpoint-every", type=natural, default=10, help="steps between checkpoints; 0: after SIGUSR1 only"
+    )
     args = parser.parse_args()
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
