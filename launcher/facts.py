@@ -18,6 +18,7 @@ __all__ = ["find_facts"]
 def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
     """Return the host's facts; `problems` and `left` are what was found before. Binds us to our part of the cores."""
     workdir = Path(message.workdir)
+    slots, machine = os.environ.pop(AGENT_SLOTS, None), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
     problems = [*problems]
     if not workdir.is_dir():
         problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
@@ -48,8 +49,8 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems=problems,
         time=time.monotonic(),
         left=left,
-        slots=int(os.environ[AGENT_SLOTS]) if AGENT_SLOTS in os.environ else None,
-        machine=os.environ.get(AGENT_MACHINE, ""),
+        slots=None if slots is None else int(slots),
+        machine=machine,
     )
 
 
