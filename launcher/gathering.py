@@ -105,6 +105,8 @@ class Gathering:
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
             state.strikes = state.strikes + 1 if state.name in failed else 0
+            if not state.wanted and state.phase is HostPhase.READY and state.attempt is None:
+                commands += self._fleet.dismiss(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
             if state.strikes >= STRIKES and state.wanted and others >= self._spec.min_hosts:
                 commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
@@ -132,8 +134,8 @@ class Gathering:
         self._fleet.drop(state)
         state.reason = why
         notice = Notice(f"{state.name} is left out from now on: {why}")
-        if state.phase is HostPhase.READY:
-            return [notice, *self._fleet.dismiss(state)]
+        if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
+            return [notice, *(self._fleet.dismiss(state) if state.attempt is None else [])]
         if state.phase is HostPhase.AWAY and not state.dirty:
             self._fleet.move(state, HostPhase.OUT)
         return [notice]

@@ -78,6 +78,7 @@ def _look(host: Host) -> HostOffer:
         gpu_variable=gpus.variable,
         cores=cores,
         cpu_limit=limit,
+        max_slots=host.max_slots,
     )
 
 
@@ -91,7 +92,7 @@ def _asked_for(host: Host, spec: JobSpec) -> int | None:
 def _assume(host: Host, spec: JobSpec) -> HostOffer:
     count = _asked_for(host, spec) or 0
     gpus = tuple(str(index) for index in range(count * (spec.gpus_per_proc or 1)))
-    return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1)
+    return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1, max_slots=host.max_slots)
 
 
 def plan_as_json(rows: list[PlannedWorker]) -> str:

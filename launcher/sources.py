@@ -74,8 +74,10 @@ def _check_one(sources: Sources) -> None:
         value = f", which are: {sources.listed}" if sources.listed is not None else ""
         why = "--simulate divides this machine; " if sources.simulate else ""
         raise UsageError(f"{why}{' and '.join(names)} cannot be used together{value}; hosts come from one source")
-    if (sources.include or sources.exclude) and names[:1] not in (["--hosts"], ["--hostfile"]):
-        raise UsageError("--include and --exclude choose from --hosts or --hostfile; name one of them")
+    if (sources.include or sources.exclude) and names[:1] not in ([], ["--hosts"], ["--hostfile"]):
+        raise UsageError(
+            f"--include and --exclude choose from --hosts, --hostfile or this machine, not from {names[0]}"
+        )
 
 
 def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
@@ -88,6 +90,8 @@ def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
         from launcher.hostfile import read_hostfile
 
         return _filtered(read_hostfile(sources.hostfile), sources), f"in {sources.hostfile}"
+    if sources.include or sources.exclude:
+        return _filtered((Host(own_name(), HostKind.LOCAL),), sources), "left"
     if sources.script is not None:
         return discover(sources.script), f"named by {sources.script}"
     if sources.environment and "SLURM_JOB_ID" in sources.environment:
