@@ -34,6 +34,7 @@ from launcher.rendezvous import Rendezvous, StoreProcess
 from launcher.worker import Files, Worker
 
 if TYPE_CHECKING:
+    from launcher.numa import Topology
     from launcher.oom import OomWatch
 
 __all__ = ["Attempt"]
@@ -68,6 +69,7 @@ class Attempt:
         self._interfaces = interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
+        self._topology: tuple[Topology, list[int]] | None = None  # and the NUMA nodes of the GPUs, once they are known
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -160,12 +162,20 @@ class Attempt:
         sockets = self._sockets if self._interfaces else {}
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
         files = Files.of(self._folder, self.number, message.rank)
+        try:
+            cores = self._cores(message)
+        except DtrainError as error:
+            self._never_started(message.rank, str(error))
+            return
+        threads = message.defaults.get("OMP_NUM_THREADS")
+        if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
         if self._memory is None:
             from launcher.oom import OomWatch  # only where workers are started
 
             self._memory = OomWatch()
         try:
-            worker = Worker(message.rank, argv, env, cwd=workdir, files=files, mark=self._mark)
+            worker = Worker(message.rank, argv, env, cwd=workdir, files=files, mark=self._mark, cores=cores)
         except OSError as error:
             self._never_started(message.rank, f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}")
             return
@@ -173,6 +183,19 @@ class Attempt:
         self._outbox.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
         if not self._outbox.holding:
             self._watch_pipes(worker)
+
+    def _cores(self, message: StartWorker) -> tuple[int, ...]:
+        """Return the processors that a worker is to be bound to; empty: all that there are."""
+        if not message.numa_binding:
+            return ()
+        from launcher import devices, numa
+
+        if self._topology is None:
+            gpus = devices.find_gpus(os.environ)
+            places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
+            self._topology = numa.read_topology(devices.cores()), places
+        topology, places = self._topology
+        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
 
     def _never_started(self, rank: int, reason: str) -> None:
         self._outbox.send(

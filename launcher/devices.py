@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from launcher.errors import UsageError
 
-__all__ = ["Gpus", "cores", "cpu_limit", "divide", "find_gpus", "share"]
+__all__ = ["Gpus", "bus_ids", "cores", "cpu_limit", "divide", "find_gpus", "share"]
 
 
 T = TypeVar("T")
@@ -54,13 +54,21 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
     return Gpus(wanted, variable, True)
 
 
+def bus_ids(gpus: tuple[str, ...]) -> list[str]:
+    """Return the PCI addresses of GPUs of `find_gpus`; empty where no driver tells."""
+    known = _ask_driver() or []
+    found = [_named(name, known) for name in gpus]
+    return [devices[0].bus_id for devices in found if devices and devices[0].bus_id]
+
+
 @dataclass(frozen=True)
 class _Device:
-    """A card, or a slice of one, as the driver lists it. `name` is handed out; `index` and `uuid` are the card's."""
+    """A card, or a slice of one, as the driver lists it. `name` is handed out; the rest is the card's."""
 
     name: str
     index: int
     uuid: str
+    bus_id: str = ""
 
 
 def _check(wanted: tuple[str, ...], known: list[_Device], inherited: str) -> None:
@@ -127,8 +135,17 @@ def _list_devices() -> list[_Device]:
             uuid = _text(nvmlDeviceGetUUID(handle))
         except NVMLError:  # a card that fell off the bus: CUDA does not count it either
             continue
-        devices += [_Device(name, index, uuid) for name in slices or [str(index)]]
+        devices += [_Device(name, index, uuid, _bus_id(handle)) for name in slices or [str(index)]]
     return devices
+
+
+def _bus_id(handle: object) -> str:
+    from pynvml import NVMLError, nvmlDeviceGetPciInfo
+
+    try:
+        return _text(nvmlDeviceGetPciInfo(handle).busId)
+    except NVMLError:
+        return ""
 
 
 def _mig_slices(handle: object) -> list[str]:

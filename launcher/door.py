@@ -134,19 +134,15 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _why(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
+        from launcher.rendezvous import holder
+
         with contextlib.suppress(OSError):
-            return f"port {port} on {address} is in use by {_holder(port)}; name another, the same on every node"
+            return f"port {port} on {address} is in use by {holder(port)}; name another, the same on every node"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"no interface here has the address {address}; on node 0, --master-addr is an address of its own"
     if error.errno == errno.EACCES:
         return f"port {port} is not for this user (below 1024); name another, the same on every node"
     return f"cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"
-
-
-def _holder(port: int) -> str:
-    from launcher.rendezvous import _holder as holder
-
-    return holder(port)
 
 
 def _bracketed(address: str) -> str:

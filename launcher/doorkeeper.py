@@ -34,6 +34,8 @@ Verdict = tuple[int, str]
 
 
 class Doorkeeper:
+    """`run` is the thread; `order` is how others have it do something: `want`, `dismiss`, `end`."""
+
     def __init__(
         self, listening: socket.socket, token: bytes, seats: Seats, *, tell: Callable[[str], None], host: str = ""
     ) -> None:
@@ -89,8 +91,10 @@ class Doorkeeper:
         for seat in self._seats.all:
             if seat.want is not None:
                 seat.want.refuse("the run is over")
-            if seat.connection is not None:
-                self._say_verdict(seat.connection)
+            for connection in (seat.connection, seat.challenger):
+                if connection is not None:
+                    self._say_verdict(connection)
+            seat.challenger = None
         self._entrance.summary()
 
     # ---- the loop ----

@@ -19,7 +19,7 @@ from launcher.strangers import Strangers
 
 __all__ = ["Entrance"]
 
-STRANGERS = 64  # connections that have not joined, at once
+STRANGERS = 128  # connections that have not joined, at once
 STRANGER_S = 5.0  # to join
 LEAVING = 64
 LEAVE_S = 1.0  # for the other end to read what it was told last, and to close
@@ -109,9 +109,8 @@ class Entrance:
     def _admit(self, sock: socket.socket) -> None:
         """Take a new connection among those that have to prove themselves."""
         if len(self._outside) >= STRANGERS:
-            silent = (known for known in self._outside if not known.handshake.greeted)
             self._strangers.count("for which there was no time")
-            self._drop(next(silent, next(iter(self._outside))), "")
+            self._drop(next(iter(self._outside)), "")
         try:
             tcp.tune(sock)
             connection = Connection(sock, self._token, time.monotonic() + STRANGER_S)

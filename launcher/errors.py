@@ -8,7 +8,9 @@ DtrainError                 exit code 1
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named
 ├── StoreError              the rendezvous store could not be opened, or was lost
+├── JoinError               this node, started by hand, could not take part in the run (join.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
+    └── HandshakeError      nodes did not prove to each other that they belong together (handshake.py)
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import click
 
 from launcher.config import Settings, read_settings
 from launcher.errors import UsageError
+from launcher.numa import MODES
 from launcher.spec import parse_nnodes
 from launcher.torchrun import AS_TORCHRUN, defaults
 
@@ -117,6 +118,7 @@ how = _all(
     _option("--error-json", metavar="FILE", help="Where to write how the run ended, for programs."),
     _option("--interface", metavar="NAME,...", help="The network interface to use, the first that a host has up."),
     _option("--token-file", metavar="FILE", help="The secret that nodes started by hand share; or DTRAIN_TOKEN."),
+    _option("--numa-binding", type=click.Choice(MODES), help="Bind each worker to processors near its GPU."),
     _option("--requeue", is_flag=True, help="In SLURM: after USR1, end once a checkpoint is saved, and queue again."),
     _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
     _option(
@@ -148,7 +150,6 @@ torchrun_words = _all(
     click.option("--event-log-handler", hidden=True),
     click.option("--logs-specs", hidden=True),
     click.option("--local-addr", hidden=True),
-    click.option("--numa-binding", hidden=True),
     click.option("--duplicate-stdout-filters", hidden=True),
     click.option("--duplicate-stderr-filters", hidden=True),
 )

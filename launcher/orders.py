@@ -123,6 +123,9 @@ def start_workers(
             argv=[command.target, *args],
             env=env,
             defaults=worker_defaults(worker),
+            numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
+            gpu=worker.gpu_place,
+            beside=worker.local_world_size,
         )
         yield Tell(worker.host, start)
 

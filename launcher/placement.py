@@ -57,6 +57,7 @@ class WorkerPlace:
     role_rank: int = 0
     role_world_size: int = 1
     needed: bool = True  # the run waits for its end
+    gpu_place: int = 0  # of its first GPU in the host's list; without GPUs its local rank
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Placement:
     workers: tuple[WorkerPlace, ...]
     per_host: tuple[int, ...]
     nodes: int
+    ordinary: int  # how many of them are ordinary workers
 
     @property
     def world_size(self) -> int:
@@ -105,7 +107,7 @@ def place(
     workers = _with_roles(workers, roles)
     for role in roles.others:
         workers += _others(layout, role.name, role.count, first=len(workers), needed=roles.needs(role.name))
-    return Placement(tuple(workers), tuple(layout.totals), layout.nodes)
+    return Placement(tuple(workers), tuple(layout.totals), layout.nodes, sum(counts))
 
 
 class _Layout:
@@ -232,10 +234,12 @@ def _worker(
     local_rank, on_machine = layout.before[place] + index, layout.on_machine[place]
     own: tuple[str, ...] = ()
     visible: str | None = None
+    gpu_place = local_rank
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
         start = local_rank if len(offer.gpus) >= on_machine * size else index
+        gpu_place = start * size % len(offer.gpus)
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
         # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
@@ -254,4 +258,5 @@ def _worker(
         cores=share(offer.cores, index, count) or offer.cores,
         threads=layout.threads(place),
         local_world_size=on_machine,
+        gpu_place=gpu_place,
     )

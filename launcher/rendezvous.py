@@ -15,7 +15,7 @@ import sys
 from launcher.errors import StoreError
 from launcher.worker import spawn
 
-__all__ = ["Rendezvous", "StoreProcess"]
+__all__ = ["Rendezvous", "StoreProcess", "holder"]
 
 RELEASE_S = 0.3  # to close a store; in that time the agent does nothing else
 
@@ -153,14 +153,15 @@ def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
 
 def _why(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        holder = _holder(port)
+        holder = holder(port)
         return f"port {port} on {address} is in use by {holder}; name another with --master-port, or leave it out"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"no interface here has the address {address}; name one that the other hosts reach with --master-addr"
     return f"cannot listen on {address}, port {port}: {error.strerror}"
 
 
-def _holder(port: int) -> str:
+def holder(port: int) -> str:
+    """Say which process listens on a port, as far as that can be known."""
     import psutil
 
     try:

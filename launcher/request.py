@@ -167,6 +167,7 @@ def _spec(
         env_for=parse_ecosystems(options["env_for"], roles),
         pass_local_rank=options["pass_local_rank"],
         virtual_local_rank=options["virtual_local_rank"],
+        numa_binding=options.get("numa_binding") or "",
         requeue=options.get("requeue", False),
         ssh=SshOptions(
             config=Path(config).expanduser() if config else None,

@@ -46,7 +46,8 @@ def carry_out(request: Request, talk: Talk, *, error_json: Path | None = None) -
         with contextlib.suppress(PlaceTakenError):  # then another command on this machine was first
             return _control(request, talk, error_json)
         assert place is not None
-    tell = talk.say if not talk.quiet else lambda _: None
+    # Under srun all tasks share one terminal, where node 0 says everything.
+    tell = talk.say if place.by_hand and not talk.quiet else lambda _: None
     return join_run(place, spec, agent_command(spec), request.nproc, tell)
 
 

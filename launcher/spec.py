@@ -102,6 +102,7 @@ class JobSpec:
     env_for: tuple[str, ...] = ()  # other launchers whose variables the workers get as well
     pass_local_rank: bool = False  # as the script's first argument
     virtual_local_rank: bool = False  # each worker sees its own GPU only, and LOCAL_RANK 0
+    numa_binding: str = ""  # one of numa.MODES
     hosts_script: str | None = None  # a program that says which hosts there are now
     first_attempt: int = 0  # how often the job was started before
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved

@@ -16,9 +16,8 @@ SILENCE_S = 20.0  # without an answer of the other machine's kernel, a connectio
 LOOK_S = 2.0  # how often that is looked at
 _KEEPALIVES = 3
 _UNANSWERED = 3
-_INFO_BYTES = 104
-_RETRANSMITS, _PROBES = 2, 3  # bytes of struct tcp_info, both unanswered ones in a row
-_LAST_ACK_RECV = struct.Struct("=56xI")  # ms ago
+_INFO_BYTES = 148
+_INFO = struct.Struct("=2x2B20xI24x2I84xI")  # of struct tcp_info: as `dead` names them
 
 
 def tune(connection: socket.socket) -> None:
@@ -33,9 +32,15 @@ def tune(connection: socket.socket) -> None:
 
 
 def dead(connection: socket.socket) -> bool:
-    """Say whether the other machine has not acknowledged for SILENCE_S what was sent again and again."""
+    """Say whether nothing of the other machine's kernel was heard for SILENCE_S, though it was asked.
+
+    Where nothing is under way it was asked by keepalives, whether they got out or not: the kernel does not count those
+    that it could not send, and tries for ever.
+    """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _LAST_ACK_RECV.size:
+    if len(info) < _INFO.size:
         return False
-    unanswered = max(info[_RETRANSMITS], info[_PROBES])
-    return bool(unanswered >= _UNANSWERED and _LAST_ACK_RECV.unpack_from(info)[0] > 1000 * SILENCE_S)
+    retransmits, probes, unacked, last_data_ms, last_ack_ms, unsent = _INFO.unpack_from(info)
+    if min(last_data_ms, last_ack_ms) <= 1000 * SILENCE_S:
+        return False
+    return max(retransmits, probes) >= _UNANSWERED or not (unacked or unsent)

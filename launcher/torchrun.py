@@ -23,7 +23,6 @@ _WITHOUT_MEANING = {
     "event_log_handler": "see --error-json for how a run ended",
     "logs_specs": "all output is kept in --log-dir",
     "local_addr": "addresses come from the routes between the hosts; see --interface",
-    "numa_binding": "workers are not bound to processors",
     "duplicate_stdout_filters": "all output is kept in --log-dir, for grep",
     "duplicate_stderr_filters": "all output is kept in --log-dir, for grep",
 }
@@ -123,3 +122,7 @@ def _seconds(key: str, value: str) -> float:
         return float(value)
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {key}={value}: it must be a number of seconds") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -35,9 +35,11 @@ def spawn(
     keep: Sequence[int] = (),
     stdin: int | None = None,
     mark: Mark | None = None,
+    cores: Sequence[int] = (),
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
+    It is bound to the processors `cores` if any are given.
     `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, but for the variables,
     which `env` has to hold. Raises OSError if it cannot be executed.
     """
@@ -49,6 +51,8 @@ def spawn(
             processes.die_with_parent(parent)
             if mark is not None:
                 mark.put_on()
+            if cores:
+                os.sched_setaffinity(0, cores)
             _become(argv, env, cwd, (stdin, stdout, stderr), keep)
         except OSError as error:
             os.write(failed_write, f"{error.errno}".encode())
@@ -117,7 +121,15 @@ class Worker:
     """A running or ended worker. The agent reads `pipes` (descriptor to stream number) until they end."""
 
     def __init__(
-        self, rank: int, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, files: Files, mark: Mark
+        self,
+        rank: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        cwd: str,
+        files: Files,
+        mark: Mark,
+        cores: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.files = files
@@ -134,7 +146,9 @@ class Worker:
         self.began = time.monotonic()
         variables = {**files.variables, **mark.variables}
         try:
-            self.pid = spawn(argv, {**env, **variables}, cwd=cwd, stdout=out_write, stderr=err_write, mark=mark)
+            self.pid = spawn(
+                argv, {**env, **variables}, cwd=cwd, stdout=out_write, stderr=err_write, mark=mark, cores=cores
+            )
         except OSError:
             self.close()
             raise
