@@ -105,7 +105,7 @@ def _place_typed(
         raise UsageError("where do the nodes meet? Name an address of node 0 with --master-addr, on every node")
     lead = node_rank == 0 if not any_rank else options.get("rdzv_is_host", _is_own(address))
     names = [f"node{k}" for k in range(nodes[1])]
-    port = options["master_port"] or DEFAULT_PORT
+    port = 0 if options.get("any_port") else options["master_port"] or DEFAULT_PORT
     token_file = options.get("token_file")
     return Place(
         node_rank=node_rank,
@@ -151,7 +151,7 @@ def _place_in_step(step: Step, options: Mapping[str, Any], environment: Mapping[
             f"srun started {local} tasks here, each of which is a worker, but --nproc-per-node is "
             f"{options['nproc_per_node']}; leave it out, or have srun start one task on each node"
         )
-    names = list(step.nodes) if one_a_node else [f"task{k}" for k in range(step.tasks)]
+    names = list(step.nodes) if one_a_node else _task_names(step, environment)
     others = [name for name in step.nodes if name != here]
     return Place(
         node_rank=step.rank,
@@ -165,6 +165,14 @@ def _place_in_step(step: Step, options: Mapping[str, Any], environment: Mapping[
         slots=None if one_a_node else 1,
         machine="" if one_a_node else here,
     )
+
+
+def _task_names(step: Step, environment: Mapping[str, str]) -> list[str]:
+    """Name every task, by its node where srun fills one after the other, as it does unless told otherwise."""
+    if not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"):
+        return [f"task{k}" for k in range(step.tasks)]
+    counts = zip(step.nodes, step.tasks_per_node, strict=True)
+    return [f"{node}.{local}" for node, count in counts for local in range(count)]
 
 
 def _route(others: list[str]) -> str:

@@ -44,7 +44,7 @@ from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, StartWorke
 from launcher.sources import discover
 from launcher.spec import JobSpec
 from launcher.stacks import groups, one_line, write_out
-from launcher.transport import Stream, connect
+from launcher.transport import Stream, connect, end_all
 
 if TYPE_CHECKING:
     from launcher.door import Door
@@ -75,11 +75,9 @@ class Controller:
         tell_user: Callable[[str], None],
         opened: Mapping[str, Stream],
         door: Door | None = None,
-        signals: frozenset[str] | None = None,
     ) -> None:
         self._spec = spec
         self._door = door
-        self._signal_names = signals
         self._opened = opened
         self._output = output
         self._show_progress = show_progress
@@ -107,6 +105,7 @@ class Controller:
                 deadline = time.monotonic() + 2.0
                 for link in links:
                     link.finish(deadline)
+                end_all()
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -213,7 +212,7 @@ class Controller:
 
         before = {}
         for signum in (*STOP_SIGNALS, *OTHER_SIGNALS):
-            if self._signal_names is not None and signum in CHOSEN and signum.name not in self._signal_names:
+            if signum in CHOSEN and signum.name not in self._spec.signals:
                 continue
             if signum in (signal.SIGHUP, signal.SIGTSTP) and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # started by nohup, or by a shell without job control
@@ -315,7 +314,11 @@ class _Link:
         assert self._door is not None
         try:
             # A moment before the job gives up, so that it knows why.
-            return self._door.wait(self.host.name, deadline - DOOR_S)
+            stream = self._door.wait(self.host.name, deadline - DOOR_S)
+            hostname = stream.greeting.hostname
+            if self._number == 1 and self.host.name.partition(".")[0] != hostname.partition(".")[0]:
+                self._output.say(f"{self.host.name} is {hostname} ({stream.their_address})")
+            return stream
         except DtrainError as error:
             self._events.put(Lost(self.host.name, self._number, getattr(error, "reason", str(error))))
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launcher.placement import Placement, WorkerPlace
 
 __all__ = ["worker_defaults", "worker_environment"]
@@ -15,6 +17,7 @@ def worker_environment(
     attempt: int,
     max_restarts: int,
     elastic: bool,
+    signals: Sequence[str],
     master_addr: str,
     master_port: int,
 ) -> dict[str, str]:
@@ -36,6 +39,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
         "DTRAIN_HOST": worker.host,
         "DTRAIN_ELASTIC": "1" if elastic else "0",  # there may be other attempts although none is said to be allowed
     }

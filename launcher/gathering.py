@@ -198,7 +198,8 @@ class Gathering:
     def _last_call(self) -> float:
         if self._enough_since is None:
             return self.until
-        return min(self.until, self._enough_since + LAST_CALL_S[bool(self.previous)])
+        again, asked = bool(self.previous), self._spec.last_call_s
+        return min(self.until, self._enough_since + (LAST_CALL_S[again] if asked is None or again else asked))
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""

@@ -124,6 +124,7 @@ class JoinedStream:
         give_up: Callable[[Connection, JoinedStream], None],
     ) -> None:
         self.our_address: str | None = connection.our_address
+        self.their_address = connection.peer
         self.greeting = greeting
         self._connection = connection
         self._resume = resume

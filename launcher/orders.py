@@ -107,6 +107,7 @@ def start_workers(
             attempt=attempt,
             max_restarts=spec.first_attempt + spec.max_restarts,
             elastic=spec.elastic,
+            signals=spec.signals,
             master_addr=store.address,
             master_port=store.port,
         )

@@ -153,8 +153,7 @@ def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
 
 def _why(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        holder = holder(port)
-        return f"port {port} on {address} is in use by {holder}; name another with --master-port, or leave it out"
+        return f"port {port} on {address} is in use by {holder(port)}; name another with --master-port, or leave it out"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"no interface here has the address {address}; name one that the other hosts reach with --master-addr"
     return f"cannot listen on {address}, port {port}: {error.strerror}"

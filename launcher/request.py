@@ -21,7 +21,7 @@ from launcher.options import current_folder
 from launcher.roles import roles_of
 from launcher.shown import Shown, parse_ranks, parse_std
 from launcher.sources import Sources, choose_hosts, wait_for_discovery
-from launcher.spec import Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
+from launcher.spec import SIGNALS, Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
 
 __all__ = ["Request", "check_here", "read_request"]
 
@@ -32,7 +32,7 @@ _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
 class Request:
     """`place`: which of several commands of one run this is, None if the run needs only this one.
 
-    `notices` are to be said once; `signals` those that are handled, None for all.
+    `notices` are to be said once.
     """
 
     spec: JobSpec
@@ -40,7 +40,6 @@ class Request:
     place: Place | None
     shown: Shown
     notices: tuple[str, ...]
-    signals: frozenset[str] | None
 
 
 def read_request(
@@ -66,9 +65,8 @@ def read_request(
         redirected=parse_std(options["redirects"], "--redirects"),
         teed=parse_std(options["tee"], "--tee"),
     )
-    signals = options.get("signals")
     nproc = parse_nproc(options["nproc_per_node"])
-    return Request(spec, nproc, place, shown, tuple(notices), None if signals is None else frozenset(signals))
+    return Request(spec, nproc, place, shown, tuple(notices))
 
 
 def check_here(spec: JobSpec) -> None:
@@ -167,6 +165,8 @@ def _spec(
         env_for=parse_ecosystems(options["env_for"], roles),
         pass_local_rank=options["pass_local_rank"],
         virtual_local_rank=options["virtual_local_rank"],
+        last_call_s=options.get("last_call_s"),
+        signals=options.get("signals", SIGNALS),
         numa_binding=options.get("numa_binding") or "",
         requeue=options.get("requeue", False),
         ssh=SshOptions(

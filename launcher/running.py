@@ -81,7 +81,6 @@ def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
                 tell_user=output.say,
                 opened=opened,
                 door=door,
-                signals=request.signals,
             )
             outcome = controller.run()
             if door is not None:

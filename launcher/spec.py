@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
 MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow
 _AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 
@@ -102,6 +103,8 @@ class JobSpec:
     env_for: tuple[str, ...] = ()  # other launchers whose variables the workers get as well
     pass_local_rank: bool = False  # as the script's first argument
     virtual_local_rank: bool = False  # each worker sees its own GPU only, and LOCAL_RANK 0
+    last_call_s: float | None = None  # for hosts on their way once enough are ready; None: as gathering.py has it
+    signals: tuple[str, ...] = SIGNALS  # that end a run, or show stacks
     numa_binding: str = ""  # one of numa.MODES
     hosts_script: str | None = None  # a program that says which hosts there are now
     first_attempt: int = 0  # how often the job was started before

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from launcher.errors import HostError, UsageError
 from launcher.hostranges import expand
 from launcher.hosts import Host
-from launcher.slurm import Node, find_allocation
+from launcher.slurm import Node, find_allocation, step_title
 from launcher.spec import JobSpec
 from launcher.transport import LocalStream, Stream
 
-__all__ = ["connect_srun", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
+__all__ = ["connect_srun", "end_all", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
 
 LOOK_FOR_S = 30.0  # the node, or an answer of SLURM's
 
@@ -49,15 +51,17 @@ _GPU_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 _SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 
 
-def connect_srun(host: Host, spec: JobSpec, command: list[str]) -> Stream:
-    """Start the agent on a node in a job step of its own. Blocks while SLURM is asked what the job has there.
+def connect_srun(host: Host, spec: JobSpec, command: list[str], deadline: float | None = None) -> Stream:
+    """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
 
-    Raises HostError.
+    That is until `deadline` (monotonic). Raises HostError.
     """
     if shutil.which("srun") is None:
         raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
+    if deadline is None:
+        deadline = time.monotonic() + min(spec.start_timeout_s, LOOK_FOR_S)
     try:
-        allocation = find_allocation(os.environ)
+        allocation = find_allocation(os.environ, step_title())
     except UsageError as error:
         raise HostError(host.name, str(error)) from error
     node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
@@ -68,9 +72,13 @@ def connect_srun(host: Host, spec: JobSpec, command: list[str]) -> Stream:
         command,
         os.environ,
         granted=_ask_granted(allocation.job).get(node.name) or presumed(os.environ, node, len(allocation.nodes)),
-        wait_s=max(1, int(0.8 * min(spec.start_timeout_s, LOOK_FOR_S))),
+        wait_s=max(1, int(0.8 * (deadline - time.monotonic()))),
     )
-    return _SrunStream(words, srun_environment(os.environ))
+    stream = _SrunStream(words, srun_environment(os.environ))
+    if not stream.answers(deadline):
+        _, said = stream.finish(0.0)
+        raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
+    return stream
 
 
 def srun_command(
@@ -171,9 +179,37 @@ def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
 class _SrunStream(LocalStream):
     """An srun and its pipes; when it is given up, the agent at its other end finds its input closed."""
 
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__([*command], env)
+        with _changing:
+            _running.add(self)
+
+    def answers(self, deadline: float) -> bool:
+        """Wait until there is something to read, be it the end; return whether it came before the deadline."""
+        return bool(select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))[0])
+
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         status, words = super().finish(wait_s)
+        with _changing:
+            _running.discard(self)
+        if status is not None and status < 0:
+            words += f"srun: its srun here was killed by signal {-status}\n"
         return status, explain(words)
+
+
+_running: set[_SrunStream] = set()
+_changing = threading.Lock()
+
+
+def end_all() -> None:
+    """Kill every srun that nobody has finished: with nodes that never answered, and links that were given up.
+
+    For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
+    """
+    with _changing:
+        left = list(_running)
+    for stream in left:
+        stream.finish(0.0)
 
 
 def explain(words: str) -> str:
@@ -181,8 +217,8 @@ def explain(words: str) -> str:
     lines = [line for line in map(str.strip, words.splitlines()) if line and not _NOISE.search(line)]
     for pattern, meaning in _MEANINGS:
         for line in lines:
-            if match := re.search(pattern, line):
-                return f"{_PREFIX.sub('', line)} ({match.expand(meaning)})"
+            if _PREFIX.match(line) and re.search(pattern, line):
+                return f"{_PREFIX.sub('', line)} ({meaning})"
     return _PREFIX.sub("", lines[-1]) if lines else ""
 
 
@@ -192,20 +228,20 @@ _NOISE = re.compile(
     r"|Job step aborted|[Ff]orc(?:e|ing) [Tt]erminat|couldn't chdir|launch/slurm: "
 )
 _MEANINGS = (
-    (r"DUE TO TIME LIMIT", r"the job may run longer with sbatch --time"),
-    (r"DUE TO PREEMPTION", r"another job has taken the nodes; a job with --requeue comes back"),
-    (r"DUE TO NODE FAILURE|Node failure on", r"SLURM has lost the node; see sinfo --list-reasons"),
-    (r"CANCELLED AT", r"somebody cancelled the job or its step, or SLURM ended it"),
-    (r"[Nn]odes are busy|temporarily disabled", r"other steps of the job have the node; start them with --overlap"),
-    (r"[Nn]ode.* not available|Invalid node name", r"the node is down, or not the job's; see sinfo --list-reasons"),
-    (r"\(gres\)|have GRES", r"ask for GPUs by node: sbatch --gpus-per-node"),
+    (r"DUE TO TIME LIMIT", "the job may run longer with sbatch --time"),
+    (r"DUE TO PREEMPTION", "another job has taken the nodes; a job with --requeue comes back"),
+    (r"DUE TO NODE FAILURE|Node failure on", "SLURM has lost the node; see sinfo --list-reasons"),
+    (r"CANCELLED AT", "somebody cancelled the job or its step, or SLURM ended it"),
+    (r"[Nn]odes are busy|temporarily disabled", "other steps of the job have the node; start them with --overlap"),
+    (r"[Nn]ode.* not available|Invalid node name", "the node is down, or not the job's; see sinfo --list-reasons"),
+    (r"\(gres\)|have GRES", "ask for GPUs by node: sbatch --gpus-per-node"),
     (
         r"Invalid job id|[Jj]ob.* (?:expired|revoked|complet)",
-        r"the job is over, or its SLURM_JOB_ID is not this cluster's",
+        "the job is over, or its SLURM_JOB_ID is not this cluster's",
     ),
-    (r"[Mm]unge", r"is munged running here? In a container, its socket under /run/munge must be there"),
-    (r"configuration source|cannot stat file", r"no slurm.conf here; in a container, /etc/slurm must be there"),
-    (r"contact slurm controller|Unable to contact", r"slurmctld does not answer; try: scontrol ping"),
-    (r"Task launch .*failed|Communication connection|Connection refused", r"its slurmd does not answer; see sinfo"),
-    (r"oom.kill|Out Of Memory", r"it used more memory than the job has on the node; see sbatch --mem"),
+    (r"[Mm]unge", "is munged running here? In a container, its socket under /run/munge must be there"),
+    (r"configuration source|cannot stat file", "no slurm.conf here; in a container, /etc/slurm must be there"),
+    (r"contact slurm controller|Unable to contact", "slurmctld does not answer; try: scontrol ping"),
+    (r"Task launch .*failed|Communication connection|Connection refused", "its slurmd does not answer; see sinfo"),
+    (r"oom.kill|Out Of Memory", "it used more memory than the job has on the node; see sbatch --mem"),
 )

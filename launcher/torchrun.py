@@ -68,12 +68,15 @@ def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if options["rdzv_endpoint"]:
         host, port = _endpoint(options["rdzv_endpoint"])
         ours["master_addr"] = options["master_addr"] or host
-        ours["master_port"] = options["master_port"] or port or None  # 0: any
+        ours["master_port"] = options["master_port"] or port or None
+        ours["any_port"] = port == 0
     for key, value in _conf(options["rdzv_conf"]).items():
         if key in _SECONDS:
             ours["start_timeout_s"] = _seconds(key, value)
         elif key == "is_host":
             ours["rdzv_is_host"] = value.lower() in ("1", "true", "t", "yes", "y")
+        elif key == "last_call_timeout":
+            ours["last_call_s"] = _seconds(key, value)
         elif key != "rank":
             said.append(f"--rdzv-conf {key} has no meaning here")
         else:

@@ -7,6 +7,7 @@ elsewhere (ssh.py). A stream is read by one thread, written and ended by another
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Protocol
@@ -15,7 +16,7 @@ from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import JobSpec
 
-__all__ = ["LocalStream", "Stream", "agent_command", "connect", "start_local_agents"]
+__all__ = ["LocalStream", "Stream", "agent_command", "connect", "end_all", "start_local_agents"]
 
 
 class Stream(Protocol):
@@ -39,17 +40,27 @@ class Stream(Protocol):
         """
 
 
-def connect(host: Host, spec: JobSpec, deadline: float) -> Stream:
-    """Open the stream to a host before `deadline` (monotonic). Blocks. Raises HostError."""
+def connect(host: Host, spec: JobSpec, deadline: float, command: list[str] | None = None) -> Stream:
+    """Open the stream to a host before `deadline` (monotonic), to an agent or what else `command` starts. Blocks.
+
+    Raises HostError.
+    """
+    command = command or agent_command(spec)
     if host.kind is HostKind.SSH:
         from launcher.ssh import connect_ssh  # paramiko takes 0.2 s to import
 
-        return connect_ssh(host, spec.ssh, agent_command(spec), deadline)
+        return connect_ssh(host, spec.ssh, command, deadline)
     if host.kind is HostKind.SRUN:
         from launcher.srun import connect_srun
 
-        return connect_srun(host, spec, agent_command(spec))
-    return LocalStream(agent_command(spec))
+        return connect_srun(host, spec, command, deadline)
+    return LocalStream(command)
+
+
+def end_all() -> None:
+    """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
+    if (srun := sys.modules.get("launcher.srun")) is not None:
+        srun.end_all()
 
 
 def start_local_agents(spec: JobSpec) -> dict[str, Stream]:

@@ -26,6 +26,7 @@ def _environments() -> list[dict[str, str]]:
             attempt=2,
             max_restarts=3,
             elastic=True,
+            signals=("SIGTERM", "SIGINT"),
             master_addr="10.0.0.1",
             master_port=29500,
         )
@@ -50,6 +51,7 @@ def test_the_environment_is_the_contract_s() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
         "CUDA_VISIBLE_DEVICES": "3,GPU-5",
         "DTRAIN_HOST": "alpha",
         "DTRAIN_ELASTIC": "1",
@@ -91,6 +93,7 @@ def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: P
         env = json.loads(line.partition("] ")[2])
         expected = {**_environments()[0], "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
         expected["DTRAIN_ELASTIC"] = "0"
+        expected["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
         expected |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2"}
         expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "DTRAIN_HOST": f"sim{rank}"}
         expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}

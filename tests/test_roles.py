@@ -198,7 +198,15 @@ def test_an_unknown_launcher_is_an_error() -> None:
 
 def test_torchrun_s_variables_name_the_role() -> None:
     placement = place([CPU, GPU], nproc=1, roles=roles_of(["trainer", "ps:1"]))
-    given = {"run_id": "r", "attempt": 0, "max_restarts": 0, "elastic": False, "master_addr": "a", "master_port": 1}
+    given = {
+        "run_id": "r",
+        "attempt": 0,
+        "max_restarts": 0,
+        "elastic": False,
+        "signals": (),
+        "master_addr": "a",
+        "master_port": 1,
+    }
     environments = [worker_environment(placement, worker, **given) for worker in placement.workers]  # type: ignore[arg-type]
     names = ["RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]
     assert [[env[name] for name in names] for env in environments] == [

@@ -44,7 +44,7 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     words = [
         "--nnodes=1:1 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --rdzv_id=job/7",
-        "--max_restarts=3 --rdzv-conf join_timeout=30,last_call_timeout=3 --monitor_interval 5 --role trainer",
+        "--max_restarts=3 --rdzv-conf join_timeout=30,read_timeout=3 --monitor_interval 5 --role trainer",
         "--log_dir logs --tee 3 --start-method spawn --shutdown-timeout 4 --signals-to-handle SIGTERM,SIGINT",
         "show.py --lr 1 --nnodes 9",
     ]
@@ -54,7 +54,7 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
     names = ["WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"]
     assert [env[name] for name in names] == ["2", "trainer", "job-7", "3"]
     assert (tmp_path / "logs" / "job-7" / "attempt_0" / "1" / "stdout.log").exists()
-    for word in ("--monitor-interval", "--start-method", "--rdzv-conf last_call_timeout"):
+    for word in ("--monitor-interval", "--start-method", "--rdzv-conf read_timeout"):
         assert result.stderr.count(f"{word} has no meaning here") == 1
 
 
@@ -84,6 +84,7 @@ def test_old_scripts_get_their_local_rank_as_an_argument(tmp_path: Path) -> None
         ({"rdzv_endpoint": "alpha"}, {"master_addr": "alpha", "master_port": None}),
         ({"rdzv_endpoint": "[fe80::1]:7"}, {"master_addr": "fe80::1", "master_port": 7}),
         ({"rdzv_conf": "timeout=900,is_host=true"}, {"start_timeout_s": 900.0, "rdzv_is_host": True}),
+        ({"rdzv_conf": "last_call_timeout=3"}, {"last_call_s": 3.0}),
         ({"rdzv_conf": "rank=3"}, {"node_rank": 3}),
         ({"shutdown_timeout": 7.0}, {"grace_s": 7.0}),
         ({"signals_to_handle": "SIGTERM, sigusr1"}, {"signals": ("SIGTERM", "SIGUSR1")}),
