@@ -8,14 +8,17 @@ from multiprocessing import resource_tracker
 
 import psutil
 import pytest
+import testbed.slurm
 from testbed.namespaces import PARTS, find_part
 from testbed.network import NetworkHosts, why_not
 from testbed.processes import MARK, describe, everyone, kill, left_behind
 from testbed.require import require
+from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
 
 SSH_LAB = pytest.StashKey[SshHosts]()
 NETWORK_LAB = pytest.StashKey[NetworkHosts]()
+SLURM_LAB = pytest.StashKey[SlurmCluster]()
 LEFT_BEHIND_S = 5.0
 
 # A developer's own settings, or the job that the tests themselves run in, must not reach the runs under test.
@@ -83,6 +86,25 @@ def network_hosts(_network_lab: NetworkHosts) -> NetworkHosts:
     return _network_lab
 
 
+@pytest.fixture(scope="session")
+def _slurm_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    for part, package in testbed.slurm.PARTS.items():
+        require(testbed.slurm.find_part(part), part, f"apt-get install {package}")
+    if reason := testbed.slurm.why_not():  # in CI as well: nothing that could be installed would help
+        pytest.skip(f"a SLURM cluster cannot be made here: {reason}")
+    nodes = (Node(cpus=4, gpus=2), Node(cpus=4, gpus=2), Node(cpus=2, gpus=1))
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes) as cluster:
+        request.config.stash[SLURM_LAB] = cluster
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_lab: SlurmCluster) -> SlurmCluster:
+    """A real SLURM cluster of three unequal nodes, node1 ... node3, all idle whatever the last test did to it."""
+    _slurm_lab.reset()
+    return _slurm_lab
+
+
 @pytest.fixture(params=["here", "simulated", "ssh"])
 def where(request: pytest.FixtureRequest) -> list[str]:
     """Options for two workers: on this machine, on two simulated hosts, on two SSH hosts."""
@@ -101,7 +123,8 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     monkeypatch.setenv(MARK, mark)
     before = everyone()
     yield
-    labs = [lab for key in (SSH_LAB, NETWORK_LAB) if (lab := request.config.stash.get(key, None)) is not None]
+    stash = request.config.stash
+    labs = [lab for key in (SSH_LAB, NETWORK_LAB, SLURM_LAB) if (lab := stash.get(key, None)) is not None]
     marks = {mark, *(lab.mark for lab in labs)}
 
     def left_now() -> list[psutil.Process]:
