@@ -140,6 +140,54 @@ def plan(command: tuple[str, ...], as_json: bool, **options: Any) -> None:
     click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
 
 
+class _Verbatim(click.Command):
+    """Takes every word as it was typed, `--` and `--help` as well."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.params["words"] = tuple(args)
+        return []
+
+
+@cli.command(cls=_Verbatim, short_help="Submit a job to SLURM that is a run; or print its script.")
+def sbatch(words: tuple[str, ...]) -> None:
+    """See `dtrain sbatch --help`, which sbatch.py answers."""
+    from launcher.sbatch import run_sbatch
+
+    sys.exit(run_sbatch(words))
+
+
+@cli.command(context_settings=_PASS_ON, short_help="Check hosts, network and GPUs before a run.")
+@where
+@how
+@torchrun_words
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--no-allreduce", is_flag=True, help="Leave out the all-reduce, which takes as long as torch to import.")
+@script
+def check(command: tuple[str, ...], as_json: bool, no_allreduce: bool, **options: Any) -> None:
+    """Check whether `dtrain run` would start on all hosts, how fast they reach each other, and what to mend.
+
+    Takes every option of `dtrain run`; without SCRIPT, only the hosts are checked. Exit code 0: a run would start.
+    """
+    from launcher.check import run_check
+
+    if not command:
+        command, options["module"], options["no_python"] = ("ddp.allreduce",), True, False
+    request = _request(command, options)
+    sys.exit(run_check(request, as_json=as_json, say=_complain, allreduce=not no_allreduce))
+
+
+@cli.command(short_help="Show what a bug report needs to say, without secrets.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def env(as_json: bool) -> None:
+    """Show versions, hardware, limits and settings of this machine, as a bug report needs them.
+
+    Of variables that may be secret only the names are shown; user and host names are left out.
+    """
+    from launcher.envreport import run_env
+
+    sys.exit(run_env(as_json=as_json))
+
+
 def _warn_of_unknown_variables() -> None:
     """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
     known = {str(option.envvar) for option in run.params if isinstance(option, click.Option) and option.envvar}

@@ -46,7 +46,8 @@ def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | No
 def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     """Return variables that make gloo and NCCL use the interface on which this host meets the others.
 
-    Empty where all workers are on one machine, or where there is only one interface to choose.
+    Empty where all workers are on one machine. With one interface too: gloo takes that of the host's own name, which
+    on Debian means 127.0.1.1.
     """
     from launcher.routes import address_of_interface, address_towards, addresses, interface_of
 
@@ -56,7 +57,7 @@ def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     if _is_loopback(master_addr):
         return {}
     others = [name for name, found in addresses().items() if not all(map(_is_loopback, found))]
-    if len(others) < 2:
+    if not others:
         return {}
     try:
         interface = interface_of(address_towards(master_addr))

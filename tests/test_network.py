@@ -48,6 +48,7 @@ def test_workers_of_several_hosts_get_the_interface_between_them(tmp_path: Path,
     assert first == second
     assert first[0] is not None
     assert not first[0].startswith("127.")
+    assert first[1] == first[2] == "eth0", "else gloo takes what the host's own name stands for"
     own = shown("-x", "GLOO_SOCKET_IFNAME=mine")
     assert [found[1] for found in own] == ["mine", "mine"]
     assert [found[0] for found in shown("--interface", "lo")] == ["127.0.0.1", "127.0.0.1"]
