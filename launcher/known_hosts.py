@@ -1,73 +1,162 @@
-"""OpenSSH's known_hosts files, line by line: patterns, hashed names and markers, where paramiko's reader gives up."""
+"""OpenSSH's known_hosts files: patterns, hashed names and markers, as `ssh` reads them.
+
+Each file is read and split once, until it changes: 32 hosts, or 5000 lines of hashed names, are then no work.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import paramiko
-from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
+__all__ = ["KnownKey", "Mark", "add_key", "known_keys"]
 
-__all__ = ["add_key", "known_keys"]
+Mark = str  # "", "@revoked" or "@cert-authority"
+_MARKS = ("", "@revoked", "@cert-authority")
 
 
-def known_keys(files: Sequence[Path], name: str) -> tuple[list[paramiko.PKey], list[paramiko.PKey]]:
-    """Return the keys that the files give for a host, and those that they call revoked for it.
+@dataclass(frozen=True)
+class KnownKey:
+    """A key that a line gives for a host: its type's name and the bytes that the host sends as well."""
 
-    `name` is `host`, or `[host]:port` for another port than 22. Lines of other kinds (certificate authorities, key
-    types that nobody here speaks, damaged ones) say nothing about a key and are passed over, as by OpenSSH.
+    mark: Mark
+    type: str
+    blob: bytes
+    file: Path
+    line: int
+
+
+def known_keys(files: Sequence[Path], name: str) -> list[KnownKey]:
+    """Return the keys that the files give for a host, in their order.
+
+    `name` is `host`, or `[host]:port` for another port than 22. Lines of other kinds (damaged ones, markers of the
+    future) say nothing about a key and are passed over, as by OpenSSH; so are files that cannot be read.
     """
-    known: list[paramiko.PKey] = []
-    revoked: list[paramiko.PKey] = []
-    for line in _lines(files):
-        marker, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
-        if marker not in ("", "@revoked"):
-            continue
-        try:
-            entry = HostKeyEntry.from_line(rest)
-        except (InvalidHostKey, paramiko.SSHException, ValueError):
-            continue
-        if entry is not None and entry.key is not None and _names(entry.hostnames or [], name):
-            (revoked if marker else known).append(entry.key)
-    return known, revoked
+    name = name.lower()
+    return [key for file in files for key in _parsed(file).find(name)]
 
 
-def add_key(file: Path, name: str, key: paramiko.PKey) -> None:
-    """Append a host's key, in one write, so that several runs may do so at once."""
+def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool = False) -> None:
+    """Append a host's key, in one write, so that several runs may do so at once. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    line = f"{_hash(name.lower()) if hashed else name} {key_type} {base64.b64encode(blob).decode()}\n"
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, f"{name} {key.get_name()} {key.get_base64()}\n".encode())
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # somebody's editor left the last line open
+            line = "\n" + line
+        os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
 
 
-def _lines(files: Sequence[Path]) -> Iterator[str]:
-    for file in files:
+# ---- one file ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+    mark: Mark
+    names: tuple[str, ...]
+    type: str
+    key: str  # base64
+
+
+@dataclass
+class _File:
+    """The lines of one file, found by what their first name looks like."""
+
+    path: Path
+    exact: dict[str, list[_Line]] = field(default_factory=dict)
+    hashed: list[tuple[bytes, bytes, _Line]] = field(default_factory=list)  # salt, digest
+    patterns: list[_Line] = field(default_factory=list)
+
+    def add(self, line: _Line) -> None:
+        if any(mark in name for name in line.names for mark in "*?!"):
+            self.patterns.append(line)
+            return
+        for name in line.names:
+            if not name.startswith("|"):
+                self.exact.setdefault(name, []).append(line)
+            elif (parts := _salt_and_digest(name)) is not None:
+                self.hashed.append((*parts, line))
+
+    def find(self, name: str) -> Iterator[KnownKey]:
+        encoded = name.encode()
+        found = list(self.exact.get(name, ()))
+        found += [line for line in self.patterns if _matches(line.names, name)]
+        found += [line for salt, digest, line in self.hashed if hmac.digest(salt, encoded, "sha1") == digest]
+        for line in sorted(set(found), key=lambda line: line.number):
+            try:
+                blob = base64.b64decode(line.key, validate=True)
+            except binascii.Error:
+                continue
+            if blob[4 : 4 + len(line.type)] == line.type.encode():  # otherwise damaged
+                yield KnownKey(line.mark, line.type, blob, self.path, line.number)
+
+
+_lock = threading.Lock()
+_files: dict[Path, tuple[tuple[int, ...], _File]] = {}
+
+
+def _parsed(path: Path) -> _File:
+    with _lock:
         try:
-            text = file.read_text(encoding="utf-8", errors="replace")
+            stat = path.stat()
+            signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if (known := _files.get(path)) is not None and known[0] == signature:
+                return known[1]
+            text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:  # most people have only one of the usual files
+            return _File(path)
+        parsed = _File(path)
+        for line in _lines(text.splitlines()):
+            parsed.add(line)
+        _files[path] = (signature, parsed)
+        return parsed
+
+
+def _lines(texts: Iterable[str]) -> Iterator[_Line]:
+    for number, text in enumerate(texts, 1):
+        words = text.split(None, 4)
+        if not words or words[0].startswith("#"):
             continue
-        for line in text.splitlines():
-            if line.strip() and not line.startswith("#"):
-                yield line.strip()
+        mark = words.pop(0) if words[0].startswith("@") else ""
+        if mark in _MARKS and len(words) >= 3:
+            names = words[0] if words[0].startswith("|") else words[0].lower()
+            yield _Line(number, mark, tuple(names.split(",")), words[1], words[2])
 
 
-def _names(patterns: Sequence[str], name: str) -> bool:
+def _matches(patterns: Sequence[str], name: str) -> bool:
     found = False
     for pattern in patterns:
-        if pattern.startswith("|1|"):
-            found = found or HostKeys.hash_host(name, pattern) == pattern
-        elif pattern.startswith("!"):
-            if _matches(pattern[1:], name):
+        negated = pattern.startswith("!")
+        # Brackets are part of `[host]:port` here, not a set of characters.
+        if fnmatchcase(name, pattern.removeprefix("!").replace("[", "[[]")):
+            if negated:
                 return False
-        else:
-            found = found or _matches(pattern, name)
+            found = True
     return found
 
 
-def _matches(pattern: str, name: str) -> bool:
-    # Brackets are part of `[host]:port` here, not a set of characters.
-    return fnmatchcase(name, pattern.replace("[", "[[]"))
+def _salt_and_digest(name: str) -> tuple[bytes, bytes] | None:
+    parts = name.split("|")
+    if len(parts) != 4 or parts[1] != "1":
+        return None
+    try:
+        return base64.b64decode(parts[2], validate=True), base64.b64decode(parts[3], validate=True)
+    except binascii.Error:
+        return None
+
+
+def _hash(name: str) -> str:
+    salt = os.urandom(hashlib.sha1().digest_size)
+    digest = hmac.digest(salt, name.encode(), "sha1")
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"

@@ -255,12 +255,12 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(ssh_hosts: SshHo
     assert b"1 worker stopped by dtrain" in stderr
 
 
-def test_jump_host_is_refused_rather_than_passed_by(ssh_hosts: SshHosts, script: Path) -> None:
+def test_jump_host_that_is_not_there_is_named_rather_than_passed_by(ssh_hosts: SshHosts, script: Path) -> None:
     config = ssh_hosts.folder / "jump"
-    config.write_text("Host node1\n  ProxyJump gate\n" + ssh_hosts.ssh_config.read_text())
+    config.write_text("Host node1\n  ProxyJump gate.invalid\n" + ssh_hosts.ssh_config.read_text())
     result = run_dtrain(*on(ssh_hosts, "node1", config), script, cwd=script.parent)
     assert result.returncode == 1
-    assert "node1: its ssh configuration has proxyjump, which dtrain cannot follow yet" in result.stderr
+    assert "node1: its jump host gate.invalid: the name gate.invalid is not known" in result.stderr
 
 
 def test_bad_ssh_configuration_is_an_error(ssh_hosts: SshHosts, script: Path) -> None:

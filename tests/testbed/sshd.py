@@ -92,6 +92,7 @@ class SshHosts:
         self._env = dict(env or {})
         self._keys = {i: Ed25519PrivateKey.generate() for i in self._numbers()}
         self._changed: set[int] = set()
+        self._configured: set[int] = set()
         self._listeners: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -165,10 +166,34 @@ class SshHosts:
         self._changed.add(i)
         self._restart_with_key(i, Ed25519PrivateKey.generate())
 
+    def configure(self, i: int, *lines: str) -> None:
+        """Restart host i with lines of sshd_config in the places of its own, or beside them if it can have several."""
+        self._configured.add(i)
+        self.stop(i)
+        replaced = {line.split()[0] for line in lines} - {"HostKey", "ListenAddress"}
+        own = [line for line in self._sshd_config(i).splitlines() if line.split()[0] not in replaced]
+        (self._host_folder(i) / "sshd_config").write_text("".join(f"{line}\n" for line in (*lines, *own)))
+        self.start(i)
+
+    def sessions(self, i: int) -> int:
+        """How many connections host i has."""
+        return len(psutil.Process(self._listeners[i].pid).children())
+
+    def home(self, i: int) -> Path:
+        """The HOME of sessions on host i."""
+        return self._host_folder(i) / "home"
+
+    def host_key(self, i: int) -> Path:
+        return self._host_folder(i) / "host_key"
+
     def reset(self) -> None:
         """Undo what a test did: all hosts run, with the keys and files that they began with."""
         self._write_client_files()
         for i in self._numbers():
+            if i in self._configured:
+                self._configured.remove(i)
+                self.stop(i)
+                (self._host_folder(i) / "sshd_config").write_text(self._sshd_config(i))
             if i in self._changed:
                 self._restart_with_key(i, self._keys[i])
                 self._changed.remove(i)
@@ -212,9 +237,13 @@ class SshHosts:
 
     def _write_host(self, i: int) -> None:
         folder = self._host_folder(i)
-        (folder / "home").mkdir(parents=True)
-        write_key(folder / "host_key", self._keys[i])
-        environment = {"HOME": str(folder / "home"), MARK: self.mark, HOST: self.names[i - 1], **self._env}
+        self.home(i).mkdir(parents=True)
+        write_key(self.host_key(i), self._keys[i])
+        (folder / "sshd_config").write_text(self._sshd_config(i))
+
+    def _sshd_config(self, i: int) -> str:
+        folder = self._host_folder(i)
+        environment = {"HOME": str(self.home(i)), MARK: self.mark, HOST: self.names[i - 1], **self._env}
         config = SSHD_CONFIG.format(
             address=self.address(i),
             port=self.port,
@@ -222,11 +251,11 @@ class SshHosts:
             authorized_keys=self.folder / "authorized_keys",
             environment=in_sshd_config(environment),
         )
-        (folder / "sshd_config").write_text(config + self._penalties)
+        return config + self._penalties
 
     @cached_property
     def _penalties(self) -> str:
-        return no_penalties(self._sshd, self._host_folder(1) / "host_key")
+        return no_penalties(self._sshd, self.host_key(1))
 
     def _write_client_files(self) -> None:
         self._write_known_hosts(self.known_hosts)
@@ -253,7 +282,7 @@ class SshHosts:
 
     def _restart_with_key(self, i: int, key: Ed25519PrivateKey) -> None:
         self.stop(i)
-        write_key(self._host_folder(i) / "host_key", key)
+        write_key(self.host_key(i), key)
         self.start(i)
 
     def _launch(self, i: int) -> None:
@@ -321,6 +350,14 @@ def write_key(path: Path, key: Ed25519PrivateKey, lock: KeySerializationEncrypti
 
 def _private(key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, lock or NoEncryption())
+
+
+def certify(authority: Path, key: Path, *, name: str, host: bool = False, valid: str = "+1h") -> Path:
+    """Sign a key (its .pub) by an authority's key for a user or a host of that name; return the certificate."""
+    options = ["-h"] if host else []
+    argv = ["ssh-keygen", "-q", "-s", authority, *options, "-I", "test", "-n", name, "-V", valid, f"{key}.pub"]
+    subprocess.run(argv, check=True, capture_output=True)
+    return key.with_name(f"{key.name}-cert.pub")
 
 
 def public_line(key: Ed25519PrivateKey) -> str:
