@@ -22,9 +22,9 @@ from launcher.hosts import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
 from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
 
 if TYPE_CHECKING:
-    from launcher.door import Door
-    from launcher.meeting import Meeting
-    from launcher.slurm import Step
+    from launcher.joining.door import Door
+    from launcher.joining.meeting import Meeting
+    from launcher.slurm.allocation import Step
 
 __all__ = ["Place", "commands", "find_place", "join_run", "open_door"]
 
@@ -132,7 +132,7 @@ def _step(environment: Mapping[str, str]) -> Step | None:
     """Return the step of which this process is one of several tasks."""
     if "SLURM_STEP_ID" not in environment:
         return None
-    from launcher.slurm import find_step, step_title
+    from launcher.slurm.allocation import find_step, step_title
 
     step = find_step(environment, step_title())
     return step if step is not None and step.tasks > 1 and not step.interactive else None
@@ -190,8 +190,8 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
 
     Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
     """
-    from launcher.door import Door
-    from launcher.meeting import Meeting, publish
+    from launcher.joining.door import Door
+    from launcher.joining.meeting import Meeting, publish
 
     token = _token(place)
     names = [host.name for host in place.hosts]
@@ -224,9 +224,9 @@ def join_run(
     place: Place, spec: JobSpec, command: list[str], nproc: int | str | None, tell: Callable[[str], None]
 ) -> int:
     """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
-    from launcher.greeting import Greeting
-    from launcher.join import join
-    from launcher.meeting import Meeting, read_meeting
+    from launcher.joining.greeting import Greeting
+    from launcher.joining.join import join
+    from launcher.joining.meeting import Meeting, read_meeting
 
     find: Meeting | Callable[[], Meeting | None]
     if place.folder is not None and _typed_token(place) is None:
@@ -256,13 +256,13 @@ def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
 
 
 def _typed_token(place: Place) -> bytes | None:
-    from launcher.token import find_token
+    from launcher.joining.token import find_token
 
     return find_token(os.environ, place.token_file)
 
 
 def _token(place: Place) -> bytes:
-    from launcher.token import new_token
+    from launcher.joining.token import new_token
 
     token = _typed_token(place)
     if token is not None:
@@ -303,7 +303,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _local_folder() -> Path:
-    from launcher.meeting import local_folder
+    from launcher.joining.meeting import local_folder
 
     return local_folder()
 

@@ -151,7 +151,7 @@ class _Verbatim(click.Command):
 @cli.command(cls=_Verbatim, short_help="Submit a job to SLURM that is a run; or print its script.")
 def sbatch(words: tuple[str, ...]) -> None:
     """See `dtrain sbatch --help`, which sbatch.py answers."""
-    from launcher.sbatch import run_sbatch
+    from launcher.slurm.sbatch import run_sbatch
 
     sys.exit(run_sbatch(words))
 
@@ -168,7 +168,7 @@ def check(command: tuple[str, ...], as_json: bool, no_allreduce: bool, **options
 
     Takes every option of `dtrain run`; without SCRIPT, only the hosts are checked. Exit code 0: a run would start.
     """
-    from launcher.check import run_check
+    from launcher.check.command import run_check
 
     if not command:
         command, options["module"], options["no_python"] = ("ddp.allreduce",), True, False

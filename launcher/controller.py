@@ -47,7 +47,7 @@ from launcher.stacks import groups, one_line, write_out
 from launcher.transport import Stream, connect, end_all
 
 if TYPE_CHECKING:
-    from launcher.door import Door
+    from launcher.joining.door import Door
 
 __all__ = ["Controller"]
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__, devices
-from launcher.check_facts import Interface
-from launcher.check_finding import size
-from launcher.examiner_gpus import find_cards
-from launcher.examiner_host import SHA_DIGITS, disks, interfaces, limits, memory, system_name
-from launcher.examiner_packages import code_digest, find_packages, version_of
+from launcher.check.examiner_gpus import find_cards
+from launcher.check.examiner_host import SHA_DIGITS, disks, interfaces, limits, memory, system_name
+from launcher.check.examiner_packages import code_digest, find_packages, version_of
+from launcher.check.facts import Interface
+from launcher.check.finding import size
 
 __all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
 

@@ -59,7 +59,7 @@ def _cpu_limit() -> int:
     limit = devices.cpu_limit()
     if "SLURM_CPUS_ON_NODE" not in os.environ:
         return limit
-    from launcher.slurm import cpu_limit
+    from launcher.slurm.allocation import cpu_limit
 
     return min(limit, cpu_limit(os.environ) or limit)
 

@@ -183,7 +183,7 @@ def _in_slurm(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:
         if spec.requeue:
             raise UsageError("--requeue is for jobs of SLURM, and this is none: SLURM_JOB_ID is not set")
         return spec
-    from launcher.slurm import restart_count, slurm_run_id
+    from launcher.slurm.allocation import restart_count, slurm_run_id
 
     name = slurm_run_id(os.environ) or spec.run_id
     if options.get("run_id"):

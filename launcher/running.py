@@ -19,7 +19,7 @@ from launcher.spec import JobSpec
 from launcher.transport import agent_command, start_local_agents
 
 if TYPE_CHECKING:
-    from launcher.door import Door
+    from launcher.joining.door import Door
     from launcher.outcome import Outcome
     from launcher.output import OutputThread
 
@@ -146,7 +146,7 @@ def _tell(
 
 def _requeue(talk: Talk) -> None:
     """Have SLURM start the job again."""
-    from launcher.slurm import requeue
+    from launcher.slurm.allocation import requeue
 
     problem = requeue(os.environ)
     talk.say("the job is queued again, and goes on from there" if problem is None else problem)

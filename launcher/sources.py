@@ -95,7 +95,7 @@ def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
     if sources.script is not None:
         return discover(sources.script), f"named by {sources.script}"
     if sources.environment and "SLURM_JOB_ID" in sources.environment:
-        from launcher.slurm import find_allocation, hosts_of, step_title
+        from launcher.slurm.allocation import find_allocation, hosts_of, step_title
 
         allocation = find_allocation(sources.environment, step_title())
         if allocation is not None:

@@ -1,7 +1,7 @@
 """The seam between controller and agents: one byte stream a host, whatever carries it.
 
 `connect` opens the stream for a host and starts the agent at its other end: a pair of pipes here, an SSH channel
-elsewhere (ssh.py). A stream is read by one thread, written and ended by another, and finished by the loop.
+elsewhere (ssh/stream.py). A stream is read by one thread, written and ended by another, and finished by the loop.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def connect(host: Host, spec: JobSpec, deadline: float, command: list[str] | Non
     """
     command = command or agent_command(spec)
     if host.kind is HostKind.SSH:
-        from launcher.ssh import connect_ssh  # paramiko takes 0.2 s to import
+        from launcher.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
         return connect_ssh(host, spec.ssh, command, deadline)
     if host.kind is HostKind.SRUN:
-        from launcher.srun import connect_srun
+        from launcher.slurm.srun import connect_srun
 
         return connect_srun(host, spec, command, deadline)
     return LocalStream(command)
@@ -59,7 +59,7 @@ def connect(host: Host, spec: JobSpec, deadline: float, command: list[str] | Non
 
 def end_all() -> None:
     """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
-    if (srun := sys.modules.get("launcher.srun")) is not None:
+    if (srun := sys.modules.get("launcher.slurm.srun")) is not None:
         srun.end_all()
 
 

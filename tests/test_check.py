@@ -21,13 +21,13 @@ from testbed.require import require
 from testbed.sshd import SshHosts
 
 from launcher import __version__
-from launcher.check_facts import FORMAT, Dialled, Greeting, HostFacts, Listening, Target, read, write
-from launcher.check_finding import Examined, Finding, Severity, fix_in, merged, named
-from launcher.check_hosts import host_findings
-from launcher.check_link import Clock
-from launcher.check_pairs import Way, pair_findings, targets
+from launcher.check.examiner_network import dial, knock, listen
+from launcher.check.facts import FORMAT, Dialled, Greeting, HostFacts, Listening, Target, read, write
+from launcher.check.finding import Examined, Finding, Severity, fix_in, merged, named
+from launcher.check.hosts import host_findings
+from launcher.check.link import Clock
+from launcher.check.pairs import Way, pair_findings, targets
 from launcher.errors import ProtocolError
-from launcher.examiner_network import dial, knock, listen
 from launcher.hosts import Host, HostKind
 from launcher.protocol import PROTOCOL
 from launcher.spec import Command, CommandKind, JobSpec
@@ -107,7 +107,7 @@ def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
 
 def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
     argv = ["check", "--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config]
-    for program, signum in (("launcher.examiner", signal.SIGKILL), ("allreduce.py", signal.SIGINT)):
+    for program, signum in (("launcher.check.examiner", signal.SIGKILL), ("allreduce.py", signal.SIGINT)):
         with started_dtrain(*argv) as process:
 
             def runs(program: str = program) -> bool:

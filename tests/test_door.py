@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from testbed.processes import wait_until
 
-from launcher import doorkeeper, entrance, tcp
-from launcher.dial import JoinError, Link, Verdict, dial
-from launcher.door import Door
 from launcher.errors import HostError, UsageError
-from launcher.greeting import Greeting
-from launcher.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
-from launcher.joined import HOLD_BYTES
-from launcher.meeting import Meeting
-from launcher.sealed import Kind, Opener, Record, Sealer
-from launcher.told import Signals
+from launcher.joining import doorkeeper, entrance, tcp
+from launcher.joining.dial import JoinError, Link, Verdict, dial
+from launcher.joining.door import Door
+from launcher.joining.greeting import Greeting
+from launcher.joining.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
+from launcher.joining.joined import HOLD_BYTES
+from launcher.joining.meeting import Meeting
+from launcher.joining.sealed import Kind, Opener, Record, Sealer
+from launcher.joining.told import Signals
 
 TOKEN = b"a token that is long enough"
 COMMAND = {"command": "train.py --lr 1", "nnodes": "3"}

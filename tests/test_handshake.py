@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import ProtocolError
-from launcher.greeting import Greeting, differences
-from launcher.handshake import (
+from launcher.joining.greeting import Greeting, differences
+from launcher.joining.handshake import (
     HELLO_BYTES,
     MAGIC,
     PROOF_BYTES,
@@ -20,7 +20,7 @@ from launcher.handshake import (
     Side,
     WrongToken,
 )
-from launcher.sealed import MAX_DATA_BYTES, Kind, Opener, Record, Sealer
+from launcher.joining.sealed import MAX_DATA_BYTES, Kind, Opener, Record, Sealer
 
 TOKEN = b"a token that is long enough"
 KEY = bytes(range(32))

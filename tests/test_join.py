@@ -16,10 +16,10 @@ import psutil
 import pytest
 from testbed.processes import Result, started, wait_until
 
-from launcher.door import Door
 from launcher.errors import HostError
-from launcher.joined import JoinedStream
-from launcher.meeting import Meeting, publish
+from launcher.joining.door import Door
+from launcher.joining.joined import JoinedStream
+from launcher.joining.meeting import Meeting, publish
 from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, Output, Prepare, StartWorker, Stop
 from launcher.protocol import encode as frame
 
@@ -28,9 +28,9 @@ JOINER = """
 import functools, os, sys, time
 from pathlib import Path
 from launcher.errors import DtrainError
-from launcher.greeting import Greeting
-from launcher.join import join
-from launcher.meeting import Meeting, read_meeting
+from launcher.joining.greeting import Greeting
+from launcher.joining.join import join
+from launcher.joining.meeting import Meeting, read_meeting
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
 token = os.environ["DTRAIN_TOKEN"].encode()

@@ -183,7 +183,7 @@ def test_times_that_are_no_finite_numbers_survive() -> None:
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
     imported: set[str] = set()
-    for file in Path(protocol.__file__).parent.glob("*.py"):
+    for file in Path(protocol.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported.update(alias.name for alias in node.names)

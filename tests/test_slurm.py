@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import UsageError
 from launcher.hosts import HostKind
-from launcher.sbatch import batch_script, run_sbatch
-from launcher.slurm import (
+from launcher.slurm.allocation import (
     Node,
     cpu_limit,
     find_allocation,
@@ -21,7 +20,8 @@ from launcher.slurm import (
     restart_count,
     slurm_run_id,
 )
-from launcher.srun import explain, parse_granted, presumed, srun_command, srun_environment
+from launcher.slurm.sbatch import batch_script, run_sbatch
+from launcher.slurm.srun import explain, parse_granted, presumed, srun_command, srun_environment
 
 # As a real SLURM sets them.
 BATCH = {

@@ -10,7 +10,7 @@ import pytest
 from testbed.processes import wait_until
 from testbed.slurm import SlurmCluster
 
-from launcher.slurm import find_step
+from launcher.slurm.allocation import find_step
 
 REPOSITORY = Path(__file__).parent.parent
 WAIT = "import signal, time\nprint('up', flush=True)\ntime.sleep(60)\n"

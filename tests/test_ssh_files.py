@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from paramiko.hostkeys import HostKeys
 
-from launcher import ssh_config
 from launcher.errors import HostError, UsageError
-from launcher.known_hosts import KnownKey, add_key, known_keys
 from launcher.spec import SshOptions
-from launcher.ssh_address import Address, resolve
-from launcher.ssh_config import Target, look_up, read_ssh_config
+from launcher.ssh import config as ssh_config
+from launcher.ssh.address import Address, resolve
+from launcher.ssh.config import Target, look_up, read_ssh_config
+from launcher.ssh.known_hosts import KnownKey, add_key, known_keys
 
 
 def new_key() -> str:

@@ -20,10 +20,10 @@ from testbed.sshd import PASSPHRASE, SshHosts, certify, write_key
 from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import SshOptions
-from launcher.ssh import connect_ssh
-from launcher.ssh_address import resolve
-from launcher.ssh_config import Target
-from launcher.ssh_trust import Trust
+from launcher.ssh.address import resolve
+from launcher.ssh.config import Target
+from launcher.ssh.stream import connect_ssh
+from launcher.ssh.trust import Trust
 
 
 def reach(config: Path, name: str = "node1", *, accept_new: bool = False) -> None:

@@ -14,11 +14,11 @@ import pytest
 from testbed.processes import run_dtrain, wait_until
 from testbed.sshd import SshHosts
 
-from launcher import ssh_link
 from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import SshOptions
-from launcher.ssh import SshStream, connect_ssh
+from launcher.ssh import link as ssh_link
+from launcher.ssh.stream import SshStream, connect_ssh
 
 
 def connect(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import token as token_module
 from launcher.errors import UsageError
-from launcher.meeting import Meeting, find_meeting, local_folder, publish, read_meeting
-from launcher.token import find_token, new_token
+from launcher.joining import token as token_module
+from launcher.joining.meeting import Meeting, find_meeting, local_folder, publish, read_meeting
+from launcher.joining.token import find_token, new_token
 
 SECRET = "canary-0123456789-canary"
 MEETING = Meeting("127.0.0.1", 4711, SECRET.encode())

@@ -1,0 +1,1 @@
+"""`dtrain check`: command.py here, examiner.py on each host."""

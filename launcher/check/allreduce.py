@@ -1,0 +1,112 @@
+"""The all-reduce of `dtrain check`: a short run like any other, whose workers measure (ddp/allreduce.py).
+
+That it ends well proves that a run would start. It writes no log files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.check.facts import HostFacts
+from launcher.hosts import Host
+from launcher.roles import Roles
+from launcher.spec import Command, CommandKind, JobSpec, new_run_id
+
+__all__ = ["Measured", "allreduce_spec", "measure_allreduce"]
+
+STALL_S = 120.0  # torch may come from a slow network folder
+LINES = 12  # of a failure's report
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How the run ended. `figures` are what ddp/allreduce.py prints; `problem` is the report if there are none.
+
+    `signum` is the signal by which dtrain was told to stop.
+    """
+
+    backend: str
+    hosts: int
+    took_s: float
+    figures: dict[str, Any] | None
+    problem: str = ""
+    exit_code: int = 0
+    signum: int | None = None
+
+
+def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts]) -> tuple[JobSpec, str]:
+    """Return the run, and the backend: NCCL with all its workers where every host has GPUs that torch can use.
+
+    Otherwise gloo, with one worker a host.
+    """
+    on_gpus = all(one.gpu_ids and one.torch_cuda for one in facts) and not spec.oversubscribe
+    folders = {one.ddp for one in facts}
+    args = ("--backend", "nccl" if on_gpus else "gloo")
+    command = Command(CommandKind.MODULE, "ddp.allreduce", args)
+    if len(folders) == 1 and (folder := folders.pop()):
+        command = Command(CommandKind.SCRIPT, str(Path(folder) / "allreduce.py"), args)
+    hosts = tuple(hosts if on_gpus else (replace(host, slots=None, max_slots=None) for host in hosts))
+    made = replace(
+        spec,
+        command=command,
+        hosts=hosts,
+        nnodes=None,
+        nproc=spec.nproc if on_gpus else 1,
+        gpus_per_proc=spec.gpus_per_proc if on_gpus else None,
+        run_id=f"check-{new_run_id()}",
+        max_restarts=0,
+        grow=False,
+        hosts_script=None,
+        first_attempt=0,
+        requeue=False,
+        grace_s=min(spec.grace_s, 1.0),
+        stall_timeout_s=STALL_S,
+        roles=Roles(),
+        env_for=(),
+        pass_local_rank=False,
+        oversubscribe=True if not on_gpus else spec.oversubscribe,
+    )
+    return made, "nccl" if on_gpus else "gloo"
+
+
+def measure_allreduce(spec: JobSpec, backend: str) -> Measured:
+    """Run it to its end. Blocks; from the main thread only, for the signals."""
+    from launcher.console import Console
+    from launcher.controller import Controller
+    from launcher.logfiles import LogFiles
+    from launcher.output import OutputThread
+    from launcher.report import report
+
+    began = time.monotonic()
+    logs = LogFiles(Path(os.devnull), lambda _: None)
+    logs.usable = False
+    with open(os.devnull, "wb") as nowhere:
+        console = Console(out=nowhere.fileno(), err=nowhere.fileno(), colour=False)
+        output = OutputThread(console, logs)
+        output.start()
+        try:
+            controller = Controller(spec, output, show_progress=lambda _: None, tell_user=lambda _: None, opened={})
+            outcome = controller.run()
+        finally:
+            output.close()
+    took_s = time.monotonic() - began
+    figures = None if outcome.exit_code else _figures(output.tail(0, 1))
+    problem = ""
+    if figures is None:
+        problem = "\n".join(report(outcome, folder=None, tail=output.tail).splitlines()[:LINES])
+    return Measured(backend, len(spec.hosts), took_s, figures, problem, outcome.exit_code, outcome.signum)
+
+
+def _figures(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return what rank 0 has printed; torch may have said something before."""
+    for line in reversed(lines):
+        if line.startswith('{"dtrain_allreduce":1'):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return None

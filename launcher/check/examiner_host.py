@@ -1,0 +1,210 @@
+"""This host's own facts for `dtrain check` and `dtrain env`: system, processors, memory, disks, limits, interfaces.
+
+Reads /proc, /sys and the file system; starts no process and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import locale
+import os
+import platform
+import resource
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from launcher import __version__, routes
+from launcher.check.examiner_gpus import find_cards
+from launcher.check.examiner_packages import code_digest, find_packages, folder_of
+from launcher.check.facts import Disk, HostFacts, Interface, Limit
+from launcher.errors import DtrainError
+from launcher.facts import find_facts
+from launcher.protocol import Prepare
+
+__all__ = ["disks", "find_host_facts", "interfaces", "limits", "memory", "system_name"]
+
+SHA_DIGITS = 12
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK,
+           "core": resource.RLIMIT_CORE}  # fmt: skip
+
+
+def find_host_facts(prepare: Prepare) -> HostFacts:
+    """Return what this host has for a job that is prepared so; takes on the job's environment, as an agent does."""
+    os.environ.update(prepare.export)
+    inherited = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    found = find_facts(prepare, problems=[], left=[])
+    workdir = Path(prepare.workdir)
+    packages = find_packages()
+    driver = find_cards()
+    total, free = memory()
+    return HostFacts(
+        hostname=socket.gethostname(),
+        machine=_machine(),
+        system=system_name(),
+        kernel=platform.release(),
+        user=_user(),
+        uid=os.getuid(),
+        umask=_status("Umask"),
+        locale=locale.setlocale(locale.LC_CTYPE) + "/" + locale.getpreferredencoding(False),
+        python=platform.python_version(),
+        executable=sys.executable,
+        dtrain=__version__,
+        code=code_digest()[:SHA_DIGITS],
+        ddp=folder_of("ddp") or "",
+        torch=packages.torch,
+        torch_cuda=packages.torch_cuda,
+        nccl=packages.nccl,
+        numpy=packages.numpy,
+        driver=driver.version,
+        driver_cuda=driver.cuda,
+        gpus=driver.cards,
+        gpu_ids=tuple(found.gpus),
+        gpu_variable=found.gpu_variable,
+        gpus_verified=found.gpus_verified,
+        gpus_inherited=inherited,
+        slots=found.slots,
+        cpu_count=os.cpu_count() or 1,
+        cores=tuple(found.cores),
+        cpu_limit=found.cpu_limit,
+        load=os.getloadavg()[0],
+        memory_bytes=total,
+        memory_free_bytes=free,
+        disks=tuple(disks(workdir)),
+        limits=tuple(limits()),
+        script=None if prepare.script is None else _digest(workdir / prepare.script),
+        workdir_mark=_mark(workdir),
+        name_resolves_to=_resolve(socket.gethostname()),
+        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        interfaces=tuple(interfaces()),
+        problems=tuple(found.problems),
+    )
+
+
+def system_name() -> str:
+    """Return what the system calls itself, as `Debian GNU/Linux 12 (bookworm)`."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def memory() -> tuple[int, int]:
+    """Return in bytes how much memory processes here may use, and how much of it is free: a cgroup's, if less."""
+    known = {}
+    for line in _text("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        known[name] = int(rest.split()[0]) << 10
+    total, free = known.get("MemTotal", 0), known.get("MemAvailable", 0)
+    for folder in _memory_groups():
+        most = (_text(f"{folder}/memory.max") or _text(f"{folder}/memory.limit_in_bytes")).strip()
+        used = (_text(f"{folder}/memory.current") or _text(f"{folder}/memory.usage_in_bytes")).strip()
+        if most.isdigit() and used.isdigit() and int(most) < total:
+            total, free = int(most), min(free, max(0, int(most) - int(used)))
+    return total, free
+
+
+def disks(workdir: Path) -> list[Disk]:
+    """Return the file systems that a run uses, once each. Blocks as long as they do."""
+    found = []
+    for what, path in (("workdir", str(workdir)), ("temporary files", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
+        try:
+            space = os.statvfs(path)
+        except OSError:  # it is not there, which is another finding
+            continue
+        found.append(Disk(what, path, space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize))
+    return found
+
+
+def limits() -> list[Limit]:
+    return [Limit(name, *resource.getrlimit(number)) for name, number in _LIMITS.items()]
+
+
+def interfaces() -> list[Interface]:
+    """Return the interfaces that are up and have an address."""
+    try:
+        named = routes.addresses()
+    except DtrainError:
+        return []
+    return [
+        Interface(name, tuple(found), _number(f"/sys/class/net/{name}/mtu"), _number(f"/sys/class/net/{name}/speed"))
+        for name, found in named.items()
+    ]
+
+
+def _memory_groups() -> list[Path]:
+    """Return the folders of this process's cgroup and those above it, of version 2 or version 1's controller."""
+    found = []
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            top = Path("/sys/fs/cgroup", controllers)
+            below = top / path.lstrip("/")
+            found += [below, *(folder for folder in below.parents if folder == top or top in folder.parents)]
+    return found
+
+
+# ---- single facts --------------------------------------------------------------------------------------------
+
+
+def _machine() -> str:
+    """Return what two names of one machine, or of one container's network, have in common."""
+    boot = _text("/proc/sys/kernel/random/boot_id").strip()
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = ""
+    return hashlib.sha256(f"{boot} {network}".encode()).hexdigest()[:16]
+
+
+def _user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # as in many containers
+        return str(os.getuid())
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:SHA_DIGITS]
+    except OSError:  # a folder, or not there, which is another finding
+        return None
+
+
+def _mark(folder: Path) -> str:
+    """Return what a folder on shared storage has in common on all hosts: its number and when it last changed."""
+    try:
+        known = folder.stat()
+    except OSError:
+        return ""
+    return f"{known.st_ino}:{known.st_ctime_ns}"
+
+
+def _resolve(name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(where[0]) for *_, where in found))
+
+
+def _status(name: str) -> str:
+    for line in _text("/proc/self/status").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _number(path: str) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # speed of an interface without one is EINVAL
+        return ""

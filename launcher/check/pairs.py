@@ -1,0 +1,217 @@
+"""The ways between hosts: which there are to try, what is wrong with those that were tried, a summary. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.check.facts import Dialled, Listening, Target
+from launcher.check.finding import Examined, Finding, Severity, named, on_host
+from launcher.spec import DEFAULT_PORT, JobSpec
+
+__all__ = ["Summary", "Way", "pair_findings", "store_findings", "summary", "targets"]
+
+SLOW_S = 0.010
+PAIRS = 6  # that are named one by one
+_SAID = {
+    "refused": "is refused",
+    "no answer": "gets no answer",
+    "no route": "has no route",
+    "stranger": "meets something else than dtrain",
+    "no large packets": "loses large packets: the MTU of the path is less than that of the interfaces",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way between two hosts, by name, as it was tried."""
+
+    source: str
+    to: str
+    dialled: Dialled
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Times in seconds, and of the slowest way also between whom."""
+
+    ways: int
+    failed: int
+    median_s: float | None
+    most_s: float | None
+    slowest: tuple[str, str] | None
+    interfaces: tuple[str, ...]
+    mtus: tuple[int, ...]
+
+
+def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
+    """Return where a host knocks: at every other's door, and at the store's port."""
+    found = []
+    for name, door in listening.items():
+        if name != source:
+            found += [Target(name, door.address, port) for port in (door.port, door.store_port) if port]
+    return found
+
+
+def summary(ways: Sequence[Way]) -> Summary:
+    well = [way for way in ways if not way.dialled.problem]
+    slowest = max(well, key=lambda way: way.dialled.round_trip_s, default=None)
+    return Summary(
+        ways=len(ways),
+        failed=len(ways) - len(well),
+        median_s=statistics.median(way.dialled.round_trip_s for way in well) if well else None,
+        most_s=slowest.dialled.round_trip_s if slowest else None,
+        slowest=(slowest.source, slowest.to) if slowest else None,
+        interfaces=tuple(sorted({way.dialled.interface for way in well if way.dialled.interface})),
+        mtus=tuple(sorted({way.dialled.mtu for way in well if way.dialled.mtu})),
+    )
+
+
+# ---- what is wrong -------------------------------------------------------------------------------------------
+
+
+def pair_findings(
+    spec: JobSpec,
+    examined: Sequence[Examined],
+    listening: Mapping[str, Listening],
+    ways: Sequence[Way],
+    gloo_interfaces: Mapping[str, str],
+) -> Iterator[Finding]:
+    """Yield what is to be said. `gloo_interfaces`: what a run would set for gloo on each host; empty: nothing."""
+    by_name = {one.host.name: one for one in examined}
+    failed = [way for way in ways if way.dialled.problem]
+    for name, way, alone in _cut_off(listening, ways):
+        failed = [other for other in failed if name not in (other.source, other.to) or not _same_side(name, way, other)]
+        yield _blocked(spec, by_name, listening, way, (name,), alone)
+    for way in failed[:PAIRS]:
+        port = "the store's port" if way.dialled.port == listening[way.to].store_port else "port"
+        message = f"{way.source} does not reach {way.to} at {way.dialled.address}, {port} {way.dialled.port}"
+        yield _blocked(spec, by_name, listening, way, (way.source, way.to), message)
+    if rest := failed[PAIRS:]:
+        hosts = tuple(dict.fromkeys(name for way in rest for name in (way.source, way.to)))
+        yield Finding(Severity.ERROR, "no-way", hosts, f"{len(rest)} more ways do not work; --json names them all")
+    yield from _slow(examined, ways)
+    yield from _mtus(spec, examined, ways)
+    yield from _names(spec, examined, listening, gloo_interfaces)
+
+
+def _cut_off(listening: Mapping[str, Listening], ways: Sequence[Way]) -> Iterator[tuple[str, Way, str]]:
+    """Yield the hosts that none of several others reaches, or that reach none, each with one such way."""
+    for name in listening:
+        to = [way for way in ways if way.to == name and way.dialled.port == listening[name].port]
+        away = [way for way in ways if way.source == name and way.dialled.port == listening[way.to].port]
+        for all_of, message in (
+            (to, f"no other host reaches it at {listening[name].address}"),
+            (away, "it reaches no other host"),
+        ):
+            if len(all_of) > 1 and all(way.dialled.problem for way in all_of):
+                yield name, all_of[0], message
+
+
+def _same_side(name: str, way: Way, other: Way) -> bool:
+    """Say whether two ways both lead to a host, or both from it."""
+    return (way.to == name) == (other.to == name)
+
+
+def _blocked(
+    spec: JobSpec,
+    by_name: Mapping[str, Examined],
+    listening: Mapping[str, Listening],
+    way: Way,
+    hosts: tuple[str, ...],
+    message: str,
+) -> Finding:
+    found = way.dialled
+    said = _SAID.get(found.problem, "fails")
+    because = f" ({found.reason})" if found.problem == "other" else ""
+    target = by_name[way.to].host
+    there = on_host(spec, target)
+    fix = f"sudo ufw allow proto tcp from {listening[way.source].address}"
+    if found.problem == "no large packets":
+        fix = f"sudo ip link set dev {found.interface or 'eth0'} mtu 1500"
+    elif found.problem == "no route":
+        there, fix = on_host(spec, by_name[way.source].host), f"ip route get {found.address}"
+        return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}{because}", _at(there(fix), way.source))
+    elif found.problem == "stranger":
+        fix = "ip -brief address"  # its address is somebody else's as well
+    else:
+        because += "; a firewall there or between?"
+    return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}{because}", _at(there(fix), way.to))
+
+
+def _at(fix: str, host: str) -> str:
+    return fix.replace("{host}", host)
+
+
+def _slow(examined: Sequence[Examined], ways: Sequence[Way]) -> Iterator[Finding]:
+    """Find slow ways, but for those of hosts whose own processors are the likely reason."""
+    busy = {one.host.name for one in examined if one.facts is not None and one.facts.load > one.facts.cpu_count}
+    usable = [way for way in ways if not way.dialled.problem and busy.isdisjoint((way.source, way.to))]
+    slow = [way for way in usable if way.dialled.round_trip_s > SLOW_S]
+    if slow:
+        worst = max(slow, key=lambda way: way.dialled.round_trip_s)
+        hosts = tuple(dict.fromkeys(name for way in slow for name in (way.source, way.to)))
+        message = f"a round trip {worst.source} > {worst.to} takes {worst.dialled.round_trip_s * 1e3:.0f} ms"
+        if len(slow) > 1:
+            message += f", and {len(slow) - 1} others over {SLOW_S * 1e3:.0f} ms"
+        yield Finding(Severity.NOTE, "slow-way", hosts, message)
+
+
+def _mtus(spec: JobSpec, examined: Sequence[Examined], ways: Sequence[Way]) -> Iterator[Finding]:
+    """Compare the MTUs of the interfaces that the ways begin at."""
+    used = {way.source: way.dialled.interface for way in ways if not way.dialled.problem}
+    mtus: dict[str, int] = {}
+    for one in examined:
+        for interface in one.facts.interfaces if one.facts is not None else ():
+            if interface.name == used.get(one.host.name) and interface.mtu is not None:
+                mtus[one.host.name] = interface.mtu
+    for one in examined:
+        own, most = mtus.get(one.host.name), max(mtus.values(), default=0)
+        if own is not None and own < most:
+            others = [name for name, mtu in mtus.items() if mtu == most]
+            message = f"the MTU of {used[one.host.name]} is {own}, but {most} on {named(others)}"
+            fix = on_host(spec, one.host)(f"sudo ip link set dev {used[one.host.name]} mtu {most}")
+            yield Finding(Severity.WARNING, "mtu", (one.host.name,), message, fix)
+
+
+def _names(
+    spec: JobSpec,
+    examined: Sequence[Examined],
+    listening: Mapping[str, Listening],
+    gloo_interfaces: Mapping[str, str],
+) -> Iterator[Finding]:
+    """Find hosts whose own name leads gloo to an address that no other host reaches."""
+    for one in examined:
+        door, facts = listening.get(one.host.name), one.facts
+        if door is None or facts is None or is_loopback(door.address):
+            continue
+        if gloo_interfaces.get(one.host.name) or facts.gloo_interface:
+            continue
+        found = facts.name_resolves_to
+        if all(map(is_loopback, found)):
+            means = f"means {found[0]}" if found else "is not known"
+            interface = next((i.name for i in facts.interfaces if door.address in i.addresses), "eth0")
+            message = f"its name {facts.hostname} {means} there, which gloo would tell the others as its address"
+            fix = f"export GLOO_SOCKET_IFNAME={interface}"
+            yield Finding(Severity.WARNING, "own-name", (one.host.name,), message, fix)
+
+
+def store_findings(spec: JobSpec, name: str, door: Listening) -> Iterator[Finding]:
+    """Say whether the store's port is free on the first host."""
+    if not door.store_problem:
+        return
+    port = spec.master_port or DEFAULT_PORT
+    message = f"the store's port {port} cannot be had at {door.address}: {door.store_problem}"
+    if spec.master_port is None:
+        yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
+    else:
+        yield Finding(Severity.ERROR, "store-port", (name,), message, f"ss -ltnp 'sport = :{port}'")
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"

@@ -1,0 +1,237 @@
+"""What `dtrain check` prints: a table of the hosts, the network, the all-reduce, the findings; or all of it as JSON.
+
+Pure. The JSON's schema is `format` 1; fields may be added under the same number, none is taken away or changed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher import __version__
+from launcher.check.allreduce import Measured
+from launcher.check.facts import FORMAT, HostFacts
+from launcher.check.finding import Examined, Finding, Severity, most_common, named, size
+from launcher.check.pairs import Way, summary
+from launcher.console import printable
+from launcher.spec import JobSpec
+
+__all__ = ["Report", "report_as_json", "report_as_text"]
+
+FIXES = 2  # of one finding
+SAME = 5  # findings of one kind
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything there is to tell. `starts`: whether a run would start and be right, as far as that can be seen."""
+
+    spec: JobSpec
+    examined: tuple[Examined, ...]
+    ways: tuple[Way, ...]
+    findings: tuple[Finding, ...]
+    measured: Measured | None
+    asked_for_allreduce: bool
+    starts: bool
+    examined_s: float
+    took_s: float
+
+
+def report_as_json(report: Report) -> str:
+    """Return the whole report.
+
+    `hosts[]`: name, kind, problem, facts (check_facts.HostFacts) and clock, null where the host could not be examined.
+    `network`: a summary, and `pairs[]` with from, to, port, problem (empty: it works), round_trip_s, interface, mtu.
+    `allreduce`: null where it was not tried; figures.sizes[] have bytes, median_s, algorithm_mb_s, bus_mb_s.
+    `findings[]`: severity (error, warning, note), kind (a word), hosts, message, fixes (commands to type here).
+    """
+    return (
+        json.dumps(
+            {
+                "format": FORMAT,
+                "dtrain": __version__,
+                "starts": report.starts,
+                "examined_s": round(report.examined_s, 3),
+                "took_s": round(report.took_s, 3),
+                "hosts": [_host(one) for one in report.examined],
+                "network": {
+                    **asdict(summary(report.ways)),
+                    "pairs": [{"from": way.source, "to": way.to, **asdict(way.dialled)} for way in report.ways],
+                },
+                "allreduce": None if report.measured is None else asdict(report.measured),
+                "findings": [
+                    {
+                        "severity": finding.severity.value,
+                        "kind": finding.kind,
+                        "hosts": list(finding.hosts),
+                        "message": finding.message,
+                        "fixes": finding.fixes,
+                    }
+                    for finding in report.findings
+                ],
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+
+
+def _host(one: Examined) -> dict[str, Any]:
+    return {
+        "name": one.host.name,
+        "kind": one.host.kind.value,
+        "problem": one.problem or None,
+        "facts": None if one.facts is None else asdict(one.facts),
+        "clock": None if one.clock is None else asdict(one.clock),
+    }
+
+
+# ---- for people ----------------------------------------------------------------------------------------------
+
+
+def report_as_text(report: Report) -> str:
+    lines = _table(report.examined)
+    lines += [line for line in (_network(report), _clocks(report.examined), _allreduce(report)) if line]
+    lines += _findings(report.findings)
+    lines.append(_verdict(report))
+    return "\n".join(lines) + "\n"
+
+
+_COLUMNS = ("hosts", "Python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "memory", "script", "dtrain")
+
+
+def _row(facts: HostFacts) -> tuple[str, ...]:
+    names = sorted({gpu.name for gpu in facts.gpus if gpu.name})
+    return (
+        facts.python,
+        facts.torch or "none",
+        facts.torch_cuda or "-",
+        facts.nccl or "-",
+        facts.driver or "-",
+        f"{len(facts.gpu_ids)} {' and '.join(names)}".strip() if facts.gpu_ids else "-",
+        str(facts.cpu_limit),
+        size(facts.memory_bytes),
+        facts.script[:7] if facts.script else "-",
+        f"{facts.dtrain} {facts.code[:7]}",
+    )
+
+
+def _table(examined: Sequence[Examined]) -> list[str]:
+    """Return a row for all hosts that are equal; what is not as on most hosts is marked."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = {one.host.name: _row(one.facts) for one in examined if one.facts is not None}
+    if not rows:
+        return []
+    usual = [most_common({name: row[place] for name, row in rows.items()}) for place in range(len(_COLUMNS) - 1)]
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name, row in rows.items():
+        together.setdefault(row, []).append(name)
+    shown = [0, 1, *(place for place in range(2, len(_COLUMNS) - 1) if {row[place] for row in together} != {"-"})]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("hosts", *(_COLUMNS[1 + place] for place in shown)):
+        table.add_column(column, overflow="fold")
+    for row, names in together.items():
+        cells = [row[place] + ("" if row[place] == usual[place] else " *") for place in shown]
+        table.add_row(printable(named(names)), *map(printable, cells))
+    text = io.StringIO()
+    Console(file=text, width=110, highlight=False, markup=False).print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    return [*lines, "* not as on most hosts"] if len(together) > 1 else lines
+
+
+def _network(report: Report) -> str:
+    found = summary(report.ways)
+    if not found.ways:
+        return ""
+    said = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
+    if found.median_s is not None and found.most_s is not None and found.slowest is not None:
+        said += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
+        said += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
+        said += f" ({found.slowest[0]} > {found.slowest[1]})"
+    return printable(said)
+
+
+def _clocks(examined: Sequence[Examined]) -> str:
+    clocks = {one.host.name: one.clock for one in examined if one.clock is not None and one.host.remote}
+    if not clocks:
+        return ""
+    worst = max(clocks, key=lambda name: abs(clocks[name].offset_s))
+    clock = clocks[worst]
+    return f"clocks: within {_time(abs(clock.offset_s) + clock.uncertainty_s)} of ours ({worst})"
+
+
+def _allreduce(report: Report) -> str:
+    measured = report.measured
+    if measured is None:
+        why = "was left out" if report.starts else "was not tried, because of the errors below"
+        return f"all-reduce: {why}" if report.asked_for_allreduce or report.starts else ""
+    if measured.figures is None:
+        return f"all-reduce: failed after {measured.took_s:.1f} s, see below"
+    small, large = measured.figures["sizes"]
+    if measured.figures["ranks"] == 1:
+        return f"all-reduce ({measured.backend}): works; with one rank alone there is nothing to measure"
+    return (
+        f"all-reduce ({measured.backend}, {measured.figures['ranks']} ranks on {_hosts(measured.hosts)}): "
+        f"{size(small['bytes'])} in {_time(small['median_s'])}; {size(large['bytes'])} in {_time(large['median_s'])}, "
+        f"{_rate(large['algorithm_mb_s'])}, bus {_rate(large['bus_mb_s'])}"
+    )
+
+
+def _findings(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings, of each kind the first few."""
+    lines: list[str] = []
+    of_kind: dict[tuple[Severity, str], list[Finding]] = {}
+    for finding in findings:
+        of_kind.setdefault((finding.severity, finding.kind), []).append(finding)
+    for (severity, kind), same in of_kind.items():
+        for finding in same[:SAME]:
+            lines += _finding(finding)
+        if rest := same[SAME:]:
+            hosts = list(dict.fromkeys(name for finding in rest for name in finding.hosts))
+            lines.append(printable(f"{severity.value}: {named(hosts)}: the like ({kind}); --json has all of it"))
+    return lines
+
+
+def _finding(finding: Finding) -> list[str]:
+    first, *more = finding.message.splitlines() or [""]
+    who = f"{named(finding.hosts)}: " if finding.hosts else ""
+    lines = [printable(f"{finding.severity.value}: {who}{first}"), *(f"  {printable(line)}" for line in more)]
+    fixes = finding.fixes
+    lines += [f"    fix: {printable(fix)}" for fix in fixes[:FIXES]]
+    if len(fixes) > FIXES:
+        lines.append(f"    (and the same for {_hosts(len(fixes) - FIXES)} more)")
+    return lines
+
+
+def _verdict(report: Report) -> str:
+    counts = {severity: sum(f.severity is severity for f in report.findings) for severity in Severity}
+    found = [f"{count} {severity.value}{'s' * (count > 1)}" for severity, count in counts.items() if count]
+    well = "a run would start" if report.starts else "a run would not start, or would be wrong"
+    if report.starts and counts[Severity.ERROR]:
+        bad = {name for f in report.findings if f.severity is Severity.ERROR for name in f.hosts}
+        well += f" without {named(sorted(bad))}"
+    said = f"{well}: {', '.join(found)}" if found else f"{well}; nothing was found"
+    parts = f"{_hosts(len(report.examined))} examined in {report.examined_s:.1f} s"
+    if report.measured is not None:
+        parts += f", all-reduce {report.measured.took_s:.1f} s"
+    return f"{said} ({parts})"
+
+
+def _rate(mb_s: float) -> str:
+    return f"{mb_s / 1e3:.2f} GB/s" if mb_s >= 1e3 else f"{mb_s:.0f} MB/s"
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host{'s' * (count != 1)}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,1 @@
+"""Runs in the allocations of SLURM, and batch scripts for it."""
