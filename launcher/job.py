@@ -145,18 +145,20 @@ class Job:
 
     def _advance(self, now: float) -> list[Command]:
         """Leave the phase if its work is done."""
+        commands: list[Command] = []
         if self.phase is Phase.GATHERING:
-            return self._gather(now)
-        if self.phase is Phase.COLLECTING:
-            return self._end_attempt_when_known(now)
-        if self.phase is Phase.ENDING and not self.fleet.busy:
-            return self._attempt_over(now)
-        if self._stopping is not None:
-            commands = self._stopping.advance(now)
+            commands = self._gather(now)
+        elif self.phase is Phase.COLLECTING:
+            commands = self._end_attempt_when_known(now)
+        elif self.phase is Phase.ENDING and not self.fleet.busy:
+            commands = self._attempt_over(now)
+        elif self._stopping is None and self._collecting.over(now):
+            commands = self._collecting.end(self.attempt)
+        if self._stopping is not None:  # perhaps since just now, and with nobody to wait for
+            commands += self._stopping.advance(now)
             if self._stopping.done and self.phase is Phase.STOPPING:
                 self._end(now)
-            return commands
-        return self._collecting.end(self.attempt) if self._collecting.over(now) else []
+        return commands
 
     def _enter(self, phase: Phase, now: float, limit_s: float) -> None:
         self.phase = phase
