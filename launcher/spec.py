@@ -222,4 +222,4 @@ def parse_exports(wanted: tuple[str, ...], env: dict[str, str], *, remote: bool)
 def _matching(pattern: str, env: dict[str, str]) -> dict[str, str]:
     from fnmatch import fnmatchcase
 
-    return {k: v for k, v in env.items() if fnmatchcase(k, pattern)}
+    return {k: v for k, v in env.items() if fnmatchcase(k, pattern) and k != "DTRAIN_TOKEN"}  # no worker's business
