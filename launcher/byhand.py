@@ -81,6 +81,8 @@ def find_place(
         if node_rank is not None and not as_torchrun:
             raise UsageError("--node-rank is for a command that is typed on every node; leave out the hosts, or it")
         return None
+    if options["standalone"]:  # as under torchrun: a run of this node alone, however many there are
+        return None
     nodes: tuple[int, int] = options["nnodes"] or (1, 1)
     step = _step(environment)
     if step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,17 @@ def _option(*names: str, **attributes: Any) -> Callable[[F], F]:
     long = next(name for name in names if name.startswith("--")).split("/")[0]
     variable = "DTRAIN_" + long.lstrip("-").replace("-", "_").upper()
     return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+
+
+class _Several(click.Option):
+    """An option that may be given several times; its variable is split as a shell would, so that quotes hold blanks."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        value = self.resolve_envvar_value(ctx)
+        try:
+            return None if value is None else shlex.split(value)
+        except ValueError as error:
+            raise UsageError(f"{self.envvar} is {value!r}, which cannot be split into words: {error}") from error
 
 
 def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -71,6 +83,7 @@ where = _all(
     _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
     _option(
         "--role",
+        cls=_Several,
         multiple=True,
         metavar="NAME[:COUNT[:COMMAND]]",
         help="Processes beside the workers, over all hosts; or a name for the workers.",
@@ -91,7 +104,14 @@ where = _all(
 )
 
 how = _all(
-    _option("-x", "--export", multiple=True, metavar="NAME[=VALUE]", help="A variable for the workers; globs too."),
+    _option(
+        "-x",
+        "--export",
+        cls=_Several,
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="A variable for the workers; globs too.",
+    ),
     _option("--workdir", metavar="DIR", help="The workers' working directory.  [default: this one]"),
     _option("--python", metavar="PATH", help="The Python interpreter on the hosts.  [default: this one]"),
     _option("--log-dir", default="runs", show_default=True, metavar="DIR", help="Where the output is kept."),
@@ -181,6 +201,8 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
         value = settings.values[param.name]
         if param.name in ("hosts", "only_rank", "interface", "env_for", "ends_with") and isinstance(value, list):
             value = ",".join(map(str, value))
+        if param.multiple and isinstance(value, str):
+            value = [value]
         try:
             if isinstance(param, click.Option) and param.is_flag and not isinstance(value, bool):
                 raise click.BadParameter("must be true or false")

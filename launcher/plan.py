@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from launcher import devices
 from launcher.errors import UsageError
-from launcher.hosts import Host
+from launcher.hosts import Host, HostKind
 from launcher.placement import HostOffer, place
 from launcher.roles import DEFAULT_ROLE
 from launcher.spec import JobSpec
@@ -38,9 +38,10 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     remote = {host.name for host in hosts if host.remote}
     unknown = [host.name for host in hosts if host.name in remote and _asked_for(host, spec) is None]
     if unknown:
+        by_slots = "" if any(host.kind is HostKind.JOINED for host in hosts) else f"{unknown[0]}:SLOTS or "
         raise UsageError(
             f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
-            f"write {unknown[0]}:SLOTS or --nproc-per-node N"
+            f"write {by_slots}--nproc-per-node N"
         )
     offers = [_assume(host, spec) if host.name in remote else _look(host) for host in hosts]
     placement = place(

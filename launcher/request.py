@@ -55,6 +55,8 @@ def read_request(
     Raises UsageError. With `wait`, blocks until a discovery script names enough hosts, at most --start-timeout-s.
     """
     options, notices = torchrun.translate(options)
+    if any(map(typed, _SOURCES)) and not typed("node_rank"):
+        options["node_rank"] = None  # from the environment or a file: a flag is stronger
     sources = _sources(options, typed, as_torchrun=as_torchrun)
     place = find_place(options, os.environ, as_torchrun=as_torchrun, has_source=_has_source(sources))
     hosts = _hosts(sources, place, options, wait=wait)

@@ -218,3 +218,22 @@ def test_a_file_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
 
 def test_nothing_close_lists_all() -> None:
     assert nearest("qqq", {"b", "a"}) == "; the keys are: a, b"
+
+
+def test_options_that_may_be_given_several_times_take_one_value_or_words_with_quotes(tmp_path: Path) -> None:
+    (tmp_path / "dtrain.toml").write_text('role = "ps:2:serve.py --port 0"\n')
+    from_file = run_dtrain("plan", "--json", "train.py", cwd=tmp_path)
+    assert from_file.stdout.count('"role": "ps"') == 2, from_file
+    env = {"DTRAIN_ROLE": "'ps:1:serve.py --port 0' data:3"}
+    from_variable = run_dtrain("plan", "--json", "train.py", cwd=tmp_path, env=env)
+    assert [from_variable.stdout.count(f'"role": "{name}"') for name in ("ps", "data")] == [1, 3], from_variable
+    (tmp_path / "show.py").write_text("import os\nprint(os.environ['A'], os.environ['B'])")
+    shown = run_dtrain("run", "show.py", cwd=tmp_path, env={"DTRAIN_EXPORT": "'A=x y' B=1", "DTRAIN_ROLE": "w"})
+    assert "x y 1" in shown.stdout, shown
+    broken = run_dtrain("plan", "train.py", cwd=tmp_path, env={"DTRAIN_ROLE": "'ps:1"})
+    assert (broken.returncode, 'DTRAIN_ROLE is "\'ps:1", which cannot be split' in broken.stderr) == (2, True), broken
+
+
+def test_a_typed_source_of_hosts_is_stronger_than_a_node_rank_from_elsewhere(tmp_path: Path) -> None:
+    result = run_dtrain("plan", "--hosts", "a:1,b:1", "train.py", cwd=tmp_path, env={"DTRAIN_NODE_RANK": "0"})
+    assert result.returncode == 0, result
