@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from launcher import __version__, processes, scratch
 from launcher.attempt import READ_BYTES, Attempt
@@ -23,6 +24,7 @@ from launcher.ending import Ending
 from launcher.errors import ProtocolError
 from launcher.facts import find_facts
 from launcher.guard import guard, reap
+from launcher.hosts import AGENT_WORKDIR
 from launcher.inquiry import Inquiry
 from launcher.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
 from launcher.mark import Mark
@@ -248,7 +250,7 @@ class Agent:
     # ---- what it is told ----
 
     def _prepare(self, message: Prepare) -> None:
-        self._prepared = message
+        self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import PlaceTakenError, UsageError
-from launcher.hosts import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
+from launcher.hosts import AGENT_MACHINE, AGENT_SLOTS, AGENT_WORKDIR, Host, HostKind
+from launcher.joining.token import find_token, new_token
 from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
 
 if TYPE_CHECKING:
@@ -51,21 +52,16 @@ class Place:
     slots: int | None = None
     machine: str = ""
     token_file: Path | None = None
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether somebody typed the command; otherwise srun started it everywhere."""
-        return bool(self.address) and self.port != 0
+    by_hand: bool = True  # somebody typed the command; otherwise srun started it everywhere
 
     def adapt(self, spec: JobSpec) -> JobSpec:
         """Return the job as it is seen from here: every node says for itself how many workers it takes."""
-        nproc = None if isinstance(spec.nproc, int) or self.slots is not None else spec.nproc
-        return replace(spec, nproc=nproc, master_port=None, master_addr=None)
+        return replace(spec, nproc=None, master_port=None, master_addr=None)
 
-    def agent_environment(self, nproc: int | str | None) -> dict[str, str]:
-        """Return what this node's agent is told through its environment."""
-        slots = self.slots if self.slots is not None else nproc if isinstance(nproc, int) else None
-        env = {} if slots is None else {AGENT_SLOTS: str(slots)}
+    def agent_environment(self, nproc: int | str | None, gpus_per_proc: int | None) -> dict[str, str]:
+        """Return what this node's agent is told through its environment: how many workers, as it was said here."""
+        slots = self.slots if self.slots is not None else nproc
+        env = {} if slots is None else {AGENT_SLOTS: f"{slots}:{gpus_per_proc or 1}"}
         return env | ({AGENT_MACHINE: self.machine} if self.machine else {})
 
 
@@ -108,7 +104,6 @@ def _place_typed(
     lead = node_rank == 0 if not any_rank else options.get("rdzv_is_host", _is_own(address))
     names = [f"node{k}" for k in range(nodes[1])]
     port = 0 if options.get("any_port") else options["master_port"] or DEFAULT_PORT
-    token_file = options.get("token_file")
     return Place(
         node_rank=node_rank,
         nodes=nodes,
@@ -118,7 +113,7 @@ def _place_typed(
         port=port,
         folder=None if not _is_loopback(address) else _local_folder(),
         name=f"port-{port}",
-        token_file=Path(token_file) if token_file else None,
+        token_file=_token_file(options),
     )
 
 
@@ -155,17 +150,21 @@ def _place_in_step(step: Step, options: Mapping[str, Any], environment: Mapping[
         )
     names = list(step.nodes) if one_a_node else _task_names(step, environment)
     others = [name for name in step.nodes if name != here]
+    address: str | None = options["master_addr"]
+    named = address is not None and find_token(environment, _token_file(options)) is not None  # else by a file
     return Place(
         node_rank=step.rank,
         nodes=(step.tasks, step.tasks),
         hosts=_hosts(names),
         lead=step.rank == 0,
-        address=_route(others) if step.rank == 0 else "",
-        port=0,
-        folder=Path(options.get("log_dir") or "runs"),
+        address=address if named and address is not None else _route(others) if step.rank == 0 else "",
+        port=(options["master_port"] or DEFAULT_PORT) if named else 0,
+        folder=None if named else Path(options.get("log_dir") or "runs"),
         name=f".slurm-{step.job}.{environment['SLURM_STEP_ID']}",
         slots=None if one_a_node else 1,
         machine="" if one_a_node else here,
+        token_file=_token_file(options),
+        by_hand=False,
     )
 
 
@@ -214,7 +213,7 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
             raise PlaceTakenError(str(error)) from error
         raise
     with door:
-        if place.folder is None or _typed_token(place) is not None:
+        if place.folder is None or not _meets_by_file(place):
             yield door
             return
         place.folder.mkdir(parents=True, exist_ok=True)
@@ -227,23 +226,37 @@ def join_run(
 ) -> int:
     """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
     from launcher.joining.greeting import Greeting
-    from launcher.joining.join import join
+    from launcher.joining.join import JoinError, join
     from launcher.joining.meeting import Meeting, read_meeting
 
     find: Meeting | Callable[[], Meeting | None]
-    if place.folder is not None and _typed_token(place) is None:
+    if place.folder is not None and _meets_by_file(place):
         find = partial(read_meeting, place.folder, place.name)
     else:
         find = Meeting(place.address, place.port, _token(place))
-    return join(
-        find,
-        greeting=Greeting.ours(place.node_rank, _fingerprint(place, spec), nproc=str(nproc or "")),
-        agent_command=command,
-        deadline=time.monotonic() + spec.start_timeout_s,
-        rejoin_s=spec.start_timeout_s,
-        tell=tell,
-        env={**os.environ, **place.agent_environment(nproc)},
-    )
+    told = {**place.agent_environment(nproc, spec.gpus_per_proc), AGENT_WORKDIR: str(spec.workdir)}
+    try:
+        return join(
+            find,
+            greeting=Greeting.ours(place.node_rank, _fingerprint(place, spec), nproc=str(nproc or "")),
+            agent_command=command,
+            deadline=time.monotonic() + spec.start_timeout_s,
+            rejoin_s=spec.start_timeout_s,
+            tell=tell,
+            env={
+                **os.environ,
+                **dict(spec.export),
+                **place.agent_environment(nproc, spec.gpus_per_proc),
+                AGENT_WORKDIR: str(spec.workdir),
+            },
+        )
+    except JoinError as error:
+        if place.by_hand or place.folder is None:
+            raise
+        shared = (
+            f"the tasks of a step find each other in {place.folder.absolute()} (--log-dir), which they have to share"
+        )
+        raise JoinError(f"{error}; {shared}, unless there is DTRAIN_TOKEN and --master-addr") from error
 
 
 def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
@@ -251,26 +264,38 @@ def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
     command = spec.command
     flag = {CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"], CommandKind.SCRIPT: []}[command.kind]
     least, most = place.nodes
+    roles = [f"{role.name}:{role.count}:{shlex.join(role.command)}" for role in spec.roles.others]
     return {
         "command": shlex.join([*flag, command.target, *command.args]),
         "--nnodes": str(most) if least == most else f"{least}:{most}",
+        "roles": " ".join([spec.roles.first, spec.roles.worker, *roles, "until", *spec.roles.waits_for]),
+        "--env-for": ",".join(spec.env_for),
+        "--gpus-per-proc": str(spec.gpus_per_proc or ""),
+        "--max-restarts": str(spec.max_restarts),
+        "--pass-local-rank": str(spec.pass_local_rank),
+        "--virtual-local-rank": str(spec.virtual_local_rank),
     }
 
 
-def _typed_token(place: Place) -> bytes | None:
-    from launcher.joining.token import find_token
+def _meets_by_file(place: Place) -> bool:
+    """Whether the nodes learn from a file where node 0 is, and the token: in a step, else if there is no other."""
+    return place.folder is not None and (not place.by_hand or _typed_token(place) is None)
 
+
+def _typed_token(place: Place) -> bytes | None:
     return find_token(os.environ, place.token_file)
 
 
-def _token(place: Place) -> bytes:
-    from launcher.joining.token import new_token
+def _token_file(options: Mapping[str, Any]) -> Path | None:
+    return Path(options["token_file"]) if options.get("token_file") else None
 
+
+def _token(place: Place) -> bytes:
+    if _meets_by_file(place):
+        return new_token()  # which the others read there
     token = _typed_token(place)
     if token is not None:
         return token
-    if place.folder is not None:
-        return new_token()  # which the others read in the file there
     raise UsageError(
         "nodes that are started by hand prove to each other that they belong together, and there is no token: make one "
         "by `(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that file "
@@ -313,14 +338,14 @@ def _local_folder() -> Path:
 # ---- what to type --------------------------------------------------------------------------------------------
 
 
-def commands(words: list[str], nodes: int, address: str, names: list[str]) -> str:
-    """Return what to type on each of the nodes; `words` is the command without --node-rank and --master-addr."""
+def commands(words: list[list[str]], address: str, names: list[str]) -> str:
+    """Return what to type on each of the nodes; `words` are their commands without --node-rank and --master-addr."""
     folder = shlex.quote(os.getcwd())
     lines = [
         "# once, on one machine: the secret that the nodes share; copy the file to every node",
         "(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)",
     ]
-    for k in range(nodes):
+    for k, own in enumerate(words):
         node = ["--node-rank", str(k), "--master-addr", address]
-        lines += [f"# on {names[k]}", f"cd {folder} && {shlex.join(['dtrain', 'run', *node, *words])}"]
+        lines += [f"# on {names[k]}", f"cd {folder} && {shlex.join(['dtrain', 'run', *node, *own])}"]
     return "\n".join(lines)

@@ -14,9 +14,8 @@ import click
 from launcher import __version__
 from launcher.byhand import commands
 from launcher.errors import DtrainError, UsageError
-from launcher.hosts import parse_hosts
 from launcher.options import Group, how, script, torchrun_words, where
-from launcher.request import Request, check_here, read_request
+from launcher.request import Request, check_here, listed_hosts, parse_command, read_request
 from launcher.running import Talk, carry_out
 from launcher.torchrun import AS_TORCHRUN
 
@@ -224,17 +223,17 @@ def _typed(name: str) -> bool:
 
 def _commands(command: tuple[str, ...], options: dict[str, Any]) -> str:
     """Return what to type on each node for this run."""
+    parse_command(command, options)
+    hosts = listed_hosts(options, typed=_typed)
     nnodes: tuple[int, int] | None = options["nnodes"]
-    listed = options["hosts"]
-    hosts = [host.name for host in parse_hosts(listed)] if listed else []
     nodes = nnodes[1] if nnodes else len(hosts)
     if nodes < 2:
         raise UsageError(
             "--print-commands says what to type on each of several nodes: how many? --nnodes N, or --hosts"
         )
-    names = [*hosts, *(f"node {k}" for k in range(len(hosts), nodes))][:nodes]
-    address = options["master_addr"] or (hosts[0] if hosts else "ADDRESS_OF_NODE_0")
-    left_out = {"hosts", "print_commands", "node_rank", "master_addr", "command"}
+    names = [*(host.name for host in hosts), *(f"node {k}" for k in range(len(hosts), nodes))][:nodes]
+    slots = [*(host.slots for host in hosts), *[None] * nodes][:nodes]
+    left_out = {"hosts", "hostfile", "include", "exclude", "print_commands", "node_rank", "master_addr", "command"}
     words = [] if nnodes and _typed("nnodes") else ["--nnodes", str(nodes)]
     for param in click.get_current_context().command.params:
         if param.name in left_out or param.name is None or not _typed(param.name):
@@ -244,7 +243,9 @@ def _commands(command: tuple[str, ...], options: dict[str, Any]) -> str:
             value = ":".join(map(str, dict.fromkeys(value)))
         given = list(value) if isinstance(value, tuple) else [value]
         words += [flag] if value is True else [word for one in given for word in (flag, str(one))]
-    return commands([*words, *command], nodes, address, names)
+    own = [[] if count is None or options["nproc_per_node"] else ["--nproc-per-node", str(count)] for count in slots]
+    address = options["master_addr"] or (hosts[0].name if hosts else "ADDRESS_OF_NODE_0")
+    return commands([[*more, *words, *command] for more in own], address, names)
 
 
 @contextlib.contextmanager

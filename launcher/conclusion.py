@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from launcher.attemptstate import AttemptState
@@ -12,9 +13,16 @@ from launcher.hoststate import HostState
 from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.spec import JobSpec
 
-__all__ = ["PREEMPTED", "conclude"]
+__all__ = ["PREEMPTED", "conclude", "fails_by_itself"]
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
+
+
+def fails_by_itself(cause: Failure) -> bool:
+    """Whether a worker has failed after USR1, rather than made room: by being killed by it, or by saying so."""
+    if cause.kind is FailureKind.EXITED:
+        return cause.status != PREEMPTED
+    return cause.kind in (FailureKind.RAISED, FailureKind.KILLED) and cause.status != -signal.SIGUSR1
 
 
 def conclude(
@@ -33,7 +41,7 @@ def conclude(
 
     `preempted`: it was told that its time is up, which is why it ended if it had not finished by itself.
     """
-    preempted = preempted and error is None and attempt is not None and not attempt.all_ended_well
+    preempted = preempted and error is None and not (attempt is not None and attempt.all_ended_well)
     failures = [] if attempt is None else attempt.failures
     cause = first_cause(failures)
     victims = failures if attempt is None else [*failures, *attempt.victims]

@@ -91,14 +91,20 @@ class Controller:
     def run(self) -> Outcome:
         """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
         over = threading.Event()
+        discovery: threading.Thread | None = None
         with self._signals():
             try:
                 self._carry_out(self._job.start())
                 if self._spec.hosts_script is not None:
-                    threading.Thread(target=self._discover, args=(self._spec.hosts_script, over), daemon=True).start()
+                    discovery = threading.Thread(
+                        target=self._discover, args=(self._spec.hosts_script, over), daemon=True
+                    )
+                    discovery.start()
                 return self._loop()
             finally:
                 over.set()
+                if discovery is not None:
+                    discovery.join(1.0)
                 links = list(self._links.values())
                 for link in links:
                     link.close()
@@ -145,7 +151,7 @@ class Controller:
         complaint = ""
         while not over.wait(DISCOVERY_PAUSE_S):
             try:
-                hosts = discover(command)
+                hosts = discover(command, over)
             except DtrainError as error:
                 if str(error) != complaint:  # once, until it says something else
                     complaint = str(error)

@@ -18,14 +18,14 @@ __all__ = ["find_facts"]
 def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
     """Return the host's facts; `problems` and `left` are what was found before. Binds us to our part of the cores."""
     workdir = Path(message.workdir)
-    slots, machine = os.environ.pop(AGENT_SLOTS, None), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
+    slots, machine = os.environ.pop(AGENT_SLOTS, ""), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
     problems = [*problems]
     if not workdir.is_dir():
         problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
     elif message.script is not None and not (workdir / message.script).exists():
         problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
     if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
-        problems.append(f"the program {message.program} is not in PATH there")
+        problems.append(_why_not(message.program))
     if message.interfaces:
         try:
             choose_address(message.interfaces, "", None)
@@ -39,6 +39,9 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
     cores, limit = devices.divide(devices.cores(), _cpu_limit(), message.part, message.parts)
     if message.parts > 1:
         os.sched_setaffinity(0, cores)
+    count = _slots(slots, len(gpus.ids), limit)
+    if count == 0:
+        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was said there, but it has no GPU for a worker")
     return Facts(
         gpus=list(devices.share(gpus.ids, message.part, message.parts)),
         gpu_variable=gpus.variable,
@@ -49,9 +52,23 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems=problems,
         time=time.monotonic(),
         left=left,
-        slots=None if slots is None else int(slots),
+        slots=count,
         machine=machine,
     )
+
+
+def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:
+    """Read `4:1`, `gpu:2`: how many workers were asked for on this host, and how many GPUs each is to have."""
+    word, _, gpus_each = said.partition(":")
+    by_gpu = gpus // int(gpus_each or 1)
+    counts = {"": None, "gpu": by_gpu, "cpu": cpu_limit, "auto": by_gpu if gpus else cpu_limit}
+    return counts[word] if word in counts else int(word)
+
+
+def _why_not(program: str) -> str:
+    if os.sep in program:
+        return f"the program {program} cannot be executed there; is it there, and executable (chmod +x)?"
+    return f"the program {program} is not in PATH there"
 
 
 def _cpu_limit() -> int:

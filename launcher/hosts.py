@@ -18,6 +18,7 @@ from launcher.hostranges import MAX_HOSTS, HostListError, expand_item, quoted, s
 __all__ = [
     "AGENT_MACHINE",
     "AGENT_SLOTS",
+    "AGENT_WORKDIR",
     "Host",
     "HostEntry",
     "HostKind",
@@ -42,6 +43,7 @@ _USER = re.compile(r"""(?!-)[^\s@:,=#/\[\]'"`;&<>|(){}$]+(?<!\\)""")
 # What is told an agent through its environment by who starts it, where that is not the controller.
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
+AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
 
 
 class HostKind(Enum):

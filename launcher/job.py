@@ -16,7 +16,7 @@ import signal
 from launcher.attemptstate import AttemptState, choose_members, failure_of
 from launcher.cause import first_cause
 from launcher.collecting import Collecting
-from launcher.conclusion import conclude
+from launcher.conclusion import conclude, fails_by_itself
 from launcher.errors import DtrainError, HostError, PlacementError, StartError, StoreError
 from launcher.events import (
     Command,
@@ -424,9 +424,10 @@ class Job:
         """Have all workers ended; for good, if there can be no other attempt."""
         attempt = self.attempt
         assert attempt is not None
-        if self._preempted:
-            return self._stop(now, signal.SIGTERM)
         cause = first_cause(attempt.failures)
+        if self._preempted and not (cause is not None and fails_by_itself(cause)):
+            return self._stop(now, signal.SIGTERM)
+        self._preempted = False  # whatever it was warned of
         if cause is not None:
             verdict = judge_early(self.spec, self._past, cause)
             if verdict.again_after_s is None:
@@ -473,6 +474,8 @@ class Job:
     def _signalled(self, signum: int, now: float) -> list[Command]:
         if signum in (signal.SIGUSR1, signal.SIGUSR2):
             self._preempted |= signum == signal.SIGUSR1 and self.spec.requeue
+            if self._preempted and self.phase in (Phase.GATHERING, Phase.OPENING_STORE):  # nothing is there to be saved
+                return self._stop(now, signal.SIGTERM)
             return self._pass_on(signum)
         if signum == signal.SIGQUIT:
             if self.phase is Phase.RUNNING and not self._collecting.under_way:
@@ -496,6 +499,7 @@ class Job:
 
     def _told_to_stop(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt
+        self._preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
         if attempt is not None and self.phase is Phase.GATHERING:
             attempt.failures, attempt.victims = [], []  # they are history; it is the signal that ends the run
         if attempt is None or not attempt.failures:

@@ -10,7 +10,7 @@ from launcher import __version__
 from launcher.ecosystems import ecosystem_environment, serving_ranks
 from launcher.environment import worker_defaults, worker_environment
 from launcher.events import Tell
-from launcher.hosts import Host
+from launcher.hosts import Host, HostKind
 from launcher.hoststate import HostState
 from launcher.placement import Placement
 from launcher.protocol import PROTOCOL, Hello, OpenStore, PortsReserved, Prepare, ReservePorts, StartWorker, StoreOpened
@@ -38,7 +38,7 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) 
         workdir=str(spec.workdir),
         script=command.target if command.kind is CommandKind.SCRIPT else None,
         program=command.target if command.kind is CommandKind.PROGRAM else None,
-        export=dict(spec.export),
+        export={} if host.kind is HostKind.JOINED else dict(spec.export),  # who typed the command there said it there
         grace_s=spec.grace_s,
         lease_s=lease_s,
         clean=list(clean),

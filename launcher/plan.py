@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from launcher import devices
 from launcher.errors import UsageError
 from launcher.hosts import Host, HostKind
+from launcher.hoststate import chosen
 from launcher.placement import HostOffer, place
 from launcher.roles import DEFAULT_ROLE
 from launcher.spec import JobSpec
@@ -74,7 +75,7 @@ def _look(host: Host) -> HostOffer:
     return HostOffer(
         name=host.name,
         slots=host.slots,
-        gpus=devices.share(gpus.ids, host.part, host.parts),
+        gpus=chosen(devices.share(gpus.ids, host.part, host.parts), host),
         gpus_verified=gpus.verified,
         gpu_variable=gpus.variable,
         cores=cores,
@@ -92,7 +93,8 @@ def _asked_for(host: Host, spec: JobSpec) -> int | None:
 
 def _assume(host: Host, spec: JobSpec) -> HostOffer:
     count = _asked_for(host, spec) or 0
-    gpus = tuple(str(index) for index in range(count * (spec.gpus_per_proc or 1)))
+    numbers = host.chosen if host.chosen is not None else range(count * (spec.gpus_per_proc or 1))
+    gpus = tuple(map(str, numbers))
     return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1, max_slots=host.max_slots)
 
 

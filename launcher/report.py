@@ -52,7 +52,11 @@ def report(
         return "\n".join([str(outcome.error), *_scan(outcome)])
     if outcome.preempted:
         how = f"ended after {outcome.duration_s:.1f} s to make room (USR1, --requeue)"
-        return "\n".join([f"{how}; exit code {outcome.exit_code}", *_scan(outcome)])
+        lines = [f"{how}; exit code {outcome.exit_code}"]
+        if outcome.cause is not None and outcome.cause.status == -signal.SIGUSR1:
+            lines.append("USR1 killed its workers, which do not handle it: only what they saved before is there")
+            lines.append("see ddp.Checkpoint.due, or end with code 75 once it is saved")
+        return "\n".join([*lines, *_scan(outcome)])
     if outcome.cause is not None:
         return "\n".join(_failure(outcome, outcome.cause, folder, tail, evidence_file))
     scan = _scan(outcome)

@@ -20,10 +20,10 @@ from launcher.hosts import Host
 from launcher.options import current_folder
 from launcher.roles import roles_of
 from launcher.shown import Shown, parse_ranks, parse_std
-from launcher.sources import Sources, choose_hosts, wait_for_discovery
+from launcher.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
 from launcher.spec import SIGNALS, Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
 
-__all__ = ["Request", "check_here", "read_request"]
+__all__ = ["Request", "check_here", "listed_hosts", "parse_command", "read_request"]
 
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
 
@@ -108,6 +108,14 @@ def _has_source(sources: Sources) -> bool:
     return sources.simulate or any(x is not None for x in (sources.listed, sources.hostfile, sources.script))
 
 
+def listed_hosts(options: Mapping[str, Any], *, typed: Callable[[str], bool]) -> tuple[Host, ...]:
+    """Return the hosts of --hosts or --hostfile; empty without them. Raises UsageError."""
+    sources = _sources(options, typed, as_torchrun=True)
+    if sources.simulate or sources.script is not None:
+        raise UsageError("--print-commands is for nodes that are started by hand; leave --simulate, --hosts-script out")
+    return choose_hosts(sources, nnodes=None, spares=True) if _has_source(sources) else ()
+
+
 def _hosts(sources: Sources, place: Place | None, options: Mapping[str, Any], *, wait: bool) -> tuple[Host, ...]:
     if place is not None:
         return place.hosts
@@ -142,7 +150,7 @@ def _spec(
     nnodes: tuple[int, int] | None = place.nodes if place is not None else options["nnodes"]
     travels = any(host.remote for host in hosts) and place is None  # who types the command has set the variables there
     spec = JobSpec(
-        command=_parse_command(command, options),
+        command=parse_command(command, options),
         hosts=hosts,
         nnodes=nnodes,
         max_restarts=options.get("max_restarts", 0),
@@ -181,7 +189,7 @@ def _spec(
 
 def _in_slurm(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:
     """Take over what a SLURM job knows of its earlier starts."""
-    if "SLURM_JOB_ID" not in os.environ:
+    if not in_slurm(os.environ):
         if spec.requeue:
             raise UsageError("--requeue is for jobs of SLURM, and this is none: SLURM_JOB_ID is not set")
         return spec
@@ -192,10 +200,14 @@ def _in_slurm(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:
         name = spec.run_id
     elif not spec.requeue:  # a job may have several runs
         name = f"{name}-{spec.run_id}"
-    return replace(spec, run_id=name, first_attempt=restart_count(os.environ))
+    starts = restart_count(os.environ)
+    # Attempts of earlier lives, each of which may have had several, are counted on.
+    seen = [int(folder.name.rpartition("_")[2]) for folder in (spec.log_dir / name).glob("attempt_[0-9]*")]
+    return replace(spec, run_id=name, first_attempt=max([starts, *(number + 1 for number in seen)]) if starts else 0)
 
 
-def _parse_command(words: tuple[str, ...], options: Mapping[str, Any]) -> Command:
+def parse_command(words: tuple[str, ...], options: Mapping[str, Any]) -> Command:
+    """Return what is to be run. Raises UsageError."""
     if not words:
         raise UsageError("nothing to run: name a script, as in `dtrain run train.py`; see dtrain run --help")
     module, program = options["module"], options["no_python"] and not options["run_path"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from launcher.byhand import Place, join_run, open_door
 from launcher.errors import PlaceTakenError
 from launcher.request import Request
+from launcher.sources import in_slurm
 from launcher.spec import JobSpec
 from launcher.transport import agent_command, start_local_agents
 
@@ -42,6 +44,9 @@ class Talk:
 def carry_out(request: Request, talk: Talk, *, error_json: Path | None = None) -> int:
     """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
     spec, place = request.spec, request.place
+    if in_slurm(os.environ):  # which may send them while we start
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda *_: None)
     if place is None or place.lead:
         with contextlib.suppress(PlaceTakenError):  # then another command on this machine was first
             return _control(request, talk, error_json)
@@ -54,7 +59,7 @@ def carry_out(request: Request, talk: Talk, *, error_json: Path | None = None) -
 def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
     spec, place = request.spec, request.place
     if place is not None:
-        os.environ.update(place.agent_environment(request.nproc))
+        os.environ.update(place.agent_environment(request.nproc, spec.gpus_per_proc))
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
     opened = start_local_agents(spec) if place is None else {}
 
@@ -88,9 +93,7 @@ def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
     finally:
         output.close()
     _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None, error_json)
-    if outcome.preempted:
-        _requeue(talk)
-    return outcome.exit_code
+    return _requeue(outcome, talk) if outcome.preempted else outcome.exit_code
 
 
 @contextlib.contextmanager
@@ -144,9 +147,13 @@ def _tell(
         talk.say(text)
 
 
-def _requeue(talk: Talk) -> None:
-    """Have SLURM start the job again."""
-    from launcher.slurm.allocation import requeue
+def _requeue(outcome: Outcome, talk: Talk) -> int:
+    """Have SLURM start the job again, unless it was cancelled; return the exit code."""
+    from launcher.slurm.allocation import is_cancelled, requeue
 
+    if outcome.signum is not None and is_cancelled(os.environ):
+        talk.say("the job was cancelled, and is not queued again")
+        return 128 + outcome.signum
     problem = requeue(os.environ)
     talk.say("the job is queued again, and goes on from there" if problem is None else problem)
+    return outcome.exit_code

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from pathlib import Path
 from launcher.errors import DtrainError, UsageError
 from launcher.hosts import Host, HostKind, own_name, parse_hosts
 
-__all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "wait_for_discovery"]
+__all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "in_slurm", "wait_for_discovery"]
 
 _SOURCES = (
     "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
@@ -62,6 +65,11 @@ def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bo
     return hosts if spares else hosts[:most]
 
 
+def in_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether this is a job of SLURM."""
+    return bool(environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID"))
+
+
 def _check_one(sources: Sources) -> None:
     given = {
         "--hosts": sources.listed is not None,
@@ -94,7 +102,7 @@ def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
         return _filtered((Host(own_name(), HostKind.LOCAL),), sources), "left"
     if sources.script is not None:
         return discover(sources.script), f"named by {sources.script}"
-    if sources.environment and "SLURM_JOB_ID" in sources.environment:
+    if sources.environment is not None and in_slurm(sources.environment):
         from launcher.slurm.allocation import find_allocation, hosts_of, step_title
 
         allocation = find_allocation(sources.environment, step_title())
@@ -114,10 +122,11 @@ def _filtered(hosts: tuple[Host, ...], sources: Sources) -> tuple[Host, ...]:
 # ---- hosts that come and go ----------------------------------------------------------------------------------
 
 
-def discover(command: str) -> tuple[Host, ...]:
+def discover(command: str, over: threading.Event | None = None) -> tuple[Host, ...]:
     """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
 
-    The command's words are split as a shell would; no shell runs it. Raises DtrainError if it fails.
+    The command's words are split as a shell would; no shell runs it. It is killed, with what it has started, when it
+    takes too long or the run is `over`. Raises DtrainError if it fails.
     """
     from launcher.hostfile import parse_discovered
 
@@ -129,19 +138,39 @@ def discover(command: str) -> tuple[Host, ...]:
         raise UsageError("--hosts-script is empty; name a program that prints HOST:SLOTS lines")
     words[0] = os.path.expanduser(words[0])
     try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=DISCOVERY_S, start_new_session=True
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except OSError as error:
         raise UsageError(f"--hosts-script: {words[0]} cannot be run: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s") from error
-    if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    with process:
+        answer = _answer(process, over)
+        if answer is None:
+            raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s")
+    text, complaint = (data.decode("utf-8", "replace") for data in answer)
+    if process.returncode != 0:
+        said = complaint.strip().splitlines()
         raise DtrainError(
-            f"--hosts-script: {command} ended with {done.returncode}: {said[-1] if said else 'no message'}"
+            f"--hosts-script: {command} ended with {process.returncode}: {said[-1] if said else 'no message'}"
         )
-    return parse_discovered(done.stdout.decode("utf-8", "replace"), command=command)
+    return parse_discovered(text, command=command)
+
+
+def _answer(process: subprocess.Popen[bytes], over: threading.Event | None) -> tuple[bytes, bytes] | None:
+    """Return what a program has written, once it has ended; None if it had to be killed."""
+    deadline = time.monotonic() + DISCOVERY_S
+    while time.monotonic() < deadline and not (over is not None and over.is_set()):
+        try:
+            return process.communicate(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
+    return None
 
 
 def wait_for_discovery(command: str, least: int, limit_s: float) -> None:

@@ -46,7 +46,7 @@ def defaults(environment: Mapping[str, str], known: Mapping[str, bool], settings
     values: dict[str, Any] = {"nproc_per_node": "1", **settings}
     for variable, value in environment.items():
         name = variable.removeprefix("PET_").lower()
-        if variable.startswith("PET_") and name in known:
+        if variable.startswith("PET_") and name in known and name != "export":  # which is none of torchrun's
             values[name] = value == "1" if known[name] else [value] if name == "role" else value
     return values
 
@@ -79,8 +79,10 @@ def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             ours["last_call_s"] = _seconds(key, value)
         elif key != "rank":
             said.append(f"--rdzv-conf {key} has no meaning here")
+        elif re.fullmatch("[0-9]{1,6}", value):
+            ours["node_rank"] = int(value)
         else:
-            ours["node_rank"] = int(value) if value.isdigit() else options["node_rank"]
+            raise UsageError(f"--rdzv-conf rank={value}: it must be the number of this node, from 0")
     return _timeouts(ours), said
 
 
@@ -88,7 +90,7 @@ def _timeouts(options: dict[str, Any]) -> dict[str, Any]:
     if options["shutdown_timeout"] is not None:
         options["grace_s"] = options["shutdown_timeout"]
     if options["rdzv_id"] not in (None, "none") and not options.get("run_id"):
-        options["run_id"] = re.sub(r"[^A-Za-z0-9._-]", "-", options["rdzv_id"])[:128]
+        options["run_id"] = re.sub(r"^[^A-Za-z0-9]", "rdzv-", re.sub(r"[^A-Za-z0-9._-]", "-", options["rdzv_id"]))[:128]
     names = options["signals_to_handle"]
     if names is not None:
         chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())

@@ -143,11 +143,45 @@ def test_ctrl_c_on_node_0_ends_all_and_on_another_that_one(tmp_path: Path, port:
     assert "host node1 was lost" in ends[0][2]
 
 
+def test_each_node_says_for_itself_how_many_workers_it_takes(tmp_path: Path, port: int) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    cores = str(len(os.sched_getaffinity(0)))
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for rank, count in enumerate(["cpu", "3"]):
+            words = [*_words(port, rank, "--nproc-per-node", count, "show.py")]
+            nodes.append(stack.enter_context(started_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})))
+        (code, out, err), _ = map(_ends, nodes)
+    assert code == 0, err
+    sizes = [line.partition("place ")[2].split()[3:5] for line in out.splitlines()]
+    assert [sizes.count([size, node]) for size, node in ((cores, "0"), ("3", "1"))] == [int(cores), 3]
+    gpu = run_dtrain(*_words(port, 0, "--nproc-per-node", "gpu", "show.py", nnodes="1"), cwd=tmp_path)
+    assert (gpu.returncode, "it has no GPU for a worker" in gpu.stderr) == (1, True), gpu
+
+
+def test_each_node_has_its_own_folder_and_variables(tmp_path: Path, port: int) -> None:
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for rank in (0, 1):
+            folder = tmp_path / f"home{rank}"
+            folder.mkdir()
+            (folder / "show.py").write_text(f"import os\nprint('copy', {rank}, os.getcwd(), os.environ['OWN'])")
+            words = _words(port, rank, "-x", f"OWN=o{rank}", "show.py", nproc=1)
+            nodes.append(stack.enter_context(started_dtrain(*words, cwd=folder, env={"DTRAIN_TOKEN": TOKEN})))
+        (code, out, err), (code1, _, _) = map(_ends, nodes)
+    assert (code, code1) == (0, 0), err
+    shown = sorted(line.partition("copy ")[2] for line in out.splitlines())
+    assert shown == [f"{rank} {tmp_path / f'home{rank}'} o{rank}" for rank in (0, 1)]
+
+
 def test_another_command_or_secret_on_a_node_is_found_and_named(tmp_path: Path, port: int) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     with started_dtrain(*_words(port, 0, "show.py", "--lr", "1"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN}) as lead:
         other = run_dtrain(*_words(port, 1, "show.py", "--lr", "2"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         assert (other.returncode, "show.py --lr 1" in other.stderr, "show.py --lr 2" in other.stderr) == (1, True, True)
+        restarts = _words(port, 1, "--max-restarts", "3", "show.py", "--lr", "1")
+        option = run_dtrain(*restarts, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
+        assert (option.returncode, "--max-restarts" in option.stderr) == (1, True), option
         secret = run_dtrain(
             *_words(port, 1, "show.py", "--lr", "1"), cwd=tmp_path, env={"DTRAIN_TOKEN": "x" * 20}, timeout=30
         )

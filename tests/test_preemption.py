@@ -43,6 +43,16 @@ def _saved(text: str) -> list[str]:
     return re.findall(r"saved (\d+)", text)
 
 
+def _scontrol(folder: Path, state: str = "RUNNING", *, refused: bool = False) -> dict[str, str]:
+    """Return the environment of a job whose scontrol notes what it is told, and says that the job is in this state."""
+    program = folder / "bin" / "scontrol"
+    program.parent.mkdir()
+    answer = "echo Access denied >&2; exit 1" if refused else f"echo JobId=41 JobState={state} Reason=None"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {folder / "told"}\n{answer}\n')
+    program.chmod(0o755)
+    return JOB | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
 def test_all_ranks_save_in_the_same_step_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     env = {"GO_ON": "1", "OMP_NUM_THREADS": "1"}
@@ -59,11 +69,7 @@ def test_all_ranks_save_in_the_same_step_and_go_on(tmp_path: Path) -> None:
 def test_a_job_that_has_saved_is_queued_again(tmp_path: Path, refused: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     told = tmp_path / "told"
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {told}\n' + ("echo Access denied >&2; exit 1\n" if refused else ""))
-    scontrol.chmod(0o755)
-    env = JOB | {"OMP_NUM_THREADS": "1", "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    env = _scontrol(tmp_path, refused=refused) | {"OMP_NUM_THREADS": "1"}
     with started_dtrain("run", "--nproc-per-node", "2", "--requeue", "train.py", cwd=tmp_path, env=env) as process:
         wait_up(process, 2)
         process.send_signal(signal.SIGUSR1)
@@ -86,6 +92,59 @@ def test_a_worker_that_the_signal_kills_has_the_job_queued_again(tmp_path: Path)
         process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
+    assert b"USR1 killed its workers, which do not handle it: only what they saved before is there" in err
+
+
+@pytest.mark.parametrize(
+    ("reaction", "code", "requeued"), [("sys.exit(75)", 75, True), ("sys.exit(3)", 3, False), ("1 / 0", 1, False)]
+)
+def test_a_worker_that_fails_after_the_warning_has_failed(
+    tmp_path: Path, reaction: str, code: int, requeued: bool
+) -> None:
+    (tmp_path / "end.py").write_text(
+        f"import signal, sys, time\ndef hear(*_): {reaction}\nsignal.signal(signal.SIGUSR1, hear)\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.01)\n"
+    )
+    with started_dtrain("run", "--requeue", "end.py", cwd=tmp_path, env=_scontrol(tmp_path)) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGUSR1)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "told").exists()) == (code, requeued), err
+
+
+@pytest.mark.parametrize(
+    ("signum", "state", "code", "requeued"),
+    [
+        (signal.SIGINT, "RUNNING", 130, False),
+        (signal.SIGTERM, "CANCELLED", 143, False),
+        (signal.SIGTERM, "TIMEOUT", 75, True),
+    ],
+)
+def test_who_cancels_after_the_warning_has_cancelled(
+    tmp_path: Path, signum: int, state: str, code: int, requeued: bool
+) -> None:
+    (tmp_path / "wait.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('warned', flush=True))\n"
+        "print('up', flush=True)\nfor _ in range(6000): time.sleep(0.01)\n"
+    )
+    env = _scontrol(tmp_path, state)
+    with started_dtrain("run", "--requeue", "wait.py", cwd=tmp_path, env=env) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None
+        assert b"warned" in process.stdout.readline()
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    told = (tmp_path / "told").read_text() if (tmp_path / "told").exists() else ""
+    assert ("requeue 41" in told) is requeued
+
+
+def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import os\nprint('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    (tmp_path / "runs" / "slurm-41" / "attempt_4").mkdir(parents=True)
+    result = run_dtrain("run", "--requeue", "show.py", cwd=tmp_path, env=JOB)
+    assert "attempt 5" in result.stdout, result
 
 
 def test_a_run_that_finishes_after_the_warning_is_not_queued_again(tmp_path: Path) -> None:

@@ -152,11 +152,12 @@ def test_the_exit_code_of_the_first_failure_is_the_jobs(folder: Folder) -> None:
     ],
 )
 def test_tasks_that_srun_starts_take_their_places_in_one_run(
-    folder: Folder, tasks: list[str], places: list[str]
+    folder: Folder, tasks: list[str], places: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder.path / "train.py").write_text(SHOW)
     workers = ["--nproc-per-node", "2"] if tasks == ["-n2"] else []
     command = [sys.executable, "-m", "launcher", "run", *workers, "train.py"]
+    monkeypatch.setenv("DTRAIN_TOKEN", "somebody has one, for other runs")
     result = folder.slurm.run("srun", "-N2", *tasks, *command, cwd=folder.path)
     assert result.returncode == 0, result.stderr
     shown = sorted(re.findall(r"I (.*)", result.stdout))

@@ -10,6 +10,7 @@ from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 
 from launcher import __version__
+from launcher import sources as sources_module
 from launcher.errors import DtrainError, UsageError
 from launcher.events import Connected, Discovered, Notice, Open, Said, Tell, Tick
 from launcher.hosts import Host, HostKind
@@ -109,6 +110,14 @@ def test_a_discovery_script_that_fails_says_so(tmp_path: Path) -> None:
         wait_for_discovery(_script(tmp_path, "echo a:1"), 2, 0.0)
     result = run_dtrain("run", "--hosts-script", _script(tmp_path, "echo a"), "train.py", cwd=tmp_path)
     assert (result.returncode, "--nnodes MIN:MAX" in result.stderr) == (2, True)
+
+
+def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources_module, "DISCOVERY_S", 0.3)
+    with pytest.raises(DtrainError, match=r"did not answer within 0\.3 s"):
+        discover(_script(tmp_path, "sleep 60 & sleep 60"))  # that nothing stays is checked after every test
 
 
 def _ready(job: Job, name: str, now: float) -> list[object]:

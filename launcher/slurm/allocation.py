@@ -24,6 +24,7 @@ __all__ = [
     "find_allocation",
     "find_step",
     "hosts_of",
+    "is_cancelled",
     "requeue",
     "restart_count",
     "slurm_run_id",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _BATCH, _EXTERN, _INTERACTIVE = 0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA  # numbers of steps that are none of srun's
-_REQUEUE_S = 30.0
+_SCONTROL_S = 30.0
 _INSTEAD = "pass SLURM's own variables on as they are, or name the hosts with --hosts"
 
 
@@ -285,23 +286,35 @@ def step_title() -> str | None:
     return None
 
 
+def is_cancelled(env: Mapping[str, str]) -> bool:
+    """Say whether somebody has cancelled the job, as far as scontrol knows. Blocks."""
+    problem, said = _scontrol(["--oneliner", "show", "job", _job_name(env) or ""])
+    return problem is None and "JobState=CANCELLED" in said
+
+
 def requeue(env: Mapping[str, str]) -> str | None:
     """Have SLURM start the job again, which also ends it as it runs now; return why that failed, or None. Blocks."""
+    job = _job_name(env)
+    return "this is no SLURM job: SLURM_JOB_ID is not set" if job is None else _scontrol(["requeue", job])[0]
+
+
+def _scontrol(words: list[str]) -> tuple[str | None, str]:
+    """Run scontrol; return why that failed, or None, and what it said."""
     import subprocess
 
-    job = _job_name(env)
-    if job is None:
-        return "this is no SLURM job: SLURM_JOB_ID is not set"
-    command = ["scontrol", "requeue", job]
+    typed = " ".join(["scontrol", *words])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REQUEUE_S, start_new_session=True
+            ["scontrol", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SCONTROL_S,
+            start_new_session=True,
         )
     except OSError as error:
-        return f"scontrol cannot be run here ({error.strerror}); type where it can: scontrol requeue {job}"
+        return f"scontrol cannot be run here ({error.strerror}); type where it can: {typed}", ""
     except subprocess.TimeoutExpired:
-        return f"`scontrol requeue {job}` did not answer within {_REQUEUE_S:g} s"
-    if done.returncode == 0:
-        return None
+        return f"`{typed}` did not answer within {_SCONTROL_S:g} s", ""
     said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"status {done.returncode}"]
-    return f"`scontrol requeue {job}` failed: {said[-1]}"
+    problem = None if done.returncode == 0 else f"`{typed}` failed: {said[-1]}"
+    return problem, done.stdout.decode("utf-8", "replace")
