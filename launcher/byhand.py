@@ -234,7 +234,6 @@ def join_run(
         find = partial(read_meeting, place.folder, place.name)
     else:
         find = Meeting(place.address, place.port, _token(place))
-    told = {**place.agent_environment(nproc, spec.gpus_per_proc), AGENT_WORKDIR: str(spec.workdir)}
     try:
         return join(
             find,
@@ -304,10 +303,14 @@ def _token(place: Place) -> bytes:
 
 
 def _resolved(address: str) -> str:
-    """Return the address of this machine that a name stands for."""
+    """Return the address of this machine that a name stands for; never a loopback one for a name that others know."""
     import socket
 
+    from launcher.network import choose_address
     from launcher.routes import addresses, is_own
+
+    if address in ("0.0.0.0", "::"):
+        raise UsageError(f"--master-addr {address} means all interfaces; name one address of this machine")
 
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
@@ -316,7 +319,10 @@ def _resolved(address: str) -> str:
     if not is_own(address):
         have = ", ".join(text for texts in addresses().values() for text in texts)
         raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")
-    return str(found[0][4][0])
+    resolved = [str(where[0]) for *_, where in found]
+    if not _is_loopback(address) and all(map(_is_loopback, resolved)):  # as Debian has it: 127.0.1.1
+        return choose_address((), "", None)
+    return resolved[0]
 
 
 def _is_own(address: str) -> bool:

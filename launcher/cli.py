@@ -22,6 +22,23 @@ from launcher.torchrun import AS_TORCHRUN
 _PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
 
+# What the options are called that users of mpirun, Horovod, DeepSpeed and srun type first.
+_ELSEWHERE = {
+    "-n": "--nproc-per-node",
+    "-H": "--hosts",
+    "-N": "--nnodes",
+    "--np": "--nproc-per-node",
+    "--num-proc": "--nproc-per-node",
+    "--num-gpus": "--nproc-per-node",
+    "--num-nodes": "--nnodes",
+    "--host": "--hosts",
+    "--machinefile": "--hostfile",
+    "--host-discovery-script": "--hosts-script",
+    "--min-np": "--nnodes MIN:MAX",
+    "--network-interface": "--interface",
+}
+
+
 def main() -> NoReturn:
     """Run the command line; the console script's entry."""
     _open_standard_streams()
@@ -43,6 +60,12 @@ def _main(words: list[str], other: str | None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except click.NoSuchOption as error:
+        with contextlib.suppress(OSError):
+            error.show()
+        if (ours := _ELSEWHERE.get(error.option_name)) is not None:
+            _complain(f"what other launchers call {error.option_name} is {ours} here")
+        return error.exit_code
     except click.ClickException as error:
         with contextlib.suppress(OSError):  # nobody reads it
             error.show()

@@ -92,6 +92,10 @@ def _sources(options: Mapping[str, Any], typed: Callable[[str], bool], *, as_tor
         given = {name: given[name] for name in chosen}
     elif typed("node_rank") or (as_torchrun and typed("nnodes")):
         given = {}
+    if options["standalone"] and given:
+        raise UsageError(
+            f"--standalone is a run on this machine alone; leave it out, or --{min(given).replace('_', '-')}"
+        )
     hostfile = given.get("hostfile")
     return Sources(
         listed=given.get("hosts"),
@@ -118,6 +122,8 @@ def listed_hosts(options: Mapping[str, Any], *, typed: Callable[[str], bool]) ->
 
 def _hosts(sources: Sources, place: Place | None, options: Mapping[str, Any], *, wait: bool) -> tuple[Host, ...]:
     if place is not None:
+        if sources.include or sources.exclude:
+            raise UsageError("--include and --exclude are for lists of hosts; here every node is its own, see --nnodes")
         return place.hosts
     nnodes: tuple[int, int] | None = options["nnodes"]
     if sources.script is not None:

@@ -98,8 +98,6 @@ def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
         from launcher.hostfile import read_hostfile
 
         return _filtered(read_hostfile(sources.hostfile), sources), f"in {sources.hostfile}"
-    if sources.include or sources.exclude:
-        return _filtered((Host(own_name(), HostKind.LOCAL),), sources), "left"
     if sources.script is not None:
         return discover(sources.script), f"named by {sources.script}"
     if sources.environment is not None and in_slurm(sources.environment):
@@ -107,7 +105,9 @@ def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
 
         allocation = find_allocation(sources.environment, step_title())
         if allocation is not None:
-            return hosts_of(allocation), "in the SLURM allocation"
+            return _filtered(hosts_of(allocation), sources), "in the SLURM allocation"
+    if sources.include or sources.exclude:
+        return _filtered((Host(own_name(), HostKind.LOCAL),), sources), "left"
     return None
 
 

@@ -229,7 +229,10 @@ def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: in
         (["--node-rank", "0", "--nnodes", "2", "--master-addr", "192.0.2.7"], "is not this machine"),
         (["--node-rank", "1", "--nnodes", "2", "--master-addr", "192.0.2.7"], "there is no token: make one"),
         (["--node-rank", "0", "--nnodes", "2", "--hosts", "a,b"], "leave out the hosts, or it"),
+        (["--node-rank", "0", "--nnodes", "2", "--master-addr", "0.0.0.0"], "means all interfaces"),
+        (["--node-rank", "0", "--nnodes", "1", "--include", "a"], "here every node is its own"),
         (["--print-commands", "--nnodes", "1"], "how many? --nnodes N"),
+        (["--print-commands", "--simulate", "--nnodes", "2"], "is for nodes that are started by hand"),
     ],
 )
 def test_what_was_not_said_completely_is_an_error(tmp_path: Path, words: list[str], message: str) -> None:

@@ -47,6 +47,7 @@ def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
     allocated = choose_hosts(Sources(environment=JOB), nnodes=None)
     assert [(host.name, host.kind) for host in allocated] == [(f"n{k}", HostKind.SRUN) for k in (1, 2, 3)]
     assert _names(choose_hosts(Sources(listed="a", environment=JOB), nnodes=None)) == ["a"], "a list is stronger"
+    assert _names(choose_hosts(Sources(exclude="n2", environment=JOB), nnodes=None)) == ["n1", "n3"]
     assert _names(choose_hosts(Sources(environment=JOB), nnodes=(2, 2))) == ["n1", "n2"]
 
 

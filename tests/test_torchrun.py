@@ -58,6 +58,18 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
         assert result.stderr.count(f"{word} has no meaning here") == 1
 
 
+def test_what_other_launchers_call_an_option_is_translated_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    for words, message in [
+        (["-np", "2"], "what other launchers call -n is --nproc-per-node here"),
+        (["--num_gpus", "2"], "what other launchers call --num-gpus is --nproc-per-node here"),
+        (["--standalone", "--hosts", "a,b"], "--standalone is a run on this machine alone; leave it out, or --hosts"),
+        (["--rdzv-conf", "rank=x"], "--rdzv-conf rank=x: it must be the number of this node"),
+    ]:
+        result = _torchrun(*words, "show.py", cwd=tmp_path)
+        assert (result.returncode, message in result.stderr) == (2, True), result
+
+
 def test_its_defaults_are_torchrun_s(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     ((env, _),) = _shown(_torchrun("show.py", cwd=tmp_path))
