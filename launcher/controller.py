@@ -169,8 +169,7 @@ class Controller:
             elif isinstance(command, Tell):
                 if isinstance(command.message, StartWorker):
                     start = command.message
-                    local_rank = int(start.env.get("LOCAL_RANK", 0))
-                    self._output.add_worker(start.rank, command.host, start.attempt, local_rank)
+                    self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
                 self._links[command.host].tell(encode(command.message))
             elif isinstance(command, Close):
                 self._links[command.host].close()

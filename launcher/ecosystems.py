@@ -37,7 +37,7 @@ def ecosystem_environment(
     if "tf" in wanted and (config := _tf_config(placement, worker, addresses)) is not None:
         env["TF_CONFIG"] = json.dumps(config)
     if "mpi" in wanted:
-        env |= _open_mpi(placement, worker)
+        env |= _open_mpi(worker)
     if "deepspeed" in wanted:
         env |= _deepspeed(placement, worker)
     if "horovod" in wanted:
@@ -81,14 +81,14 @@ def _tf_type(placement: Placement, worker: WorkerPlace) -> str:
 # ---- others --------------------------------------------------------------------------------------------------
 
 
-def _open_mpi(placement: Placement, worker: WorkerPlace) -> dict[str, str]:
+def _open_mpi(worker: WorkerPlace) -> dict[str, str]:
     return {
-        "OMPI_COMM_WORLD_SIZE": str(placement.world_size),
-        "OMPI_COMM_WORLD_RANK": str(worker.rank),
+        "OMPI_COMM_WORLD_SIZE": str(worker.world_size),
+        "OMPI_COMM_WORLD_RANK": str(worker.world_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(worker.local_world_size),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(worker.local_rank),
         "OMPI_COMM_WORLD_NODE_RANK": str(worker.local_rank),  # its rank on the node, not the node's
-        "OMPI_UNIVERSE_SIZE": str(placement.world_size),
+        "OMPI_UNIVERSE_SIZE": str(worker.world_size),
     }
 
 
@@ -104,8 +104,8 @@ def _horovod(placement: Placement, worker: WorkerPlace) -> dict[str, str]:
     # Its "cross" communicator joins the workers that have the same local rank on their hosts.
     same = [w.node_rank for w in placement.workers if w.role == worker.role and w.local_rank == worker.local_rank]
     return {
-        "HOROVOD_RANK": str(worker.rank),
-        "HOROVOD_SIZE": str(placement.world_size),
+        "HOROVOD_RANK": str(worker.world_rank),
+        "HOROVOD_SIZE": str(worker.world_size),
         "HOROVOD_LOCAL_RANK": str(worker.local_rank),
         "HOROVOD_LOCAL_SIZE": str(worker.local_world_size),
         "HOROVOD_CROSS_RANK": str(same.index(worker.node_rank)),

@@ -22,10 +22,9 @@ def worker_environment(
     master_port: int,
 ) -> dict[str, str]:
     """Return what is set for a worker whatever it inherits; the agent adds TORCHELASTIC_ERROR_FILE."""
-    rank, world_size = str(worker.rank), str(placement.world_size)
     env = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
+        "RANK": str(worker.world_rank),
+        "WORLD_SIZE": str(worker.world_size),
         "LOCAL_RANK": str(worker.local_rank),
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_RANK": str(worker.node_rank),

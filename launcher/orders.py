@@ -115,8 +115,8 @@ def start_workers(
         args = command.args
         if spec.pass_local_rank:
             args = (f"--local-rank={worker.local_rank}", *args)
-        if spec.virtual_local_rank:
-            env["LOCAL_RANK"] = "0"
+        if spec.virtual_local_rank or (worker.bound and len(worker.gpus) == 1):
+            env["LOCAL_RANK"] = "0"  # cuda:LOCAL_RANK is its own
         start = StartWorker(
             rank=worker.rank,
             attempt=attempt,
@@ -124,6 +124,7 @@ def start_workers(
             argv=[command.target, *args],
             env=env,
             defaults=worker_defaults(worker),
+            local_rank=worker.local_rank,
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
             gpu=worker.gpu_place,
             beside=worker.local_world_size,

@@ -57,6 +57,9 @@ class WorkerPlace:
     role_rank: int = 0
     role_world_size: int = 1
     needed: bool = True  # the run waits for its end
+    world_rank: int = 0  # among those that run the same command, which are a world of their own
+    world_size: int = 1
+    bound: bool = False  # a task that sees its own GPUs alone, of those that its machine has for the run
     gpu_place: int = 0  # of its first GPU in the host's list; without GPUs its local rank
 
 
@@ -107,7 +110,7 @@ def place(
     workers = _with_roles(workers, roles)
     for role in roles.others:
         workers += _others(layout, role.name, role.count, first=len(workers), needed=roles.needs(role.name))
-    return Placement(tuple(workers), tuple(layout.totals), layout.nodes, sum(counts))
+    return Placement(tuple(_with_worlds(workers, roles)), tuple(layout.totals), layout.nodes, sum(counts))
 
 
 class _Layout:
@@ -148,6 +151,17 @@ def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
         rank = worker.rank if first else worker.rank - lead
         named.append(replace(worker, role=role, role_rank=rank, role_world_size=size, needed=roles.needs(role)))
     return named
+
+
+def _with_worlds(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
+    """Number the workers of each command for themselves: those of another would never come to their rendezvous."""
+    worlds = [worker.role if roles.command(worker.role) else "" for worker in workers]
+    sizes, seen = Counter(worlds), Counter[str]()
+    numbered = []
+    for worker, world in zip(workers, worlds, strict=True):
+        numbered.append(replace(worker, world_rank=seen[world], world_size=sizes[world]))
+        seen[world] += 1
+    return numbered
 
 
 def _others(layout: _Layout, role: str, count: int, *, first: int, needed: bool) -> list[WorkerPlace]:
@@ -234,10 +248,11 @@ def _worker(
     local_rank, on_machine = layout.before[place] + index, layout.on_machine[place]
     own: tuple[str, ...] = ()
     visible: str | None = None
-    gpu_place = local_rank
+    gpu_place, bound = local_rank, False
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
+        bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
         start = local_rank if len(offer.gpus) >= on_machine * size else index
         gpu_place = start * size % len(offer.gpus)
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
@@ -259,4 +274,5 @@ def _worker(
         threads=layout.threads(place),
         local_world_size=on_machine,
         gpu_place=gpu_place,
+        bound=bound,
     )

@@ -83,6 +83,7 @@ class StartWorker:
     argv: list[str]
     env: dict[str, str]
     defaults: dict[str, str]  # set only where the worker would not inherit a value
+    local_rank: int = 0  # on its host, whatever LOCAL_RANK says
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
     gpu: int = 0  # its first GPU, by the place in Facts.gpus; without GPUs its local rank
     beside: int = 1  # how many workers of its role the host has

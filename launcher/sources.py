@@ -163,14 +163,16 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
 def _answer(process: subprocess.Popen[bytes], over: threading.Event | None) -> tuple[bytes, bytes] | None:
     """Return what a program has written, once it has ended; None if it had to be killed."""
     deadline = time.monotonic() + DISCOVERY_S
-    while time.monotonic() < deadline and not (over is not None and over.is_set()):
-        try:
-            return process.communicate(timeout=0.1)
-        except subprocess.TimeoutExpired:
-            continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
-    return None
+    answer = None
+    try:
+        while answer is None and time.monotonic() < deadline and not (over is not None and over.is_set()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                answer = process.communicate(timeout=0.1)
+    finally:
+        if answer is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
+    return answer
 
 
 def wait_for_discovery(command: str, least: int, limit_s: float) -> None:

@@ -137,6 +137,7 @@ def test_tasks_of_one_machine_count_their_local_ranks_on() -> None:
         (2, 0, 2, 1, ("0",), "0"),
         (3, 1, 2, 1, ("3",), "3"),
     ]
+    assert [worker.bound for worker in placement.workers] == [False, False, True, True]
     assert placement.nodes == 2
 
 
@@ -213,6 +214,17 @@ def test_torchrun_s_variables_name_the_role() -> None:
         ["0", "3", "trainer", "0", "2", "0", "2"],
         ["1", "3", "trainer", "1", "2", "1", "2"],
         ["2", "3", "ps", "0", "1", "0", "2"],
+    ]
+
+
+def test_another_command_s_processes_are_no_part_of_the_workers_world() -> None:
+    placement = place([CPU, GPU], nproc=1, roles=roles_of(["io:2:serve.py", "same:1"]))
+    assert _fields(placement, "role", "rank", "world_rank", "world_size") == [
+        ("default", 0, 0, 3),
+        ("default", 1, 1, 3),
+        ("io", 2, 0, 2),
+        ("io", 3, 1, 2),
+        ("same", 4, 2, 3),
     ]
 
 

@@ -148,7 +148,7 @@ def test_the_exit_code_of_the_first_failure_is_the_jobs(folder: Folder) -> None:
     ("tasks", "places"),
     [
         (["-n2"], ["0 node1 0 4", "1 node1 1 4", "2 node2 0 4", "3 node2 1 4"]),
-        (["-n3", "--gpus-per-task=1"], ["0 node1 0 3 0 ", "1 node1 1 3 1 ", "2 node2 0 3 0 "]),
+        (["-n3", "--gpus-per-task=1"], ["0 node1 0 3 0 ", "1 node1 0 3 1 ", "2 node2 0 3 0 "]),
     ],
 )
 def test_tasks_that_srun_starts_take_their_places_in_one_run(

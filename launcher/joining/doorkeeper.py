@@ -262,7 +262,12 @@ class Doorkeeper:
         """Give a node its place, if it can have one."""
         connection.greeting = greeting
         if self._verdict is not None:
-            self._say_verdict(connection)
+            if any(seat.last is not None and seat.last.id == greeting.id for seat in self._seats.all):
+                self._say_verdict(connection)  # it has dialled again
+            else:
+                self._drop(
+                    connection, "the run is over"
+                )  # it may be of the next run, whose door it finds if it dials again
             return
         found = self._seats.find(greeting)
         if isinstance(found, str):
