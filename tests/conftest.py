@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
+import hypothesis
 import psutil
 import pytest
 import testbed.slurm
@@ -35,6 +36,8 @@ FOREIGN_NAMES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("quick", max_examples=40)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
