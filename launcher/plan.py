@@ -39,7 +39,9 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
     remote = {host.name for host in hosts if host.remote}
     unknown = [host.name for host in hosts if host.name in remote and _asked_for(host, spec) is None]
     if unknown:
-        by_slots = "" if any(host.kind is HostKind.JOINED for host in hosts) else f"{unknown[0]}:SLOTS or "
+        by_slots = (
+            "" if any(host.kind in (HostKind.JOINED, HostKind.SRUN) for host in hosts) else f"{unknown[0]}:SLOTS or "
+        )
         raise UsageError(
             f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
             f"write {by_slots}--nproc-per-node N"

@@ -104,7 +104,7 @@ def _sources(options: Mapping[str, Any], typed: Callable[[str], bool], *, as_tor
         exclude=options["exclude"],
         script=given.get("hosts_script"),
         simulate=bool(given.get("simulate")),
-        environment=None if as_torchrun else dict(os.environ),
+        environment=None if as_torchrun or options["standalone"] else dict(os.environ),
     )
 
 

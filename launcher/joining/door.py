@@ -104,6 +104,9 @@ class Door:
         rank = self._places.index(place)
         typed = f"; type there: {self._typed(rank)}" if self._typed is not None else ""
         where = f"{_bracketed(self.address)}:{self.port}"
+        refused = self._keeper.refused.get(rank)
+        if refused is not None:
+            return f"nobody could join as node rank {rank} at {where}: {refused}"
         return f"nobody has joined as node rank {rank} at {where} within {max(0.0, waited_s):.0f} s{typed}"
 
 

@@ -52,6 +52,7 @@ class Doorkeeper:
         self._entrance = Entrance(listening, token, watch=self._watch, drop=self._drop, tell=tell)
         self._listens = False
         self._next_look = 0.0
+        self.refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
         self._verdict: bytes | None = None
         self._linger_until = 0.0
 
@@ -271,6 +272,8 @@ class Doorkeeper:
             return
         found = self._seats.find(greeting)
         if isinstance(found, str):
+            if greeting.node_rank is not None:
+                self.refused[greeting.node_rank] = f"{greeting.who} at {connection.peer} was refused: {found}"
             self._entrance.refuse(connection, found)
         elif found.connection is None:
             self._seat(found, connection)
