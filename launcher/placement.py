@@ -253,7 +253,7 @@ def _worker(
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
         bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
-        start = local_rank if len(offer.gpus) >= on_machine * size else index
+        start = index if bound else local_rank
         gpu_place = start * size % len(offer.gpus)
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG

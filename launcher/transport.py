@@ -9,14 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from launcher.errors import HostError
 from launcher.hosts import Host, HostKind
 from launcher.spec import JobSpec
 
-__all__ = ["LocalStream", "Stream", "agent_command", "connect", "end_all", "start_local_agents"]
+__all__ = ["LocalStream", "Stream", "agent_command", "connect", "end_all", "start_agent", "start_local_agents"]
 
 
 class Stream(Protocol):
@@ -76,28 +76,33 @@ def agent_command(spec: JobSpec) -> list[str]:
     return [spec.python, "-m", "launcher.agent"]
 
 
+def start_agent(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start an agent on this machine with pipes for its three streams. Raises HostError."""
+    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
+    # folder: a `launcher` package of the user's working directory must not be taken for ours.
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
+        raise HostError("this machine", reason) from error
+
+
 class LocalStream:
     """An agent on this machine, at the other end of two pipes."""
 
     our_address: str | None = None
 
     def __init__(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
-        # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
-        # folder: a `launcher` package of the user's working directory must not be taken for ours.
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env=env,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError as error:
-            reason = f"cannot run {command[0]}: {error.strerror}; name the Python that has dtrain with --python"
-            raise HostError("this machine", reason) from error
+        self._process = start_agent(command, env)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None

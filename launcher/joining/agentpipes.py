@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from launcher import processes
-from launcher.errors import HostError
 from launcher.joining.sealed import MAX_DATA_BYTES
+from launcher.transport import start_agent
 
 __all__ = ["END_S", "AgentPipes"]
 
@@ -28,21 +27,7 @@ class AgentPipes:
     """One agent (its guard's process, to be exact). Raises HostError if it cannot be started."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        # In a session of its own and in the root folder, as transport.LocalStream has it.
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env=env,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError as error:
-            reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
-            raise HostError("this machine", reason) from error
+        self._process = start_agent(command, env)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
