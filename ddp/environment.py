@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddp.errors import LaunchEnvironmentError
 
-__all__ = ["ALONE", "Placement", "read_placement"]
+__all__ = ["ALONE", "Placement", "read_placement", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,20 @@ def read_placement(environ: Mapping[str, str]) -> Placement:
     if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdecimal():
         return _from_srun(environ)
     return ALONE
+
+
+def roles_of(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return how many processes of each role the run has, in the order of their ranks; empty if nobody says.
+
+    DTRAIN_ROLES is "chief:1,worker:3,ps:2,evaluator:1". Raises LaunchEnvironmentError if it is malformed.
+    """
+    roles: dict[str, int] = {}
+    for part in filter(None, environ.get("DTRAIN_ROLES", "").split(",")):
+        name, _, count = part.partition(":")
+        if not name or not count.isdecimal():
+            raise LaunchEnvironmentError(f"DTRAIN_ROLES={environ['DTRAIN_ROLES']!r} is not name:count,name:count")
+        roles[name] = int(count)
+    return roles
 
 
 def _from_env(environ: Mapping[str, str]) -> Placement:

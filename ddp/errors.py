@@ -12,6 +12,9 @@ DdpError(RuntimeError)
 ├── PeerFailedError          another rank's forward or backward raised an exception in this step
 ├── DriftError               the replicas' weights are no longer equal
 ├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
+├── ParameterServerError     a parameter server is gone, too slow, or cannot serve this process
+│   ├── KeyRefusedError      the two ends do not share the run's key
+│   └── VersionMismatchError the two ends run different versions of this package
 └── CollectiveError          a collective failed: a rank is gone, or too slow
 ```
 
@@ -28,12 +31,15 @@ __all__ = [
     "CollectiveError",
     "DdpError",
     "DriftError",
+    "KeyRefusedError",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
     "NotInitializedError",
+    "ParameterServerError",
     "PeerFailedError",
     "RendezvousError",
     "UnsupportedError",
+    "VersionMismatchError",
 ]
 
 
@@ -101,6 +107,18 @@ class DriftError(DdpError):
 
 class CheckpointError(DdpError):
     """A checkpoint could not be written, is not whole, or does not fit what should be restored from it."""
+
+
+class ParameterServerError(DdpError):
+    """A parameter server is gone, too slow, or cannot serve this process."""
+
+
+class KeyRefusedError(ParameterServerError):
+    """The two ends do not share the key that the launcher made for the run."""
+
+
+class VersionMismatchError(ParameterServerError):
+    """The two ends run different versions of this package, so what one says may mean something else to the other."""
 
 
 class CollectiveError(DdpError):

@@ -1,8 +1,9 @@
-"""Counts steps and saved checkpoints where the launcher can see them: two numbers in a file that both have mapped.
+"""What the launcher is told of this process while it runs: three numbers in a file that both have mapped.
 
-DTRAIN_PROGRESS_FILE names a file of 16 bytes that the launcher made: the number of backward passes whose gradients
-are in place, and that of durable checkpoints, as little-endian 64-bit integers. Only this process writes to it. Without
-the variable, or with a file that cannot be mapped, nothing is counted; nothing here ever raises.
+DTRAIN_PROGRESS_FILE names a file of 24 bytes that the launcher made, little-endian 64-bit integers: the number of
+backward passes whose gradients are in place, that of durable checkpoints, and what the failure of this process means to
+the others (`stand_alone`). Only this process writes to it. Without the variable, or with a file that cannot be mapped,
+nothing is told; that is never an error.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Iterable
 import torch
 from torch.autograd import Variable
 
-__all__ = ["count_checkpoint", "count_step", "count_step_after"]
+__all__ = ["count_checkpoint", "count_step", "count_step_after", "stand_alone"]
 
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
-_SIZE_BYTES = 16
-_STEPS, _CHECKPOINTS = 0, 1
+_SIZE_BYTES = 24
+_STEPS, _CHECKPOINTS, _STANDING = 0, 1, 2
 
 
 def _mapped() -> memoryview | None:
@@ -50,6 +51,19 @@ def count_checkpoint() -> None:
     """Count one checkpoint that is durable."""
     if _counters is not None:
         _counters[_CHECKPOINTS] += 1
+
+
+def stand_alone(kind: int) -> None:
+    """Say what the launcher does when this process fails, from now on.
+
+    0, an ordinary process: the attempt ends, as without a word. 1: it alone is started again, or the others go on
+    without it. 2: it alone is started again, and the others wait for that; without restarts left the attempt ends.
+    A process that was started again stands as the one before it, until it says otherwise.
+    """
+    if kind not in (0, 1, 2):
+        raise ValueError(f"stand_alone({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for")
+    if _counters is not None:
+        _counters[_STANDING] = kind
 
 
 def count_step_after(outputs: Iterable[torch.Tensor]) -> None:

@@ -43,6 +43,7 @@ from launcher.protocol import (
     OpenStore,
     Prepare,
     ReservePorts,
+    RestartWorker,
     SignalWorkers,
     StartWorker,
     Stop,
@@ -65,7 +66,8 @@ def main() -> None:
         os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
-    os.environ.pop("DTRAIN_TOKEN", None)  # it is for nodes to join, and no worker's business
+    for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
+        os.environ.pop(secret, None)
     status = 1
     try:
         status = Agent(mark, limits).run()
@@ -153,6 +155,8 @@ class Agent:
         pauses += [work.pause_s for work in (self._cleaning, self._suspension, self._inquiry) if work is not None]
         if self._ending is not None and self._cleaning is None:
             pauses.append(self._ending.pause_s(now))
+        elif self._attempt is not None and self._suspension is None:
+            pauses.append(self._attempt.succession.pause_s)
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
@@ -173,6 +177,8 @@ class Agent:
         self._inquiry.step()
         if self._attempt is not None:
             self._attempt.report()
+            if self._ending is None and self._suspension is None and now < self._lease.end:
+                self._attempt.go_on()
         if self._ending is not None and self._cleaning is None and self._ending.step(now):
             self._ended(self._ending)
 
@@ -235,6 +241,9 @@ class Agent:
             self._prepare(message)
         elif isinstance(message, OpenStore | ReservePorts | StartWorker):
             self._begin(message)
+        elif isinstance(message, RestartWorker):
+            if self._attempt is not None and self._attempt.number == message.attempt and self._ending is None:
+                self._attempt.restart(message)
         elif isinstance(message, SignalWorkers):
             if self._attempt is not None:
                 self._attempt.signal(message.signum, stop=False)
@@ -288,13 +297,15 @@ class Agent:
                 outbox=self._outbox,
                 store_process=self._store_process,
                 interfaces=self._prepared.interfaces,
+                workdir=self._prepared.workdir,
+                grace_s=self._prepared.grace_s,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._address(message))
         elif isinstance(message, ReservePorts):
             self._attempt.reserve_ports(message, self._address(message))
         else:
-            self._attempt.start(message, self._prepared.workdir)
+            self._attempt.start(message)
 
     def _address(self, message: OpenStore | ReservePorts) -> str:
         """Return this host's address for the others, whether or not it was told."""
@@ -341,6 +352,8 @@ class Agent:
 
     def _end(self, signum: int, grace_s: float) -> None:
         self._inquiry.stop()
+        if self._attempt is not None:
+            self._attempt.succession.stop()
         if self._ending is not None:
             self._ending.hurry(signum, grace_s)
         else:
@@ -354,6 +367,7 @@ class Agent:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved
         swept, self._left = ending.swept, ending.left
+        swept += 0 if self._attempt is None else self._attempt.succession.swept
         self._close_attempt()
         self._ending = None
         if self._ending_attempt is not None:

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,14 @@ from launcher.protocol import (
     Output,
     PortsReserved,
     ReservePorts,
+    RestartWorker,
     Started,
     StartWorker,
     StoreFailed,
     StoreOpened,
 )
 from launcher.rendezvous import Rendezvous, StoreProcess
+from launcher.succession import Succession
 from launcher.worker import Files, Worker
 
 if TYPE_CHECKING:
@@ -57,9 +60,16 @@ class Attempt:
         outbox: Outbox,
         store_process: StoreProcess,
         interfaces: Sequence[str],
+        workdir: str,
+        grace_s: float,
     ) -> None:
         self.number = number
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, Worker] = {}  # by rank, the newest of each
+        self.succession = Succession(mark, grace_s=grace_s)
+        self._workdir = workdir
+        self._orders: dict[int, StartWorker] = {}
+        self._lives: dict[int, int] = {}  # how often a rank was started again alone
+        self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
         self._mark = mark
         self._selector = selector
@@ -85,7 +95,7 @@ class Attempt:
     @property
     def progress(self) -> int:
         """A number that changes whenever a worker writes something, makes a step or saves."""
-        return self._output_bytes + sum(sum(worker.progress) for worker in self.workers.values())
+        return self._output_bytes + sum(self._before) + sum(sum(worker.progress) for worker in self.workers.values())
 
     def look(self) -> None:
         """Look around now and then, so that what happened long ago is not taken for the cause of what happens now."""
@@ -95,7 +105,7 @@ class Attempt:
     @property
     def saved(self) -> int:
         """How many checkpoints its workers said they saved."""
-        return sum(worker.progress[1] for worker in self.workers.values())
+        return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
 
     # ---- the store ----
 
@@ -151,8 +161,36 @@ class Attempt:
 
     # ---- the workers ----
 
-    def start(self, message: StartWorker, workdir: str) -> None:
+    def start(self, message: StartWorker) -> None:
         """Start a worker, and tell of it."""
+        self._orders[message.rank] = message
+        self._start(message, standing=0)
+
+    def restart(self, message: RestartWorker) -> None:
+        """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
+        worker = self.workers.get(message.rank)
+        if worker is not None and worker.reported:
+            self.succession.take(message)
+
+    def go_on(self) -> None:
+        """Go on with those that are to be started again."""
+        for cleared in self.succession.step():
+            order = cleared.order
+            if cleared.left:
+                left = ", ".join(cleared.left)
+                standing = self.workers[order.rank].standing
+                self._never_started(order.rank, f"what was left of it cannot be ended: {left}", standing)
+                continue
+            old = self.workers[order.rank]
+            first = self._orders[order.rank]
+            env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
+            self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
+            if self._start(replace(first, env=env), standing=old.standing):
+                self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
+                self._release(old)
+
+    def _start(self, message: StartWorker, *, standing: int) -> bool:
+        """Start a worker, and tell of it; return whether it runs."""
         argv = message.argv
         if message.through:
             argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
@@ -161,12 +199,12 @@ class Attempt:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
-        files = Files.of(self._folder, self.number, message.rank)
+        files = Files.of(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores(message)
         except DtrainError as error:
-            self._never_started(message.rank, str(error))
-            return
+            self._never_started(message.rank, str(error), standing)
+            return False
         threads = message.defaults.get("OMP_NUM_THREADS")
         if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
@@ -175,14 +213,25 @@ class Attempt:
 
             self._memory = OomWatch()
         try:
-            worker = Worker(message.rank, argv, env, cwd=workdir, files=files, mark=self._mark, cores=cores)
+            worker = Worker(
+                message.rank,
+                argv,
+                env,
+                cwd=self._workdir,
+                files=files,
+                mark=self._mark,
+                cores=cores,
+                standing=standing,
+            )
         except OSError as error:
-            self._never_started(message.rank, f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}")
-            return
+            reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
+            self._never_started(message.rank, reason, standing)
+            return False
         self.workers[message.rank] = worker
         self._outbox.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
         if not self._outbox.holding:
             self._watch_pipes(worker)
+        return True
 
     def _cores(self, message: StartWorker) -> tuple[int, ...]:
         """Return the processors that a worker is to be bound to; empty: all that there are."""
@@ -197,7 +246,7 @@ class Attempt:
         topology, places = self._topology
         return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
 
-    def _never_started(self, rank: int, reason: str) -> None:
+    def _never_started(self, rank: int, reason: str, standing: int) -> None:
         self._outbox.send(
             Exited(
                 attempt=self.number,
@@ -210,6 +259,7 @@ class Attempt:
                 error={"type": "", "message": f"could not be started: {reason}", "where": "", "inside": ""},
                 error_file=None,
                 time=time.monotonic(),
+                standing=standing,
             )
         )
 
@@ -235,6 +285,8 @@ class Attempt:
             if not self._outbox.holding or self._outbox.closed:
                 worker.reported = True
                 self._outbox.send(worker.exited(self.number))
+                if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
+                    self.succession.clear(worker)
 
     @property
     def reported(self) -> bool:
@@ -247,14 +299,17 @@ class Attempt:
         self.close_store(keep_process=True)
         self._release_ports()
         for worker in self.workers.values():
-            self._drain(worker)
-            if not self._outbox.holding:
-                for descriptor in worker.pipes:
-                    self._selector.unregister(descriptor)
-            worker.close()
+            self._release(worker)
         self.workers = {}
         self._memory = None
         scratch.clear(self._folder, self.number)
+
+    def _release(self, worker: Worker) -> None:
+        self._drain(worker)
+        if not self._outbox.holding:
+            for descriptor in worker.pipes:
+                self._selector.unregister(descriptor)
+        worker.close()
 
     # ---- what they write ----
 

@@ -26,6 +26,7 @@ class AttemptState:
         self.stopped: set[int] = set()  # ranks that ended because they were told to
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.victims: list[Failure] = []  # after that
+        self.left_out: list[Failure] = []  # of processes that the others went on without
         self.evidence: tuple[Evidence, ...] = ()
         self.saved = 0  # checkpoints
         self.progressed_at = began
@@ -34,8 +35,11 @@ class AttemptState:
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         self._ended: set[int] = set()
-        self._needed = {worker.rank for worker in placement.workers if worker.needed}  # that have not ended well
-        self._unfinished = dict(zip(members, placement.per_host, strict=True))  # workers that have not ended well
+        # Those that have not ended well, and are not left out.
+        self._needed = {worker.rank for worker in placement.workers if worker.needed}
+        self._unfinished = dict(zip(members, placement.per_host, strict=True))
+        self._ended_well = False  # one of those that the run waits for
+        self._restarts: dict[int, int] = {}  # of single ranks
         self._progress: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._provoked_at: dict[str, float] = {}
@@ -49,8 +53,11 @@ class AttemptState:
         return len(self.started) == self.world_size
 
     @property
-    def all_ended_well(self) -> bool:
-        """Whether every worker that the run waits for has ended by itself and well; one that was stopped has not."""
+    def finished(self) -> bool:
+        """Whether every worker that the run waits for has ended by itself and well, or is left out.
+
+        One that was stopped has not ended well.
+        """
         return not self._needed
 
     @property
@@ -76,8 +83,31 @@ class AttemptState:
             self.stopped.add(exited.rank)
             self._provoked_at.setdefault(host, at)
         elif exited.status == 0:
+            self._ended_well |= exited.rank in self._needed
             self._needed.discard(exited.rank)
             self._unfinished[host] -= 1
+
+    # ---- single processes ----
+
+    def can_go_on_without(self, rank: int) -> bool:
+        """Whether another one that the run waits for is alive, comes back, or has ended well."""
+        return self._ended_well or bool(self._needed - {rank})
+
+    def leave_out(self, failure: Failure) -> None:
+        """Go on without a worker that has failed."""
+        assert failure.rank is not None
+        self.left_out.append(failure)
+        self._needed.discard(failure.rank)
+        self._unfinished[failure.host] -= 1
+
+    def start_again(self, rank: int, now: float) -> int:
+        """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
+        self._ended.discard(rank)
+        self.progressed_at = now
+        self._restarts[rank] = self._restarts.get(rank, 0) + 1
+        return self.number + self._restarts[rank]
+
+    # ---- progress and failures ----
 
     def take_progress(self, host: str, progress: int, now: float) -> None:
         if self._progress.get(host) != progress:

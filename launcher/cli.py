@@ -193,7 +193,7 @@ def check(command: tuple[str, ...], as_json: bool, no_allreduce: bool, **options
     from launcher.check.command import run_check
 
     if not command:
-        command, options["module"], options["no_python"] = ("ddp.allreduce",), True, False
+        command, options["module"], options["no_python"] = ("ddp.allreduce_speed",), True, False
     request = _request(command, options)
     sys.exit(run_check(request, as_json=as_json, say=_complain, allreduce=not no_allreduce))
 
@@ -213,9 +213,9 @@ def env(as_json: bool) -> None:
 def _warn_of_unknown_variables() -> None:
     """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
     known = {str(option.envvar) for option in run.params if isinstance(option, click.Option) and option.envvar}
-    ours = {"DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE"}  # for the workers
+    ours = {"AGENT", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY"}  # for the workers
     foreign = {
-        *ours,
+        *(f"DTRAIN_{name}" for name in ours),
         "DTRAIN_STRATEGY",
         "DTRAIN_TOKEN",
         "DTRAIN_TORCH_INDEX",

@@ -33,6 +33,7 @@ def conclude(
     error: DtrainError | None,
     signum: int | None,
     gave_up: str,
+    lone_restarts: int,
     preempted: bool,
     began: float,
     now: float,
@@ -41,10 +42,14 @@ def conclude(
 
     `preempted`: it was told that its time is up, which is why it ended if it had not finished by itself.
     """
-    preempted = preempted and error is None and not (attempt is not None and attempt.all_ended_well)
+    finished = attempt is not None and attempt.finished
+    preempted = preempted and error is None and not finished
     failures = [] if attempt is None else attempt.failures
     cause = first_cause(failures)
     victims = failures if attempt is None else [*failures, *attempt.victims]
+    left_out = [] if attempt is None else attempt.left_out
+    if cause is None and finished and signum is None:  # the others came to their end, but not all ended well
+        cause = first_cause(left_out)
     unchecked = [state for state in fleet if state.dirty]
     return Outcome(
         run_id=spec.run_id,
@@ -59,6 +64,8 @@ def conclude(
         attempts=0 if attempt is None else attempt.number + 1 - spec.first_attempt,
         gave_up=gave_up,
         preempted=preempted,
+        left_out=tuple(left_out),
+        lone_restarts=lone_restarts,
         evidence=() if attempt is None else attempt.evidence,
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),

@@ -88,6 +88,14 @@ class Console:
         if rest and line not in self._changed:
             self._changed.append(line)
 
+    def end_line(self, rank: int) -> None:
+        """Write what a rank left unfinished as it is."""
+        for stream in (1, 2):
+            line = self._lines[rank, stream]
+            self._end(line)
+            if line in self._changed:
+                self._changed.remove(line)
+
     def say(self, text: str) -> None:
         lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
         self._put(2, lines.encode("utf-8", "backslashreplace"))
@@ -131,12 +139,15 @@ class Console:
     def finish(self) -> None:
         """Write unfinished lines as they are and clear the last line: at the end, and between two attempts."""
         for line in self._lines.values():
-            state = _last_state(line.text)
-            if state.strip() and state != line.shown:
-                self._put(line.stream, line.prefix + state + b"\n")
-            line.text, line.redrawn = b"", False
+            self._end(line)
         self._changed.clear()
         self._draw(b"")
+
+    def _end(self, line: _Line) -> None:
+        state = _last_state(line.text)
+        if state.strip() and state != line.shown:
+            self._put(line.stream, line.prefix + state + b"\n")
+        line.text, line.redrawn = b"", False
 
     # ---- bytes out ----
 

@@ -40,7 +40,7 @@ from launcher.hosts import Host, HostKind
 from launcher.job import Job
 from launcher.outcome import Outcome
 from launcher.output import OutputThread
-from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, StartWorker, encode
+from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, RestartWorker, StartWorker, encode
 from launcher.sources import discover
 from launcher.spec import JobSpec
 from launcher.stacks import groups, one_line, write_out
@@ -57,6 +57,7 @@ LET_GO_S = 10.0  # for the end of an agent whose link was given up
 CONNECT_S = 30.0  # for an attempt to reach a host again
 DISCOVERY_PAUSE_S = 2.0  # before a discovery script is asked again
 DOOR_S = 0.2
+RUN_KEY_BYTES = 32
 FLUSH_S = 1.0  # for what hosts are told before this process stops itself
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHOSEN = (*STOP_SIGNALS, signal.SIGQUIT)  # may be left to the system, by --signals-to-handle
@@ -84,7 +85,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
-        self._job = Job(spec, time.monotonic())
+        self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._limit = threading.BoundedSemaphore(spec.ssh.connect_at_once)
         self._links: dict[str, _Link] = {}  # the newest of each host
 
@@ -170,6 +171,8 @@ class Controller:
                 if isinstance(command.message, StartWorker):
                     start = command.message
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
+                elif isinstance(command.message, RestartWorker):
+                    self._output.end_line(command.message.rank)
                 self._links[command.host].tell(encode(command.message))
             elif isinstance(command, Close):
                 self._links[command.host].close()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from launcher.placement import Placement, WorkerPlace
 
-__all__ = ["worker_defaults", "worker_environment"]
+__all__ = ["roles_in_order", "worker_defaults", "worker_environment"]
 
 
 def worker_environment(
     placement: Placement,
     worker: WorkerPlace,
     *,
+    roles: str,
+    run_key: str,
     run_id: str,
     attempt: int,
     max_restarts: int,
@@ -21,7 +24,10 @@ def worker_environment(
     master_addr: str,
     master_port: int,
 ) -> dict[str, str]:
-    """Return what is set for a worker whatever it inherits; the agent adds TORCHELASTIC_ERROR_FILE."""
+    """Return what is set for a worker whatever it inherits; the agent adds TORCHELASTIC_ERROR_FILE.
+
+    `roles` is what `roles_in_order` says of the placement. `run_key` is a secret that the processes of the run share.
+    """
     env = {
         "RANK": str(worker.world_rank),
         "WORLD_SIZE": str(worker.world_size),
@@ -40,11 +46,19 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
         "DTRAIN_HOST": worker.host,
+        "DTRAIN_ROLES": roles,
+        "DTRAIN_RUN_KEY": run_key,
         "DTRAIN_ELASTIC": "1" if elastic else "0",  # there may be other attempts although none is said to be allowed
     }
     if worker.visible is not None:
         env[worker.gpu_variable] = worker.visible
     return env
+
+
+def roles_in_order(placement: Placement) -> str:
+    """Return all roles in the order of their ranks, with how many processes each has: `chief:1,worker:3,ps:2`."""
+    named = groupby(placement.workers, key=lambda worker: worker.role)
+    return ",".join(f"{role}:{sum(1 for _ in workers)}" for role, workers in named)
 
 
 def worker_defaults(worker: WorkerPlace) -> dict[str, str]:

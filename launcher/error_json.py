@@ -14,6 +14,8 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     "store lost", "stalled". exit_status is null and signal a name for what a signal killed. where:
                     "file:line in function" of the user's own code; inside: the function that raised below it
     victims         what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
+    left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
+    lone_restarts   how often one process alone was started again
     stopped         workers that dtrain stopped
     attempts        how many were made
     gave_up         why no further attempt was made
@@ -80,6 +82,8 @@ def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | Non
                 for group in count_victims(outcome.victims)
             ],
         },
+        "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
+        "lone_restarts": outcome.lone_restarts,
         "stopped": outcome.stopped,
         "attempts": outcome.attempts,
         "gave_up": outcome.gave_up,

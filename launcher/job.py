@@ -5,8 +5,8 @@
 
 The controller owns it and calls `handle` from one loop. All decisions of a run are here and in what it asks: when an
 attempt can begin and with whom (gathering.py), where workers may live (fleet.py), what an attempt has come to
-(attemptstate.py), what the cause was (cause.py), whether there is another (recovery.py), how the run ends
-(stopping.py, conclusion.py).
+(attemptstate.py), what the cause was (cause.py), whether there is another (recovery.py), which processes fail without
+ending it (lone.py), how the run ends (stopping.py, conclusion.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from launcher.events import (
 from launcher.fleet import NEVER, Fleet
 from launcher.gathering import Gathering, Verdict, fit, misfits
 from launcher.hoststate import HostPhase, HostState
-from launcher.notices import attempt_begins, attempt_ended, some
+from launcher.lone import Fate, Lone
+from launcher.notices import attempt_begins, attempt_ended, left_out, some, starts_again
 from launcher.orders import open_store, reserve_ports, start_workers
 from launcher.outcome import Failure, FailureKind, Outcome
 from launcher.phase import Phase, progress
@@ -68,8 +69,9 @@ ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 class Job:
     """See the module. `start` gives the first commands; `progress` says in a few words what the run is waiting for."""
 
-    def __init__(self, spec: JobSpec, now: float) -> None:
+    def __init__(self, spec: JobSpec, now: float, *, run_key: str = "") -> None:
         self.spec = spec
+        self._run_key = run_key  # for the workers' eyes only
         self.phase = Phase.GATHERING
         self.outcome: Outcome | None = None
         self.attempt: AttemptState | None = None
@@ -82,6 +84,7 @@ class Job:
         self._next_beat = self._next_look = now + self.fleet.beat_s
         self._ticked_at = now
         self._past: list[Past] = []
+        self._lone = Lone(spec, self._past)
         self._gave_up = ""
         self._collecting = Collecting()
         self._error: DtrainError | None = None  # why no worker was started
@@ -112,7 +115,7 @@ class Job:
             if self.phase is Phase.COLLECTING:
                 times.append(self._since + ROOT_WAIT_S)
             elif self.phase is Phase.RUNNING:
-                times.append(self._stalled_at())
+                times += [self._stalled_at(), self._lone.deadline]
         # What was due at the last tick has had its effect, or waits for something else.
         return min(self._next_beat, *(time for time in times if time > self._ticked_at))
 
@@ -154,6 +157,8 @@ class Job:
             commands = self._attempt_over(now)
         elif self._stopping is None and self._collecting.over(now):
             commands = self._collecting.end(self.attempt)
+        if self.phase is Phase.RUNNING and self.attempt is not None:
+            commands += self._lone.due(self.attempt, now)
         if self._stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self._stopping.advance(now)
             if self._stopping.done and self.phase is Phase.STOPPING:
@@ -202,6 +207,7 @@ class Job:
             return self._store_failed(state, message, now)
         if isinstance(message, Started):
             self.attempt.take_start(message, now)
+            self._lone.started(message.rank)
             return self._grow_with(None, now) if self.attempt.all_started else []
         if isinstance(message, Exited):
             return self._exited(state, message, now)
@@ -252,7 +258,7 @@ class Job:
         if attempt is None or self.phase is Phase.GATHERING:
             self._gathering.problems.setdefault(state.name, reason)
             return self._gathering.say_unusable(state, reason) if was_coming and attempt is None else []
-        if was_in != attempt.number or attempt.all_ended_well or not attempt.needs(state.name):
+        if was_in != attempt.number or attempt.finished or not attempt.needs(state.name):
             return []
         failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at)
         if self.phase is Phase.STOPPING and not silent:
@@ -313,6 +319,7 @@ class Job:
             notice.append(Notice(attempt_begins(number, members, previous)))
             notice += self._gathering.count_absence(self.attempt.grown_for, members)
         self.attempt = AttemptState(number, members, placement, began=now)
+        self._lone.begin()
         self._enter(Phase.OPENING_STORE, now, start_by - now)
         for state in states:
             self.fleet.occupy(state, number)
@@ -336,7 +343,11 @@ class Job:
             return []
         self.phase = Phase.RUNNING  # the time for the start goes on
         self._since = now
-        return list(start_workers(self.spec, attempt.placement, attempt.store, attempt.ports, attempt.number))
+        return list(
+            start_workers(
+                self.spec, attempt.placement, attempt.store, attempt.ports, attempt.number, run_key=self._run_key
+            )
+        )
 
     def _grow_with(self, state: HostState | None, now: float) -> list[Command]:
         """End the attempt if there is room in the next one for a host that has come."""
@@ -364,10 +375,27 @@ class Job:
         if exited.status != 0:
             failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
             if failed_before or not exited.provoked:
-                return self._fail(failure_of(state.name, exited, at, attempt=attempt.number), now)
-        if self.phase is Phase.RUNNING and attempt.all_ended_well:
+                failure = failure_of(state.name, exited, at, attempt=attempt.number)
+                made_room = self._preempted and not fails_by_itself(failure)
+                if exited.standing and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
+                    return self._failed_alone(failure, exited, now)
+                return self._fail(failure, now)
+        if self.phase is Phase.RUNNING and attempt.finished:
             return self._stop(now, signal.SIGTERM)
         return []
+
+    def _failed_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
+        """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
+        attempt = self.attempt
+        assert attempt is not None
+        decision = self._lone.failed(attempt, failure, exited, now)
+        if decision.fate is Fate.ENDS:
+            return self._fail(failure, now)
+        if decision.fate is Fate.AGAIN:
+            restart = f"restart {decision.restart} of {self.spec.max_restarts}"
+            return [Notice(starts_again(failure, restart, decision.after_s))]
+        notice = Notice(left_out(failure, decision.reason))
+        return [notice, *(self._stop(now, signal.SIGTERM) if attempt.finished else [])]
 
     def _store_failed(self, state: HostState, message: StoreFailed, now: float) -> list[Command]:
         attempt = self.attempt
@@ -377,7 +405,7 @@ class Job:
             return self._stop(now, signal.SIGTERM)
         at = state.clock.corrected(message.time)
         before_our_stop = attempt.stopped_at is None or at < attempt.stopped_at
-        if attempt.all_ended_well or not before_our_stop:
+        if attempt.finished or not before_our_stop:
             return []
         return self._fail(attempt.failure(FailureKind.STORE_LOST, state.name, message.reason, at), now)
 
@@ -391,6 +419,7 @@ class Job:
                 attempt.victims.append(failure)
             return []
         attempt.take_failure(failure)
+        self._lone.overtaken(attempt, failure)
         if self.phase is Phase.OPENING_STORE:
             return self._end_attempt(now)
         if self.phase is not Phase.RUNNING:
@@ -430,8 +459,9 @@ class Job:
         self._preempted = False  # whatever it was warned of
         if cause is not None:
             verdict = judge_early(self.spec, self._past, cause)
-            if verdict.again_after_s is None:
-                self._gave_up = verdict.reason
+            last_word = self._lone.last_word(cause)
+            if verdict.again_after_s is None or last_word is not None:
+                self._gave_up = verdict.reason if last_word is None else last_word
                 return self._stop(now, signal.SIGTERM)
         attempt.stopped_at = now
         commands = self._collecting.end(self.attempt)
@@ -452,7 +482,7 @@ class Job:
         attempt = self.attempt
         assert attempt is not None
         cause = first_cause(attempt.failures)
-        if cause is None and attempt.all_ended_well:  # while we were about to grow
+        if cause is None and attempt.finished:  # while we were about to grow
             return self._stop(now, signal.SIGTERM)
         delay_s, notices = 0.0, []
         if cause is not None:
@@ -527,6 +557,7 @@ class Job:
             error=self._error,
             signum=self._signum,
             gave_up=self._gave_up,
+            lone_restarts=self._lone.restarts,
             preempted=self._preempted,
             began=self._began,
             now=now,
@@ -547,6 +578,7 @@ class Job:
         if self._stopping is not None:
             self._stopping.slept(seconds)
         self._collecting.slept(seconds)
+        self._lone.slept(seconds)
         if self.attempt is not None:
             self.attempt.progressed_at += seconds
 
@@ -573,7 +605,7 @@ class Job:
 
     def _stalled_at(self) -> float:
         attempt = self.attempt
-        if self.spec.stall_timeout_s is None or attempt is None or not attempt.all_started:
+        if self.spec.stall_timeout_s is None or attempt is None or not attempt.all_started or self._lone.under_way:
             return NEVER
         return attempt.progressed_at + self.spec.stall_timeout_s
 

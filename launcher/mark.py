@@ -3,6 +3,7 @@
 Every agent has a mark of its own, and each worker gets it in three ways before it starts: a variable of its
 environment, a number among its resource limits, and a control group where one can be had. What it starts inherits all
 of them, in a session of its own, as a daemon, with a cleared environment; the agent and the guard do not have them.
+The number also says which worker: what one has left can be told from what others have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from launcher.processes import Process, Sweep
 __all__ = ["NAME", "Mark"]
 
 NAME = "DTRAIN_AGENT"
+_WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
 
 
 class Mark:
@@ -29,7 +31,8 @@ class Mark:
         self.value = value
         self.cgroup = cgroup
         self._variable = f"{NAME}={value}".encode()
-        self._number = int(value[:15], 16)  # what a resource limit can hold
+        self._number = int(value[:10], 16)
+        self._workers = 0
 
     @classmethod
     def new(cls) -> Mark:
@@ -41,16 +44,34 @@ class Mark:
         """What a worker's environment gets."""
         return {NAME: self.value}
 
-    def put_on(self) -> None:
-        """Mark this process, between fork and exec, in the two other ways."""
-        processes.brand(self._number)
+    def number_worker(self) -> int:
+        """Return a number for a worker that none before it had, or none for long."""
+        self._workers = (self._workers + 1) % (1 << _WORKER_BITS)
+        return self._workers
+
+    def put_on(self, worker: int = 0) -> None:
+        """Mark this process, between fork and exec, in the two other ways, as the worker of that number."""
+        processes.brand(self._brand(worker))
         if self.cgroup is not None:
             self.cgroup.enter()
+
+    def _brand(self, worker: int) -> int:
+        return self._number << _WORKER_BITS | worker  # 60 bits are what a resource limit can hold
 
     def members(self, *, ancestor: int | None, spare: Iterable[int] = ()) -> list[Process]:
         """Return the run's living processes and all descendants of `ancestor`, without those in `spare`."""
         inside = set() if self.cgroup is None else self.cgroup.pids()
         return processes.related(ancestor=ancestor, ours=self._carried_by, spare=spare, also=inside)
+
+    def left_by(self, worker: int, variable: str) -> list[Process]:
+        """Return the living processes that a worker has left: by its number, by a variable (NAME=value) that it alone
+        had, and all that descend from those."""
+        brand, encoded = self._brand(worker), variable.encode()
+
+        def is_its(process: Process) -> bool:
+            return processes.brand_of(process.pid) == brand or processes.has_variable(process, encoded)
+
+        return processes.related(ancestor=None, ours=is_its, spare=[os.getpid()])
 
     def sweep(
         self,
@@ -82,4 +103,5 @@ class Mark:
             self.cgroup.remove()
 
     def _carried_by(self, process: Process) -> bool:
-        return processes.branded(process.pid, self._number) or processes.has_variable(process, self._variable)
+        brand = processes.brand_of(process.pid)
+        return brand >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)

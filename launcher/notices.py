@@ -8,7 +8,7 @@ from itertools import islice
 from launcher.outcome import Failure, FailureKind
 from launcher.victims import signal_name
 
-__all__ = ["attempt_begins", "attempt_ended", "some"]
+__all__ = ["attempt_begins", "attempt_ended", "left_out", "some", "starts_again"]
 
 MESSAGE_CHARACTERS = 200
 
@@ -25,6 +25,18 @@ def attempt_begins(number: int, members: Sequence[str], previous: Sequence[str])
 def attempt_ended(number: int, cause: Failure, delay_s: float) -> str:
     when = f"; the next one begins in {delay_s:g} s" if delay_s else ""
     return f"attempt {number} ended after {max(0.0, cause.ran_s):.1f} s: {_what_happened(cause)}{when}"
+
+
+def starts_again(failure: Failure, restart: str, delay_s: float) -> str:
+    """Say that a process alone is started again; `restart` counts it."""
+    when = f" in {delay_s:g} s" if delay_s else ""
+    return f"{_what_happened(failure)} after {failure.ran_s:.1f} s; it alone starts again{when} ({restart})"
+
+
+def left_out(failure: Failure, reason: str) -> str:
+    """Say that the others go on without a process; `reason` is why it is not started again, if that is news."""
+    why = f" ({reason})" if reason else ""
+    return f"{_what_happened(failure)} after {failure.ran_s:.1f} s; the others go on without it{why}"
 
 
 def _what_happened(cause: Failure) -> str:

@@ -124,7 +124,7 @@ how = _all(
         default=0,
         show_default=True,
         metavar="N",
-        help="How often all workers are started again after a failure.",
+        help="How often all workers are started again after a failure, or one alone that the others can do without.",
     ),
     _option("--grow", is_flag=True, help="With --nnodes MIN:MAX: start again as soon as another host has come."),
     _option(

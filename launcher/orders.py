@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launcher import __version__
 from launcher.ecosystems import ecosystem_environment, serving_ranks
-from launcher.environment import worker_defaults, worker_environment
+from launcher.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.events import Tell
 from launcher.hosts import Host, HostKind
 from launcher.hoststate import HostState
@@ -94,15 +94,24 @@ def _another(state: HostState, hosts: Sequence[HostState]) -> str:
 
 
 def start_workers(
-    spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], attempt: int
+    spec: JobSpec,
+    placement: Placement,
+    store: StoreOpened,
+    ports: Mapping[str, PortsReserved],
+    attempt: int,
+    *,
+    run_key: str,
 ) -> Iterator[Tell]:
     """Yield the order to start each worker, for the agent of its host."""
     addresses = _addresses(spec, placement, ports)
+    roles = roles_in_order(placement)
     for worker in placement.workers:
         command = spec.command_of(worker.role)
         env = worker_environment(
             placement,
             worker,
+            roles=roles,
+            run_key=run_key,
             run_id=spec.run_id,
             attempt=attempt,
             max_restarts=spec.first_attempt + spec.max_restarts,

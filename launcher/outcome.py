@@ -60,7 +60,7 @@ class Outcome:
     exit_code: int
     error: DtrainError | None  # why no worker was started
     signum: int | None  # the signal that told dtrain to stop
-    cause: Failure | None  # the first failure that was not a consequence of our stopping
+    cause: Failure | None  # the first failure that was not a consequence of our stopping, and that ended the run
     victims: tuple[Failure, ...]  # what failed after it by itself
     stopped: int  # workers that ended because we stopped them
     world_size: int
@@ -73,3 +73,5 @@ class Outcome:
     unchecked: tuple[tuple[str, str], ...]  # hosts that could not be scanned at the end, each with the reason
     duration_s: float
     preempted: bool = False  # it ended to make room, and is to be started again
+    left_out: tuple[Failure, ...] = ()  # processes of the last attempt that the others went on without
+    lone_restarts: int = 0  # of single processes, in all attempts

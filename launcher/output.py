@@ -49,6 +49,10 @@ class OutputThread:
         """
         self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
 
+    def end_line(self, rank: int) -> None:
+        """Announce a process that takes the place of this rank's dead one: what it writes begins a new line."""
+        self._put(lambda: self._console.end_line(rank))
+
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
         with self._changed:

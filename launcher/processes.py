@@ -76,12 +76,12 @@ def brand(number: int) -> None:
         return
 
 
-def branded(pid: int, number: int) -> bool:
-    """Say whether a process has the number of `brand`."""
+def brand_of(pid: int) -> int:
+    """Return the number that a process has by `brand`; without one, what means no limit."""
     try:
-        return resource.prlimit(pid, _RLIMIT_LOCKS)[0] == number
+        return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except (OSError, ValueError):  # another user's, or ended meanwhile
-        return False
+        return resource.RLIM_INFINITY
 
 
 def _prctl(option: int, value: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from launcher.errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -81,12 +81,22 @@ class StartWorker:
     attempt: int
     through: str  # `script` or `module`: the first of argv is run by the agent's own Python; empty: a program
     argv: list[str]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)  # it holds the run's key
     defaults: dict[str, str]  # set only where the worker would not inherit a value
     local_rank: int = 0  # on its host, whatever LOCAL_RANK says
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
     gpu: int = 0  # its first GPU, by the place in Facts.gpus; without GPUs its local rank
     beside: int = 1  # how many workers of its role the host has
+
+
+@dataclass(frozen=True)
+class RestartWorker:
+    """Start a worker of this attempt again that has failed, alone, once what it left is ended."""
+
+    kind: ClassVar[str] = "restart_worker"
+    rank: int
+    attempt: int
+    restart: int  # its TORCHELASTIC_RESTART_COUNT
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,9 @@ class Exited:
     error: dict[str, str] | None  # type, message, where, inside; from the file that the worker wrote
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
+    standing: int = 0  # 1: the others go on without it, 2: they wait for its successor; 0: its failure is everybody's
+    steps: int = 0  # that it said it made
+    saved: int = 0  # checkpoints that it said it saved
 
 
 @dataclass(frozen=True)
@@ -282,7 +295,17 @@ class Heartbeat:
 
 
 Command: TypeAlias = (
-    Prepare | OpenStore | ReservePorts | StartWorker | SignalWorkers | Suspend | Collect | EndAttempt | Stop | Heartbeat
+    Prepare
+    | OpenStore
+    | ReservePorts
+    | StartWorker
+    | RestartWorker
+    | SignalWorkers
+    | Suspend
+    | Collect
+    | EndAttempt
+    | Stop
+    | Heartbeat
 )
 Report: TypeAlias = (
     Hello
@@ -304,7 +327,7 @@ Message: TypeAlias = Command | Report
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        Prepare, OpenStore, ReservePorts, StartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
+        Prepare, OpenStore, ReservePorts, StartWorker, RestartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
         Hello, Facts, StoreOpened, PortsReserved, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye,
         Heartbeat,
     )

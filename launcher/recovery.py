@@ -1,4 +1,8 @@
-"""Whether another attempt is worth while after one has failed, and when. Pure."""
+"""Whether another attempt is worth while after one has failed, and when; the same for a process that fails alone. Pure.
+
+Both use up the same restarts. Whether they come to anything is judged apart: the attempts among each other, and the
+lives of each rank.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 from launcher.outcome import Failure, FailureKind
 from launcher.spec import JobSpec
 
-__all__ = ["Past", "Verdict", "judge", "judge_early", "past_of"]
+__all__ = ["Past", "Verdict", "judge", "judge_early", "past_of", "restarts_used"]
 
 FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
 PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
@@ -22,12 +26,16 @@ _FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argpars
 
 @dataclass(frozen=True)
 class Past:
-    """An attempt that has failed; `free`: through a host that the job can do without, which costs no restart."""
+    """An attempt that has failed; `free`: through a host that the job can do without, which costs no restart.
+
+    With a `rank`, a process that failed while the attempt went on.
+    """
 
     cause: Failure
     ran_s: float
-    saved: int  # checkpoints
+    saved: int  # checkpoints; for a process alone its steps as well, since the others have what came of them
     free: bool
+    rank: int | None = None
 
     @property
     def progress(self) -> bool:
@@ -57,17 +65,22 @@ def past_of(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> Past:
     return Past(cause, ran_s, saved, free)
 
 
+def restarts_used(past: Sequence[Past]) -> int:
+    """Return how many restarts it takes to go on after all of these."""
+    return sum(not attempt.free for attempt in past)
+
+
 def judge(spec: JobSpec, past: Sequence[Past]) -> Verdict:
-    """Decide after the last of the failed attempts."""
+    """Decide after the last of the failed attempts, or of the processes that failed alone."""
     last = past[-1]
-    used = sum(not attempt.free for attempt in past)
-    if used > spec.max_restarts:
+    if restarts_used(past) > spec.max_restarts:
         restarts = "the one restart (--max-restarts) was used"
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
         return Verdict(None, restarts if spec.max_restarts else "")
     if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
         return Verdict(None, "not tried again: no restart can mend that")
+    past = [other for other in past if other.rank == last.rank]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1

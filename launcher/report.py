@@ -62,12 +62,12 @@ def report(
     scan = _scan(outcome)
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
-        return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *scan])
+        return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
     well = f"{_who_ended_well(outcome)} ended well after {outcome.duration_s:.1f} s"
     if outcome.stopped:
         well += f", {outcome.stopped} of other roles stopped"
-    if outcome.attempts > 1:
-        well += f", {_count(outcome.attempts - 1, 'restart')}"
+    if restarts := outcome.attempts - 1 + outcome.lone_restarts:
+        well += f", {_count(restarts, 'restart')}"
     return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
 
 
@@ -182,11 +182,26 @@ def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[
 
 def _consequences(outcome: Outcome) -> list[str]:
     counted = count_victims(outcome.victims)
-    lines = [printable(_victims(group)) for group in counted[:VICTIMS]]
+    lines = _left_out(outcome)
+    lines += [printable(_victims(group)) for group in counted[:VICTIMS]]
     if more := sum(group.count for group in counted[VICTIMS:]):
         lines.append(f"and {more} more in other ways")
     if outcome.stopped:
         lines.append(f"{_count(outcome.stopped, 'worker')} stopped by dtrain")
+    return lines
+
+
+def _left_out(outcome: Outcome) -> list[str]:
+    """Say which processes failed while the attempt went on."""
+    ranks = sorted(failure.rank for failure in outcome.left_out if failure.rank is not None)
+    cause = outcome.cause
+    lines = []
+    if cause is not None and any(failure is cause for failure in outcome.left_out):
+        lines.append("the others went on without it, to their end")
+        ranks = [rank for rank in ranks if rank != cause.rank]
+    if ranks:
+        who, it = (f"rank {ranks[0]}", "it") if len(ranks) == 1 else (f"ranks {', '.join(map(str, ranks))}", "them")
+        lines.append(f"{who} failed as well, and the others went on without {it}")
     return lines
 
 

@@ -18,7 +18,7 @@ from launcher.ecosystems import parse_ecosystems
 from launcher.errors import UsageError
 from launcher.hosts import Host
 from launcher.options import current_folder
-from launcher.roles import roles_of
+from launcher.roles import Roles, roles_of
 from launcher.shown import Shown, parse_ranks, parse_std
 from launcher.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
 from launcher.spec import SIGNALS, Command, CommandKind, JobSpec, SshOptions, new_run_id, parse_exports, parse_nproc
@@ -164,7 +164,7 @@ def _spec(
         hosts_script=script,
         heartbeat_timeout_s=options.get("heartbeat_timeout_s", 30.0),
         stall_timeout_s=options.get("stall_timeout_s"),
-        nproc=parse_nproc(options["nproc_per_node"]),
+        nproc=_nproc(options["nproc_per_node"], roles),
         gpus_per_proc=options["gpus_per_proc"],
         oversubscribe=options["oversubscribe"],
         workdir=_workdir(options.get("workdir")),
@@ -191,6 +191,16 @@ def _spec(
         ),
     )
     return _in_slurm(place.adapt(spec) if place is not None else spec, options)
+
+
+def _nproc(text: str | None, roles: Roles) -> int | str | None:
+    if text and roles.others and not text.strip("0"):
+        others = ", ".join(f"{role.count} of role {role.name}" for role in roles.others)
+        raise UsageError(
+            f"servers without workers: --nproc-per-node is {text}, beside {others}; "
+            "write how many workers each host is to have, 1 or more"
+        )
+    return parse_nproc(text)
 
 
 def _in_slurm(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:

@@ -38,8 +38,10 @@ _TRAVELLING = (
 # ... but for what belongs to this host or to this process alone.
 _STAYING = {
     "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE",
-    "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE",
+    "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
+    "DTRAIN_ROLES",
 }  # fmt: skip
+_SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # one is no worker's business, of the other every run has its own
 
 
 class CommandKind(Enum):
@@ -222,4 +224,4 @@ def parse_exports(wanted: tuple[str, ...], env: dict[str, str], *, remote: bool)
 def _matching(pattern: str, env: dict[str, str]) -> dict[str, str]:
     from fnmatch import fnmatchcase
 
-    return {k: v for k, v in env.items() if fnmatchcase(k, pattern) and k != "DTRAIN_TOKEN"}  # no worker's business
+    return {k: v for k, v in env.items() if fnmatchcase(k, pattern) and k not in _SECRET}

@@ -22,7 +22,8 @@ from launcher.protocol import Exited
 
 __all__ = ["Files", "Worker", "spawn"]
 
-_PROGRESS = struct.Struct("<QQ")  # steps, saved checkpoints
+_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/progress.py
+_STANDINGS = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
 
 
 def spawn(
@@ -35,13 +36,14 @@ def spawn(
     keep: Sequence[int] = (),
     stdin: int | None = None,
     mark: Mark | None = None,
+    number: int = 0,
     cores: Sequence[int] = (),
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
     It is bound to the processors `cores` if any are given.
-    `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, but for the variables,
-    which `env` has to hold. Raises OSError if it cannot be executed.
+    `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, with its `number` as a
+    worker, but for the variables, which `env` has to hold. Raises OSError if it cannot be executed.
     """
     parent = os.getpid()
     failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
@@ -50,7 +52,7 @@ def spawn(
         try:
             processes.die_with_parent(parent)
             if mark is not None:
-                mark.put_on()
+                mark.put_on(number)
             if cores:
                 os.sched_setaffinity(0, cores)
             _become(argv, env, cwd, (stdin, stdout, stderr), keep)
@@ -96,8 +98,9 @@ class Files:
     error: Path
 
     @classmethod
-    def of(cls, folder: str, attempt: int, rank: int) -> Files:
-        return cls(Path(folder, f"{attempt}-{rank}.json"))
+    def of(cls, folder: str, attempt: int, rank: int, life: int = 0) -> Files:
+        """`life` counts how often the worker was started again alone: what the dead one wrote is not taken for its."""
+        return cls(Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json"))
 
     @property
     def facts(self) -> Path:
@@ -130,16 +133,19 @@ class Worker:
         files: Files,
         mark: Mark,
         cores: Sequence[int] = (),
+        standing: int = 0,
     ) -> None:
+        """`standing` is that of the worker whose place it takes, until it says its own."""
         self.rank = rank
         self.files = files
+        self.number = mark.number_worker()
         self.provoked = False  # whether the agent has signalled it
         self.killer = ""
         self.status: int | None = None
         self.reported = False
         self.ended = 0.0
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._progress, _PROGRESS.size)
+        os.pwrite(self._progress, _PROGRESS.pack(0, 0, standing), 0)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
@@ -147,7 +153,14 @@ class Worker:
         variables = {**files.variables, **mark.variables}
         try:
             self.pid = spawn(
-                argv, {**env, **variables}, cwd=cwd, stdout=out_write, stderr=err_write, mark=mark, cores=cores
+                argv,
+                {**env, **variables},
+                cwd=cwd,
+                stdout=out_write,
+                stderr=err_write,
+                mark=mark,
+                number=self.number,
+                cores=cores,
             )
         except OSError:
             self.close()
@@ -161,10 +174,20 @@ class Worker:
     @property
     def progress(self) -> tuple[int, int]:
         """How many steps it made and how many checkpoints it saved, as far as it says so."""
+        steps, saved, _ = self._said()
+        return steps, saved
+
+    @property
+    def standing(self) -> int:
+        """Whether it is an ordinary worker (0), or its failure does not end the attempt, as far as it says so."""
+        standing = self._said()[2]
+        return standing if standing in _STANDINGS else 0
+
+    def _said(self) -> tuple[int, int, int]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0)
-        return steps, saved
+        steps, saved, standing = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
+        return steps, saved, standing
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
@@ -183,6 +206,7 @@ class Worker:
         assert self.status is not None
         facts = _read_json(self.files.facts)
         text = _read_text(self.files.error)
+        steps, saved = self.progress
         return Exited(
             attempt=attempt,
             rank=self.rank,
@@ -194,6 +218,9 @@ class Worker:
             error=facts or _elastic_error(text),
             error_file=text,
             time=_raised_at(facts, self.ended),
+            standing=self.standing,
+            steps=steps,
+            saved=saved,
         )
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from launcher.protocol import (
     Exited,
     Heartbeat,
     Output,
+    RestartWorker,
     SignalWorkers,
     Started,
     Stop,
@@ -658,10 +659,46 @@ def test_a_worker_s_own_folder_among_its_files_is_removed(agent: AgentProcess) -
 
 
 def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: AgentProcess, tmp_path: Path) -> None:
-    """16 bytes, so that a program in any language can map them."""
+    """24 bytes, so that a program in any language can map them."""
     agent.prepare()
     agent.start("import os\nprint(os.environ['DTRAIN_PROGRESS_FILE'], flush=True)\nimport time; time.sleep(600)")
     path = Path(agent.expect(Output).data.decode().strip())
-    assert path.read_bytes() == struct.pack("<QQ", 0, 0)
+    assert path.read_bytes() == struct.pack("<QQQ", 0, 0, 0)
     assert path.parent == scratch_folder(agent)
+    agent.stop()
+
+
+def test_a_worker_is_started_again_alone_with_nothing_of_its_former_life_but_its_standing(agent: AgentProcess) -> None:
+    agent.prepare(grace_s=0.2)
+    others = "import time\nprint('other', flush=True)\ntime.sleep(600)"
+    bystander = agent.start(others, rank=0)
+    script = """
+import os, signal, struct, subprocess, sys
+life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+file = os.open(os.environ["DTRAIN_PROGRESS_FILE"], os.O_RDWR)
+print(struct.unpack("<QQQ", os.read(file, 24)), flush=True)
+if life == 0:
+    os.pwrite(file, struct.pack("<QQQ", 3, 1, 2), 0)
+    stubborn = "trap '' TERM; sleep 600"
+    subprocess.Popen(["sh", "-c", stubborn], start_new_session=True, env={}, stdout=subprocess.DEVNULL)
+    raise ValueError("once")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    agent.start(script, rank=1)
+    agent.expect_output(b"(0, 0, 0)")
+    first = agent.expect(Exited)
+    assert (first.status, first.standing, first.steps, first.saved) == (1, 2, 3, 1)
+    assert first.error is not None
+    agent.tell(RestartWorker(rank=1, attempt=0, restart=1))
+    began = agent.expect(Started)
+    assert len(psutil.Process(agent.pid).children()) <= 2, "the stubborn child was ended before"
+    agent.expect_output(b"(0, 0, 2)")
+    second = agent.expect(Exited)
+    assert (second.pid, second.status, second.standing, second.saved, second.error) == (began.pid, -9, 2, 0, None)
+    agent.tell(RestartWorker(rank=0, attempt=0, restart=1), RestartWorker(rank=7, attempt=0, restart=1))  # of no sense
+    agent.tell(RestartWorker(rank=1, attempt=3, restart=1))
+    assert psutil.Process(bystander).is_running()
+    swept = agent.end_attempt()
+    assert (swept.swept, swept.saved) == (2, 1), "a shell, and its sleep"
+    assert sum(isinstance(message, Started) for message in agent.seen) == 3
     agent.stop()

@@ -54,10 +54,10 @@ def test_an_attempt_has_ended_well_when_every_worker_has_by_itself() -> None:
     for provoked in (False, True):
         state = attempt()
         for rank in range(4):
-            assert not state.all_ended_well
+            assert not state.finished
             state.take_exit("ab"[rank // 2], exited(rank, provoked=provoked and rank == 3), 11.0, 11.0)
         assert state.all_started
-        assert state.all_ended_well is not provoked
+        assert state.finished is not provoked
         assert state.stopped == ({3} if provoked else set())
 
 

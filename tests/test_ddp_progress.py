@@ -1,4 +1,5 @@
-"""A launcher can read from 16 bytes how many steps a worker has done and how many checkpoints it has saved."""
+"""A launcher can read from 24 bytes how many steps a worker has done, how many checkpoints it has saved, and whether
+the others can do without it."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ def group_of_one() -> Iterator[None]:
 @pytest.fixture
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "progress"
-    path.write_bytes(bytes(16))
+    path.write_bytes(bytes(24))
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(path))
     monkeypatch.setattr(progress, "_counters", progress._mapped())
     return path
 
 
 def _read(path: Path) -> tuple[int, int]:
-    steps, checkpoints = struct.unpack("<QQ", path.read_bytes())
+    steps, checkpoints, _ = struct.unpack("<QQQ", path.read_bytes())
     return steps, checkpoints
 
 
@@ -54,11 +55,19 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
     assert _read(counters) == (3, 1)
 
 
+def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
+    for kind in (1, 2, 0):
+        progress.stand_alone(kind)
+        assert struct.unpack("<QQQ", counters.read_bytes()) == (0, 0, kind)
+    with pytest.raises(ValueError, match=r"stand_alone\(3\)"):
+        progress.stand_alone(3)
+
+
 @pytest.mark.parametrize("kind", ["missing", "short", "folder", "unwritable"])
 def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "progress"
     if kind == "short":
-        path.write_bytes(bytes(8))
+        path.write_bytes(bytes(16))
     elif kind == "folder":
         path.mkdir()
     elif kind == "unwritable":
@@ -68,12 +77,13 @@ def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monke
     progress.count_step()
     progress.count_checkpoint()
     progress.count_step_after([])
+    progress.stand_alone(1)
     assert progress._counters is None
 
 
 def test_another_process_sees_a_step_at_once(counters: Path) -> None:
-    read = "import struct, sys; print(struct.unpack('<QQ', open(sys.argv[1], 'rb').read()))"
+    read = "import struct, sys; print(struct.unpack('<QQQ', open(sys.argv[1], 'rb').read()))"
     for step in range(1, 3):
         progress.count_step()
         said = subprocess.run([sys.executable, "-c", read, counters], check=True, capture_output=True, text=True)
-        assert said.stdout == f"({step}, 0)\n"
+        assert said.stdout == f"({step}, 0, 0)\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from testbed.processes import run_dtrain
 
-from launcher.environment import worker_defaults, worker_environment
+from launcher.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement import HostOffer, place
 
 HOSTS = [
@@ -22,6 +22,8 @@ def _environments() -> list[dict[str, str]]:
         worker_environment(
             placement,
             worker,
+            roles=roles_in_order(placement),
+            run_key="5e" * 32,
             run_id="r1",
             attempt=2,
             max_restarts=3,
@@ -55,6 +57,8 @@ def test_the_environment_is_the_contract_s() -> None:
         "CUDA_VISIBLE_DEVICES": "3,GPU-5",
         "DTRAIN_HOST": "alpha",
         "DTRAIN_ELASTIC": "1",
+        "DTRAIN_ROLES": "default:4",
+        "DTRAIN_RUN_KEY": "5e" * 32,
     }
 
 
@@ -83,7 +87,14 @@ def test_defaults_give_way_to_what_a_worker_inherits() -> None:
 def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: Path) -> None:
     script = "import json, os; print(json.dumps(dict(os.environ)), flush=True)"
     (tmp_path / "show.py").write_text(script)
-    inherited = {"RANK": "77", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "TORCHELASTIC_ERROR_FILE": "/elsewhere"}
+    inherited = {
+        "DTRAIN_RUN_KEY": "77",
+        "DTRAIN_ROLES": "ps:1",
+        "RANK": "77",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "elsewhere",
+        "TORCHELASTIC_ERROR_FILE": "/elsewhere",
+    }
     also = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "here"}
     options = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--run-id", "r1", "-x", "GIVEN=there"]
     result = run_dtrain("run", *options, "show.py", cwd=tmp_path, env={**inherited, **also})
@@ -98,8 +109,13 @@ def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: P
         expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "DTRAIN_HOST": f"sim{rank}"}
         expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
         expected |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "there"}
+        expected |= {
+            "DTRAIN_ROLES": "default:2",
+            "DTRAIN_RUN_KEY": json.loads(lines[0].partition("] ")[2])["DTRAIN_RUN_KEY"],
+        }
         del expected["CUDA_VISIBLE_DEVICES"]
         assert {name: env.get(name) for name in expected} == expected
         assert int(env["MASTER_PORT"]) > 0
+        assert len(bytes.fromhex(env["DTRAIN_RUN_KEY"])) == 32
         assert env["TORCHELASTIC_ERROR_FILE"] != "/elsewhere"
     assert len(lines) == 2

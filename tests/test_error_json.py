@@ -56,6 +56,8 @@ def test_failure_with_everything(tmp_path: Path) -> None:
                 }
             ],
         },
+        "left_out": [],
+        "lone_restarts": 0,
         "stopped": 1,
         "attempts": 3,
         "gave_up": "all were used",

@@ -46,6 +46,7 @@ from launcher.protocol import (
     OpenStore,
     Prepare,
     Report,
+    RestartWorker,
     SignalWorkers,
     Started,
     StartWorker,
@@ -1473,3 +1474,215 @@ def test_nothing_happens_after_the_end() -> None:
     for event in late:
         assert drive.event(event, after_s=100) == []
     assert drive.outcome is outcome
+
+
+# ---- processes that fail alone -------------------------------------------------------------------------------
+
+PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
+
+
+def running(*names: str, **changes: Any) -> Drive:
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
+
+
+def fails_alone(drive: Drive, rank: int, standing: int = 1, status: int = -9, **changes: Any) -> list[Command]:
+    host = drive.host_of(rank)
+    return drive.say(host, drive.exited(host, rank, status, standing=standing, **changes))
+
+
+def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> None:
+    drive = running("a", "b", max_restarts=3)
+    commands = fails_alone(drive, 3, ran_s=12.3)
+    assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
+    assert notices(commands) == [
+        "rank 3 on b was killed by SIGKILL after 12.3 s; it alone starts again (restart 1 of 3)"
+    ]
+    drive.say("b", Started(0, 3, 200, drive.time("b")))
+    assert messages(fails_alone(drive, 2, standing=2, status=1), RestartWorker) == [RestartWorker(2, 0, restart=1)]
+    again = fails_alone(drive, 3) + drive.wait(0.5, heard="ab")
+    assert messages(again, RestartWorker) == [RestartWorker(3, 0, restart=2)]
+    assert notices(again) == [
+        "rank 3 on b was killed by SIGKILL after 1.0 s; it alone starts again in 0.5 s (restart 3 of 3)"
+    ]
+    assert drive.job.phase is Phase.RUNNING
+    assert messages(drive.commands, Collect) == []
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 1, 3)
+
+
+def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> None:
+    drive = running("a", "b", max_restarts=1)
+    assert messages(fails_alone(drive, 3, status=1, error=PEER_LOST), RestartWorker) == []
+    drive.wait(0.5, heard="ab")
+    drive.fail(0, 7, at=drive.now - 0.5)
+    assert drive.job.phase is Phase.ENDING
+    drive.swept()
+    assert messages(drive.commands, RestartWorker) == []
+    assert "rank 0 on a exited with code 7" in notices(drive.commands)[-2]
+    assert told(drive.commands, OpenStore) == ["a", "a"], "it took the one restart, not two"
+    drive.begin()
+    fails_alone(drive, 3)
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.lone_restarts) == (137, 0)
+
+
+def test_without_such_a_thing_it_starts_again_all_the_same() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    assert messages(drive.wait(1.1, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=1)]
+
+
+def test_others_that_cannot_do_without_it_end_the_attempt_and_it_is_the_cause() -> None:
+    drive = running("a", "b", max_restarts=1)
+    assert messages(fails_alone(drive, 3), RestartWorker) == [RestartWorker(3, 0, restart=1)]
+    drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=0.1)
+    drive.fail(0, 1, error=PEER_LOST)
+    drive.swept()
+    assert notices(drive.commands)[-2].startswith("attempt 0 ended after 1.0 s: rank 3 on b was killed by SIGKILL")
+    drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 2, 0)
+
+
+def test_a_later_failure_by_itself_is_the_cause() -> None:
+    drive = running("a", "b", max_restarts=0)
+    fails_alone(drive, 3)
+    drive.now += 0.5
+    drive.fail(0, 7)
+    drive.stop_all()
+    assert drive.outcome.exit_code == 7
+    assert [failure.rank for failure in drive.outcome.left_out] == [3]
+
+
+def test_a_process_that_is_left_out_is_the_cause_once_the_others_have_ended_well() -> None:
+    drive = running("a", "b", "c", max_restarts=0)
+    for rank in (4, 5):
+        commands = fails_alone(drive, rank, status=-9 - rank)
+        assert tells(commands) == []
+        assert notices(commands)[0].endswith("; the others go on without it")
+    assert drive.lose("c") == [Close("c")], "nothing lives there any more"
+    drive.end_well()
+    drive.wait(10.0)
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.cause and outcome.cause.rank) == (128 + 13, 4)
+    assert [failure.rank for failure in outcome.left_out] == [4, 5]
+
+
+def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
+    drive = running("a", max_restarts=0)
+    fails_alone(drive, 0, status=3)
+    drive.now += 50
+    assert told(fails_alone(drive, 1, status=4), Collect) == ["a"]
+    drive.collected()
+    drive.goodbye()
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.left_out, len(outcome.victims)) == (3, (), 1)
+
+
+def test_the_last_of_them_may_be_left_out_where_another_has_ended_well() -> None:
+    drive = running("a", max_restarts=0)
+    drive.say("a", drive.exited("a", 0))
+    assert told(fails_alone(drive, 1), Stop) == ["a"]
+    drive.goodbye()
+    assert drive.outcome.exit_code == 137
+
+
+def test_one_that_the_others_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, standing=2)
+    drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
+    fails_alone(drive, 3, standing=2, status=-11, ran_s=40.0)
+    drive.collected()
+    assert drive.job.phase is Phase.STOPPING
+    drive.stop_all()
+    assert (drive.outcome.exit_code, drive.outcome.gave_up) == (139, "the one restart (--max-restarts) was used")
+
+
+def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
+    drive = running("a", "b", max_restarts=100)
+    for life in range(5):
+        fails_alone(drive, 3, standing=2, status=3)
+        if life < 4:
+            drive.wait(5.0, heard="ab")
+            drive.say("b", Started(0, 3, 200, drive.time("b")))
+            fails_alone(drive, 2, standing=1, status=3)  # of another rank: it says nothing of that one
+            drive.say("b", Started(0, 2, 300, drive.time("b")))
+    drive.collected()
+    assert drive.job.phase is Phase.STOPPING
+    drive.stop_all()
+    assert drive.outcome.exit_code == 3
+    assert "the same failure came 5 times in a row" in drive.outcome.gave_up
+
+
+def test_steps_are_progress_of_a_process_alone() -> None:
+    drive = running("a", "b", max_restarts=100)
+    for _ in range(12):
+        commands = fails_alone(drive, 3, steps=1)
+        assert len(messages(commands, RestartWorker)) == 1, "at once, each time"
+        drive.say("b", Started(0, 3, 200, drive.time("b")))
+
+
+def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
+    drive = running("a", "b", max_restarts=3)
+    drive.say("a", drive.exited("a", 0, 7))
+    assert messages(fails_alone(drive, 3), RestartWorker) == []
+    drive.collected()
+    assert messages(fails_alone(drive, 2), RestartWorker) == []
+    drive.swept()
+    drive.begin()
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    drive.event(Signalled(signal.SIGINT))
+    assert messages(drive.wait(3.0, heard="ab") + fails_alone(drive, 2), RestartWorker) == []
+    drive.stop_all()
+    assert drive.outcome.exit_code == 130
+
+
+def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
+    drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0)
+    for _ in range(3):
+        fails_alone(drive, 3, standing=2, status=3)
+        drive.wait(1.1, heard="ab")
+        drive.say("b", Started(0, 3, 200, drive.time("b")))
+    fails_alone(drive, 3, standing=2, status=3)
+    drive.wait(1.9, heard="ab")
+    assert drive.job.phase is Phase.RUNNING
+    drive.wait(10.0, heard="ab")  # sweeping what it left takes a while
+    assert drive.job.phase is Phase.RUNNING
+    drive.say("b", Started(0, 3, 200, drive.time("b")))
+    drive.wait(1.1, heard="ab")
+    assert drive.job.phase is Phase.COLLECTING
+
+
+def test_time_in_which_nobody_listened_does_not_count_for_a_restart() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    drive.event(Slept(100.0), after_s=100.0)
+    assert messages(drive.wait(0.9, heard="ab"), RestartWorker) == []
+    assert len(messages(drive.wait(0.2, heard="ab"), RestartWorker)) == 1
+
+
+def test_one_that_makes_room_after_a_warning_is_not_started_again() -> None:
+    drive = running("a", "b", max_restarts=3, requeue=True)
+    drive.event(Signalled(signal.SIGUSR1))
+    assert messages(fails_alone(drive, 3, status=75), RestartWorker) == []
+    drive.collected()
+    drive.stop_all()
+    assert drive.outcome.exit_code == 75
+
+
+def test_a_lost_host_ends_the_attempt_whatever_its_processes_said() -> None:
+    drive = running("a", "b", nnodes=(1, 2), max_restarts=0)
+    drive.lose("b")
+    drive.collected("a")
+    assert drive.job.phase is Phase.ENDING
+
+
+def test_the_run_s_key_is_in_no_text() -> None:
+    drive = Drive("a")
+    drive.job._run_key = "canary"
+    drive.run()
+    starts = messages(drive.commands, StartWorker)
+    assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}
+    assert "canary" not in repr(drive.commands)

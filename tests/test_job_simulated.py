@@ -21,6 +21,7 @@ import pytest
 
 from launcher import __version__
 from launcher.attemptstate import AttemptState
+from launcher.cause import looks_like_consequence
 from launcher.events import (
     Close,
     Command,
@@ -58,6 +59,7 @@ from launcher.protocol import (
     OpenStore,
     Prepare,
     Report,
+    RestartWorker,
     SignalWorkers,
     Started,
     StartWorker,
@@ -80,26 +82,28 @@ PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]
 
 @dataclass
 class Worker:
-    """A worker process. `hangs`: it does nothing more, until somebody kills it."""
+    """A worker process. `hangs`: it does nothing more, until somebody kills it. `standing` as in Exited."""
 
     agent: Agent = field(repr=False)
     attempt: int
     rank: int
     began: float
+    standing: int = 0
     alive: bool = True
     hangs: bool = False
 
 
 @dataclass
 class Root:
-    """Something that failed by itself; `told` once the job has been given the news."""
+    """Something that failed by itself; the job has the news since `told_at`, and `alone` the attempt went on."""
 
     attempt: int
     kind: FailureKind
     host: str
     rank: int | None
     at: float
-    told: bool = False
+    told_at: float = float("inf")
+    alone: bool = False
 
 
 @dataclass
@@ -119,7 +123,7 @@ class Node:
     frozen: bool = False
     agent: Agent | None = None  # the newest
     workers: list[Worker] = field(default_factory=list)
-    starts: set[tuple[int, int]] = field(default_factory=set)
+    starts: set[tuple[int, int, int]] = field(default_factory=set)  # attempt, rank, TORCHELASTIC_RESTART_COUNT
     postponed: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -181,6 +185,11 @@ class World:
         self.p_peer = chance.choice([0.0, 1.0])
         self.calm_after = T0 + chance.choice([30.0, 60.0, 120.0])
         self.life_s = chance.choice([2.0, 10.0, 30.0])
+        self.p_alone = chance.choice([0.0, 0.0, 0.5, 1.0, 1.0])  # that a worker stands alone
+        self.broken = chance.choice([*[None] * 9, 0])  # the rank that fails soon after each start, and in the same way
+        self.lives: dict[tuple[int, int], int] = {}  # by attempt and rank, how often it was started again alone
+        self.failed: set[tuple[int, int]] = set()  # those whose last life has failed by itself
+        self.standing: dict[tuple[int, int], int] = {}
         self.first_code = chance.choice([1, 1, 2, 3, 77])
         self.last_disturbance = T0
         self.links: dict[str, Agent | int] = {}  # the newest of each host: its agent, or its number while connecting
@@ -218,7 +227,7 @@ class World:
             run_id="r",
             start_timeout_s=chance.choice([20.0, 60.0]),
             grace_s=chance.choice([0.0, 1.0, 10.0]),
-            max_restarts=chance.choice([0, 0, 1, 2, 3, 4, 5]),
+            max_restarts=chance.choice([0, 0, 1, 2, 3, 4, 9]),
             grow=elastic and chance.random() < 0.5,
             heartbeat_timeout_s=chance.choice([10.0, 30.0]),
             stall_timeout_s=chance.choice([None, None, 15.0]),
@@ -300,7 +309,7 @@ class World:
             self.say(f"<- {event}")
         past, attempt = len(self.job._past), self.job.attempt
         commands = self.job.handle(event, self.now)
-        if len(self.job._past) > past:
+        if len(self.job._past) > past and self.job._past[-1].rank is None:
             assert attempt is not None
             self.check_cause(attempt, self.job._past[-1].cause)
             self.check_strikes()
@@ -314,6 +323,8 @@ class World:
             if isinstance(command, Tell):
                 if isinstance(command.message, StartWorker):
                     starts.append(command)
+                elif isinstance(command.message, RestartWorker):
+                    self.check_restart(command, command.message)
                 self.tell(command)
             elif isinstance(command, Open):
                 self.links[command.host] = command.link
@@ -339,7 +350,7 @@ class World:
         message = command.message
         if isinstance(message, OpenStore):
             self.check_begin(message.attempt)
-        if isinstance(message, OpenStore | StartWorker | EndAttempt | Collect | SignalWorkers):
+        if isinstance(message, OpenStore | StartWorker | RestartWorker | EndAttempt | Collect | SignalWorkers):
             assert key in self.enlisted, f"told to an agent that takes no part: {command}"
         elif isinstance(message, Prepare) and message.clean:
             self.cleaning.add(key)
@@ -402,6 +413,8 @@ class World:
         if self.chance.random() < 0.01:
             self.handle(Unread(name))
         self.handle(Said(name, agent.link, message))
+        if isinstance(message, Exited) and message.standing and self.job.phase is Phase.RUNNING and accepted:
+            self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(Said(name, agent.link - 1, message))
 
@@ -410,9 +423,10 @@ class World:
             if root.host != name:
                 continue
             if isinstance(message, Exited):
-                root.told |= (message.attempt, message.rank) == (root.attempt, root.rank)
-            elif isinstance(message, StoreFailed):
-                root.told |= root.kind is FailureKind.STORE_LOST
+                is_it = (message.attempt, message.rank) == (root.attempt, root.rank)
+            else:
+                is_it = isinstance(message, StoreFailed) and root.kind is FailureKind.STORE_LOST
+            root.told_at = min(root.told_at, self.now) if is_it else root.told_at
 
     # ---- links ----
 
@@ -493,7 +507,11 @@ class World:
                 self.disturbed(0.0)
         elif isinstance(message, StartWorker):
             if not agent.ending:
-                self.start_worker(agent, message)
+                self.start_worker(agent, message.attempt, message.rank, message.env["TORCHELASTIC_RESTART_COUNT"])
+        elif isinstance(message, RestartWorker):
+            if not agent.ending and agent.attempt == message.attempt and agent.kill_at == float("inf"):
+                again_s = self.chance.choice([0.0, 0.02, self.chance.uniform(0, self.spec.grace_s)])
+                self.later(again_s, self.on_host, agent, self.start_again, agent, message)
         elif isinstance(message, Suspend):
             if not message.suspended:
                 self.go_on(agent)
@@ -645,18 +663,39 @@ class World:
 
     # ---- what workers do ----
 
-    def start_worker(self, agent: Agent, message: StartWorker) -> None:
+    def start_again(self, agent: Agent, message: RestartWorker) -> None:
+        if agent.suspended:
+            self.later(1.0, self.on_host, agent, self.start_again, agent, message)
+        elif agent.alive and not agent.ending and agent.attempt == message.attempt and agent.kill_at == float("inf"):
+            self.start_worker(agent, message.attempt, message.rank, str(message.restart), again=True)
+
+    def start_worker(self, agent: Agent, attempt: int, rank: int, count: str, *, again: bool = False) -> None:
         node, chance = agent.node, self.chance
-        key = (message.attempt, message.rank)
+        key = (attempt, rank, int(count))
         assert key not in node.starts, "started twice"
         node.starts.add(key)
-        agent.attempt = message.attempt
-        older = [w for n in self.nodes.values() for w in n.workers if w.alive and w.attempt != message.attempt]
-        assert not any(self.lives(w) for w in older), f"two attempts at once: {older}"
-        worker = Worker(agent, message.attempt, message.rank, self.now)
+        agent.attempt = attempt
+        living = [w for n in self.nodes.values() for w in n.workers if w.alive and self.is_living(w)]
+        assert all(w.attempt == attempt for w in living), f"two attempts at once: {living}"
+        assert all(w.rank != rank for w in living), f"two lives of rank {rank} at once: {living}"
+        standing = self.standing[attempt, rank] if again else 0
+        if chance.random() < self.p_alone:  # later it would say so, but before it fails
+            standing = chance.choice([1, 1, 2])
+        self.standing[attempt, rank] = standing
+        if again and self.fails(0.1):
+            self.root(FailureKind.NEVER_STARTED, node, rank, attempt)
+            self.failed.add((attempt, rank))
+            error = {"type": "", "message": "could not be started", "where": "", "inside": ""}
+            ended = Worker(agent, attempt, rank, self.now, standing, alive=False)
+            self.exited(agent, ended, 127, provoked=False, error=error, pid=0)
+            return
+        self.failed.discard((attempt, rank))
+        worker = Worker(agent, attempt, rank, self.now, standing)
         node.workers.append(worker)
-        self.report(agent, Started(message.attempt, message.rank, 100 + message.rank, self.now + node.clock))
-        if self.fails(self.p_fail / 2):
+        self.report(agent, Started(attempt, rank, 100 + rank, self.now + node.clock))
+        if rank == self.broken:
+            self.later(chance.uniform(0, 0.2), self.fail, agent, worker, 3)
+        elif self.fails(self.p_fail / 2):
             at = chance.choice([chance.uniform(0, 0.5), chance.uniform(0, self.life_s)])
             if self.spec.stall_timeout_s is not None and chance.random() < 0.2:
                 self.later(at, self.hang, worker)
@@ -664,7 +703,7 @@ class World:
                 self.later(at, self.fail, agent, worker)
         self.later(self.life_s + chance.random(), self.finish, agent, worker)
 
-    def lives(self, worker: Worker) -> bool:
+    def is_living(self, worker: Worker) -> bool:
         """Say whether a worker runs, or will once more."""
         if not worker.alive:
             return False
@@ -674,23 +713,25 @@ class World:
         worker.hangs = worker.alive
         self.disturbed(0.0)
 
-    def fail(self, agent: Agent, worker: Worker) -> None:
+    def fail(self, agent: Agent, worker: Worker, status: int | None = None) -> None:
         """Let a worker fail by itself."""
         if agent.node.frozen:
-            agent.node.postponed.append(lambda: self.fail(agent, worker))
+            agent.node.postponed.append(lambda: self.fail(agent, worker, status))
             return
         if not worker.alive or agent.suspended or agent.kill_at < float("inf") or not agent.alive:
             return
-        status = self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
+        status = status or self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
         raised = status == 1 and self.chance.random() < 0.6
         kind = FailureKind.RAISED if raised else FailureKind.KILLED if status < 0 else FailureKind.EXITED
         error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""} if raised else None
         self.root(kind, agent.node, worker.rank, worker.attempt)
+        self.failed.add((worker.attempt, worker.rank))
         worker.alive = False
         self.disturbed(0.0)
         late = 0.0 if raised else self.chance.uniform(0, 0.02)  # its agent sees the end a little later
         self.exited(agent, worker, status, provoked=False, error=error, late=late)
-        self.peers_notice(worker.attempt)
+        if not worker.standing or self.chance.random() < 0.3:
+            self.peers_notice(worker.attempt)
         if self.chance.random() < 0.3:  # another one fails by itself before anything is stopped
             other = self.chance.choice([w for node in self.nodes.values() for w in node.workers])
             self.later(self.chance.uniform(0.3, 0.9), self.fail, other.agent, other)
@@ -711,6 +752,7 @@ class World:
         if agent.kill_at < float("inf"):
             return
         worker.alive = False
+        self.failed.add((worker.attempt, worker.rank))
         if self.chance.random() < 0.3:
             self.exited(agent, worker, -6, provoked=False)
         else:
@@ -730,15 +772,16 @@ class World:
 
     def exited(
         self, agent: Agent, worker: Worker, status: int, *, provoked: bool,
-        error: dict[str, str] | None = None, late: float = 0.0,
+        error: dict[str, str] | None = None, late: float = 0.0, pid: int = 100,
     ) -> None:  # fmt: skip
         node = agent.node
         self.report(
             agent,
             Exited(
-                attempt=worker.attempt, rank=worker.rank, pid=100 + worker.rank, status=status,
+                attempt=worker.attempt, rank=worker.rank, pid=pid and pid + worker.rank, status=status,
                 ran_s=self.now - worker.began, provoked=provoked, killer="", error=error, error_file=None,
-                time=self.now + late + node.clock,
+                time=self.now + late + node.clock, standing=worker.standing,
+                steps=0 if worker.rank == self.broken else self.chance.choice([0, 0, 5]),
             ),
         )  # fmt: skip
 
@@ -910,7 +953,7 @@ class World:
         """When an attempt begins, nothing of another may live."""
         assert number == self.attempt + 1
         self.attempt = number
-        living = [worker for node in self.nodes.values() for worker in node.workers if self.lives(worker)]
+        living = [worker for node in self.nodes.values() for worker in node.workers if self.is_living(worker)]
         assert not living, f"attempt {number} begins while {living} live"
         for name in self.nodes:
             self.nodes[name].workers.clear()
@@ -934,6 +977,26 @@ class World:
             assert (message.attempt, message.rank) == (self.attempt, rank)
             assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(len(starts)))
             assert env["TORCHELASTIC_RESTART_COUNT"] == str(self.attempt)
+            assert env["DTRAIN_ROLES"] == f"default:{len(starts)}"
+
+    def check_restart(self, tell: Tell, order: RestartWorker) -> None:
+        """One that is started again alone has failed, where it is, and is told that it is another life."""
+        key = (order.attempt, order.rank)
+        assert self.job.phase is Phase.RUNNING
+        assert order.attempt == self.attempt
+        assert tell.host == self.members[order.rank // (self.spec.hosts[0].slots or 1)]
+        assert key in self.failed
+        assert self.standing[key] in (1, 2)
+        self.lives[key] = self.lives.get(key, 0) + 1
+        assert order.restart == order.attempt + self.lives[key]
+        again = sum(lives for (attempt, _), lives in self.lives.items() if attempt == self.attempt)
+        assert again <= self.spec.max_restarts
+        self.disturbed(0.0)
+
+    def went_on(self, exited: Exited) -> None:
+        """Note that the job has let an attempt go on after one of its processes had failed."""
+        for root in self.roots:
+            root.alone |= (root.attempt, root.rank) == (exited.attempt, exited.rank)
 
     def check_cause(self, attempt: AttemptState, cause: Failure) -> None:
         """The cause is the first of what failed by itself, as far as the clocks tell."""
@@ -951,7 +1014,10 @@ class World:
         sure = [
             root
             for root in roots
-            if root.told and root.at < stopped_at - slack and root.kind is not FailureKind.HOST_LOST
+            if root.told_at <= self.now
+            and not root.alone
+            and root.at < stopped_at - slack
+            and root.kind is not FailureKind.HOST_LOST
         ]
         if cause.kind is FailureKind.STALLED:
             assert any(w.hangs for n in self.nodes.values() for w in n.workers) or any(
@@ -963,11 +1029,24 @@ class World:
             same = [r for r in roots if (r.kind, r.host) == (FailureKind.HOST_LOST, cause.host)]
             assert same or self.silent_reason(cause), f"{cause.host} was not lost: {roots}"
             return
-        told = [root for root in roots if root.told or root.kind is FailureKind.HOST_LOST]
+        if looks_like_consequence(cause) and any(r.alone and cause.at - 0.5 - slack < r.at <= cause.at for r in roots):
+            return  # of a failure that had not ended the attempt by itself
+        told = [r for r in roots if (r.told_at <= stopped_at and not r.alone) or r.kind is FailureKind.HOST_LOST]
         assert same or not told, f"the cause is {cause}, but these came by themselves: {told}"
         if same and sure:
             first = min(root.at for root in sure)
             assert min(root.at for root in same) <= first + slack, f"the cause is {cause}, not the first of {sure}"
+
+    def check_left_out(self, outcome: Outcome) -> None:
+        """A run that went on to its end without some processes: those failed by themselves, all others ended well."""
+        assert not outcome.signum
+        gone = {failure.rank for failure in outcome.left_out}
+        well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
+        assert well | gone == set(range(outcome.world_size))
+        assert well
+        assert not well & gone
+        assert {(self.attempt, rank) for rank in gone} <= self.failed
+        assert all(self.standing[self.attempt, rank] == 1 for rank in gone if rank is not None)
 
     def note_clock_error(self, node: Node) -> None:
         """Note how far the job is off with the time of a host that says when something failed."""
@@ -979,7 +1058,7 @@ class World:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
     def check_strikes(self) -> None:
-        past = self.job._past
+        past = [attempt for attempt in self.job._past if attempt.rank is None]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
@@ -998,17 +1077,20 @@ class World:
                 assert (name, agent.link) in self.closed, "a link is left open"
         unchecked = {name for name, _ in outcome.unchecked} | {name for name, _ in outcome.left}
         for name, node in self.nodes.items():
-            living = [worker for worker in node.workers if self.lives(worker)]
+            living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
         free = sum(attempt.free for attempt in job._past)
-        assert outcome.attempts - 1 - self.grown - free <= spec.max_restarts
+        assert outcome.attempts - 1 - self.grown - free + outcome.lone_restarts <= spec.max_restarts
         assert free == 0 or spec.elastic
         if outcome.error is not None:
             assert outcome.exit_code == outcome.error.exit_code != 0
         elif outcome.cause is not None:
             assert outcome.exit_code == outcome.cause.exit_code != 0
             assert job.attempt is not None
-            self.check_cause(job.attempt, outcome.cause)
+            if any(failure is outcome.cause for failure in outcome.left_out):
+                self.check_left_out(outcome)
+            else:
+                self.check_cause(job.attempt, outcome.cause)
         elif outcome.signum is not None:
             assert outcome.signum in self.signals
             assert outcome.exit_code == 128 + outcome.signum
@@ -1016,6 +1098,7 @@ class World:
             assert outcome.exit_code == 0
             well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
             assert well == set(range(outcome.world_size)), "not every worker ended well"
+            assert not outcome.left_out
         if outcome.world_size and outcome.exit_code:
             well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
             assert outcome.signum or outcome.cause or outcome.error
@@ -1052,12 +1135,15 @@ def test_the_worlds_are_of_every_kind() -> None:
         assert outcome is not None
         cause = "" if outcome.cause is None else outcome.cause.kind.name
         ends.add(type(outcome.error).__name__ if outcome.error else cause or ("signal" if outcome.signum else "well"))
-        ends |= {name for name in ("left", "unchecked", "gave_up") if getattr(outcome, name)}
+        ends |= {name for name in ("left", "unchecked", "gave_up", "left_out") if getattr(outcome, name)}
+        ends |= {"alone and well"} if outcome.lone_restarts and not outcome.exit_code else set()
+        ends |= {"loop"} if "times in a row" in outcome.gave_up else set()
+        ends |= {"without"} if any(failure is outcome.cause for failure in outcome.left_out) else set()
         ends |= {f"{outcome.attempts} attempts"} if outcome.attempts < 4 else set()
     kinds = {"HOST_LOST", "STORE_LOST", "RAISED", "EXITED", "KILLED", "STALLED"}
     errors = {"StartError", "StoreError", "HostError"}
     assert ends >= {"well", "signal", "left", "unchecked", "gave_up", "1 attempts", "2 attempts", "3 attempts"}
-    assert ends >= {*kinds, *errors}
+    assert ends >= {*kinds, *errors, "left_out", "alone and well", "without", "loop"}
 
 
 # ---- a large job ---------------------------------------------------------------------------------------------

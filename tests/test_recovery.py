@@ -64,6 +64,20 @@ def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> Non
     assert judge(patient, [*((LOOP - 1) * [crashed()]), other]).again_after_s is not None
 
 
+def test_a_process_alone_shares_the_restarts_but_is_judged_by_its_own_lives() -> None:
+    def died(rank: int, saved: int = 0) -> Past:
+        return Past(CRASH, ran_s=1.0, saved=saved, free=False, rank=rank)
+
+    assert judge(spec(), [crashed(), died(1), died(2)]).again_after_s == 0.0
+    assert judge(spec(), [crashed(), died(1), died(2), died(3)]).reason.startswith("all 3 restarts")
+    patient = spec(max_restarts=100)
+    lives = [died(1), died(2), died(1), crashed(), died(1)]
+    assert judge(patient, lives).again_after_s == 1.0, "the third of rank 1 in a row"
+    assert judge(patient, [*lives, crashed()]).again_after_s == 0.5, "the second attempt"
+    assert judge(patient, [*lives, died(1), died(2), died(1)]).reason.startswith("not tried again: the same failure")
+    assert judge(patient, [*lives, died(1), died(1, saved=1)]).again_after_s == 0.0
+
+
 def test_before_an_attempt_is_over_it_may_have_made_progress() -> None:
     patient = spec(max_restarts=100)
     assert judge_early(patient, (LOOP - 1) * [crashed()], CRASH).again_after_s is not None

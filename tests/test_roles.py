@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from testbed.processes import run_dtrain
 
 from launcher.ecosystems import ecosystem_environment, parse_ecosystems, serving_ranks
-from launcher.environment import worker_environment
+from launcher.environment import roles_in_order, worker_environment
 from launcher.errors import UsageError
 from launcher.placement import HostOffer, Placement, place
 from launcher.roles import Role, Roles, parse_role, roles_of
@@ -78,6 +78,13 @@ def test_a_wrong_role_is_an_error(given: list[str], options: dict[str, object], 
 )
 def test_tensorflow_s_servers_are_not_waited_for(roles: Roles, waits_for: list[str]) -> None:
     assert [name for name in roles.names if roles.needs(name)] == waits_for
+
+
+def test_servers_without_workers_are_an_error(tmp_path: Path) -> None:
+    for options in (["--ps", "2"], ["--role", "ps:2:serve.py"]):
+        result = run_dtrain("plan", *options, "--nproc-per-node", "0", "train.py", cwd=tmp_path)
+        assert result.returncode == 2
+        assert result.stderr.startswith("dtrain: servers without workers: --nproc-per-node is 0, beside 2 of role ps; ")
 
 
 # ---- placing -------------------------------------------------------------------------------------------------
@@ -200,6 +207,8 @@ def test_an_unknown_launcher_is_an_error() -> None:
 def test_torchrun_s_variables_name_the_role() -> None:
     placement = place([CPU, GPU], nproc=1, roles=roles_of(["trainer", "ps:1"]))
     given = {
+        "roles": roles_in_order(placement),
+        "run_key": "k",
         "run_id": "r",
         "attempt": 0,
         "max_restarts": 0,
@@ -215,6 +224,12 @@ def test_torchrun_s_variables_name_the_role() -> None:
         ["1", "3", "trainer", "1", "2", "1", "2"],
         ["2", "3", "ps", "0", "1", "0", "2"],
     ]
+
+
+def test_every_process_is_told_all_roles_in_the_order_of_the_ranks() -> None:
+    assert roles_in_order(place([CPU, GPU], nproc=2, roles=TENSORFLOW)) == "chief:1,worker:3,ps:2,evaluator:1"
+    assert roles_in_order(place([CPU, GPU], nproc=2)) == "default:4"
+    assert roles_in_order(place([CPU], nproc=1, roles=roles_of([], chief=True, ps=1))) == "chief:1,ps:1"
 
 
 def test_another_command_s_processes_are_no_part_of_the_workers_world() -> None:

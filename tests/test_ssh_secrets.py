@@ -78,3 +78,39 @@ def test_no_secret_is_in_any_command_line_file_or_message(ssh_hosts: SshHosts, t
         (what, where) for what, secret in secrets.items() for where, text in places.items() if secret.encode() in text
     }
     assert not found
+
+
+def test_the_run_s_key_is_for_the_eyes_of_its_workers_alone(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    """It is in no command line, log, report or evidence, of a run in which much is said; a user's own is not used."""
+    keys, work = tmp_path / "keys", tmp_path / "work"
+    for folder in (keys, work):
+        folder.mkdir()
+    script = work / "script.py"
+    script.write_text(
+        "import os, signal, struct, sys, time\n"
+        "rank, count = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        f"open('{keys}/' + rank + '-' + count, 'w').write(os.environ['DTRAIN_RUN_KEY'])\n"
+        "os.pwrite(os.open(os.environ['DTRAIN_PROGRESS_FILE'], os.O_RDWR), struct.pack('<Q', rank == '1'), 16)\n"
+        "if rank == '1' and count == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"while not os.path.exists('{keys}/1-1'): time.sleep(0.01)\n"
+        "if rank == '0': raise ValueError('no')\ntime.sleep(60)\n"
+    )
+    env = {"DTRAIN_RUN_KEY": "canary-of-the-user", "DTRAIN_TOKEN": "canary-token"}
+    hosts = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2"]
+    options = ["--max-restarts", "1", "--error-json", "end.json", "-x", "DTRAIN_*"]
+    with command_lines() as seen:
+        result = run_dtrain("run", "-v", *hosts, *options, script, cwd=work, env=env)
+        shown = [run_dtrain(*words, cwd=work, env=env) for words in (["plan", *hosts, script], ["env"])]
+    assert result.returncode == 1, result.stderr
+    assert sorted(file.name for file in keys.iterdir()) == ["0-0", "1-0", "1-1"]
+    (key,) = {file.read_text() for file in keys.iterdir()}
+    assert len(bytes.fromhex(key)) == 32
+    assert any(b"launcher.agent" in line for line in seen)
+    places = {str(line): line for line in seen}
+    places |= {f"{k}": (told.stdout + told.stderr).encode() for k, told in enumerate([result, *shown])}
+    places |= {
+        str(file): file.read_bytes() for root in (work, ssh_hosts.folder) for file in root.rglob("*") if file.is_file()
+    }
+    assert any(place.endswith("evidence-1.txt") for place in places)
+    secrets = (key, key.upper(), "canary-of-the-user", "canary-token")
+    assert not [where for where, text in places.items() for secret in secrets if secret.encode() in text]

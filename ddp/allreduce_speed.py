@@ -1,6 +1,6 @@
 """An all-reduce over all ranks and its bandwidth, as a program: run by `dtrain check`, or under any launcher.
 
-    dtrain run --hosts alpha,beta ddp/allreduce.py
+    dtrain run --hosts alpha,beta ddp/allreduce_speed.py
 
 Rank 0 prints one line of JSON. Meant to be run by its path: it then imports nothing of ddp. On a CPU build of torch
 not even all of torch is imported, but its extension module, with the very gloo that a training uses: 0.4 s of a
