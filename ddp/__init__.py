@@ -19,17 +19,21 @@ from ddp.errors import (
     CollectiveError,
     DdpError,
     DriftError,
+    KeyRefusedError,
     LaunchEnvironmentError,
     LayoutMismatchError,
     NotInitializedError,
+    ParameterServerError,
     PeerFailedError,
     RendezvousError,
     UnsupportedError,
+    VersionMismatchError,
 )
 from ddp.local_sgd import LocalSGD
 from ddp.metrics import gather_metrics, gather_samples
 from ddp.parallel import DistributedDataParallel
 from ddp.sampler import DistributedSampler
+from ddp.strategy import Strategy, strategy
 from ddp.tracing import skip_package
 from ddp.verify import Difference, Verification, verify
 from ddp.world import World, init
@@ -47,21 +51,26 @@ __all__ = [
     "DriftError",
     "Half",
     "Int8",
+    "KeyRefusedError",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
     "LocalSGD",
     "NotInitializedError",
+    "ParameterServerError",
     "PeerFailedError",
     "PowerSGD",
     "RendezvousError",
     "Restored",
+    "Strategy",
     "UnsupportedError",
     "Verification",
+    "VersionMismatchError",
     "World",
     "gather_metrics",
     "gather_samples",
     "init",
     "make_compression",
+    "strategy",
     "verify",
 ]
 

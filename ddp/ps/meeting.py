@@ -1,0 +1,149 @@
+"""Who is who in a run with parameter servers, and where the servers listen: the launcher's variables and its store.
+
+Called by the strategy. The store only says where to connect; that the other end belongs to the run is shown by the
+run's key, which the launcher hands to every process and which never goes through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from ddp.environment import roles_of
+from ddp.errors import LaunchEnvironmentError, RendezvousError
+
+__all__ = ["Meeting", "Part", "own_address", "read_part"]
+
+Role = Literal["worker", "ps", "evaluator"]
+_HOW = "dtrain run --ps 1 --nproc-per-node 2 train.py"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of this process: its role, its number in it, and how many workers and servers there are.
+
+    `key` is the run's, and in no repr. A world of one has no servers.
+    """
+
+    role: Role
+    index: int
+    workers: int
+    servers: int
+    key: bytes = field(default=b"", repr=False)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.servers == 0
+
+
+def read_part(environ: Mapping[str, str]) -> Part:
+    """Find this process's part in DTRAIN_ROLES, ROLE_NAME and RANK; without any, it is alone.
+
+    Raises LaunchEnvironmentError if the run has workers but no servers, or servers but no workers.
+    """
+    roles = roles_of(environ)
+    workers = _workers(roles)
+    servers = roles.get("ps", 0)
+    own = environ.get("ROLE_NAME", "worker")
+    role: Role = "ps" if own == "ps" else "evaluator" if own == "evaluator" else "worker"
+    if not servers:
+        if environ.get("WORLD_SIZE", "1") == "1" and role == "worker":
+            return Part("worker", 0, 1, 0)
+        raise LaunchEnvironmentError(
+            f"strategy 'parameter_server' in a world of {environ.get('WORLD_SIZE')}, but the run has no parameter "
+            f"servers: start it with --ps N, for example {_HOW}"
+        )
+    if not workers:
+        raise LaunchEnvironmentError(f"{servers} parameter servers without workers: start some, for example {_HOW}")
+    key = environ.get("DTRAIN_RUN_KEY", "")
+    if len(key) != 64 or not set(key) <= set("0123456789abcdef"):
+        raise LaunchEnvironmentError(
+            "DTRAIN_RUN_KEY is not set or malformed: dtrain run makes it, and hands it to every process of a run"
+        )
+    index = int(environ["RANK"]) if role == "worker" else int(environ["ROLE_RANK"])
+    return Part(role, index, workers, servers, bytes.fromhex(key))
+
+
+def _workers(roles: Mapping[str, int]) -> int:
+    """The first role is that of the workers, after the chief, which is the first of them."""
+    names = [name for name in roles if name not in ("ps", "evaluator")]
+    if not names:
+        return 0
+    own = names[:2] if names[0] == "chief" else names[:1]
+    return sum(roles[name] for name in own)
+
+
+def own_address(master: str) -> str:
+    """Return this host's address on the way to `master`, as a number: where the others can reach it."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousError(f"no route from this host to MASTER_ADDR={master}: {error}") from error
+
+
+class Meeting:
+    """The launcher's store, in which the servers of this attempt say where they listen."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not address or not port.isdecimal():
+            raise LaunchEnvironmentError("MASTER_ADDR and MASTER_PORT are not set: dtrain run sets them")
+        self.host = own_address(address)
+        self._timeout_s = timeout_s
+        try:
+            store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(f"the store at {address}:{port} cannot be reached: {error}") from error
+        self._store: Store = PrefixStore("dtrain/ps", store)
+
+    def begin_life(self, server: int) -> int:
+        """Count one more life of a server; return its number, from 1."""
+        return int(self._store.add(f"lives/{server}", 1))
+
+    def announce(self, server: int, life: int, address: str) -> None:
+        """Say where a server listens in this life."""
+        self._store.set(f"server/{server}/{life}", json.dumps({"address": address}))
+
+    def find(self, server: int, life: int, *, wait_s: float = 0.0) -> str | None:
+        """Return where a server listens in a life, None if it has not said so within `wait_s` seconds."""
+        name = f"server/{server}/{life}"
+        if not self._store.check([name]):
+            if wait_s <= 0:
+                return None
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait([name], timedelta(seconds=wait_s))
+            if not self._store.check([name]):
+                return None
+        return str(json.loads(self._store.get(name))["address"])
+
+    def agree_on_step(self, server: int, servers: int, steps: Sequence[int]) -> int | None:
+        """Return the last step of which every server has a snapshot, None if there is none. Every server must call it.
+
+        Blocks until all have, at most the meeting's timeout.
+        """
+        self._store.set(f"snapshots/{server}", json.dumps(sorted(steps)))
+        names = [f"snapshots/{other}" for other in range(servers)]
+        try:
+            self._store.wait(names, timedelta(seconds=self._timeout_s))
+        except dist.DistStoreError as error:
+            raise RendezvousError(
+                f"parameter server {server}: not all of the {servers} servers have come within {self._timeout_s:g} s"
+            ) from error
+        common = set.intersection(*(set(json.loads(self._store.get(name))) for name in names))
+        return max(common, default=None)

@@ -1,0 +1,243 @@
+"""Which server holds which part of a model: parameters are cut into pieces, and pieces packed into chunks.
+
+Pure functions of shapes and dtypes: every process of a run comes to the same partition by itself. Called by the
+parameter server, its workers and central storage; nothing here holds values.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ddp.errors import ArgumentError
+
+__all__ = ["Chunk", "Partition", "Piece", "partition"]
+
+_ALIGN_BYTES = 64  # a cache line, and what the widest vector instructions load
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `begin` to `end` (exclusive) along dimension 0 of parameter number `parameter`.
+
+    `shape` is that of the piece; a parameter without dimensions is one row, of shape (). `offset` counts elements
+    from the beginning of the chunk, in which the piece lies contiguously in row-major order.
+    """
+
+    parameter: int
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """The offset behind its last element."""
+        return self.offset + math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pieces of one dtype that lie, travel and are stepped together.
+
+    `index` is unique over all servers. `offset_bytes` counts from the beginning of the memory of its server.
+    """
+
+    index: int
+    server: int
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    numel: int
+    offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Every element of every parameter in one piece of one chunk, the chunks in the order of their `index`."""
+
+    servers: int
+    chunks: tuple[Chunk, ...]
+
+    def of(self, server: int) -> tuple[Chunk, ...]:
+        """The chunks of one server, in the order in which they lie in its memory."""
+        return self._by_server[server]
+
+    def bytes(self, server: int) -> int:
+        """The memory that the chunks of one server take, padding included."""
+        return max((_aligned(chunk.offset_bytes + chunk.nbytes) for chunk in self.of(server)), default=0)
+
+    @cached_property
+    def _by_server(self) -> tuple[tuple[Chunk, ...], ...]:
+        found: list[list[Chunk]] = [[] for _ in range(self.servers)]
+        for chunk in self.chunks:
+            found[chunk.server].append(chunk)
+        return tuple(map(tuple, found))
+
+
+def partition(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    *,
+    servers: int,
+    chunk_bytes: int = 4 << 20,
+    splits: bool = True,
+    alone: Collection[int] = (),
+) -> Partition:
+    """Cut parameters of these shapes and dtypes into chunks over `servers`, about as many bytes on each.
+
+    A chunk has one dtype and at most `chunk_bytes`, unless a single row has more. With `splits`, parameters are cut
+    between any two rows, and no server has more than the mean and one chunk. Without, each lies in one piece, and the
+    largest are placed first. Parameters numbered in `alone` share their chunks with no others (embeddings, of which
+    only some rows travel). A parameter without elements has one empty piece.
+
+    The pieces of a parameter lie in neighbouring chunks, in order; neighbouring chunks lie on different servers, so
+    that all servers are busy while a model travels in order. Raises ArgumentError for arguments that cannot be meant.
+    """
+    if servers < 1 or chunk_bytes < 1:
+        raise ArgumentError(f"servers={servers}, chunk_bytes={chunk_bytes}: both must be at least 1")
+    if len(shapes) != len(dtypes):
+        raise ArgumentError(f"{len(shapes)} shapes, but {len(dtypes)} dtypes")
+    kinds = {dtype: place for place, dtype in enumerate(dict.fromkeys(dtypes))}
+    order = sorted(range(len(shapes)), key=lambda number: kinds[dtypes[number]])
+    lonely = frozenset(alone)
+    sources = [_source(number, shapes[number], dtypes[number], is_alone=number in lonely) for number in order]
+    if splits:
+        stripes = _stripes(sources, servers=servers, chunk_bytes=chunk_bytes)
+        homes = _homes([sum(map(_nbytes, stripe)) for stripe in stripes], servers)
+    else:
+        stripes, homes = _whole(sources, servers)
+    packed = [_packed(stripe, chunk_bytes=chunk_bytes, splits=splits) for stripe in stripes]
+    placed = [(cuts, home) for chunks, home in zip(packed, homes, strict=True) for cuts in chunks]
+    if not splits:  # in the order of the parameters again
+        places = {number: place for place, number in enumerate(order)}
+        placed.sort(key=lambda chunk: places[chunk[0][0][0].number])
+    return Partition(servers, _chunks(placed, servers))
+
+
+class _Source(NamedTuple):
+    """One parameter, as rows."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_alone: bool
+    rows: int
+    row_numel: int
+    row_bytes: int
+
+
+def _source(number: int, shape: Sequence[int], dtype: torch.dtype, *, is_alone: bool) -> _Source:
+    row_numel = math.prod(shape[1:])
+    return _Source(
+        number, tuple(shape), dtype, is_alone, shape[0] if shape else 1, row_numel, row_numel * dtype.itemsize
+    )
+
+
+_Cut = tuple[_Source, int, int]  # rows begin to end of a parameter
+
+
+def _stripes(sources: Sequence[_Source], *, servers: int, chunk_bytes: int) -> list[list[_Cut]]:
+    """Cut the parameters, one behind the other, at the rows next to equal distances; a multiple of `servers` parts."""
+    total = sum(source.row_bytes * source.rows for source in sources)
+    slack = min(max((source.row_bytes for source in sources), default=0), chunk_bytes // 4)  # of rounding to rows
+    count = servers * max(1, -(-total // (servers * (chunk_bytes - slack))))
+    stripes: list[list[_Cut]] = [[]]
+    at = 0  # bytes before this parameter
+    for source in sources:
+        begin, size = 0, source.row_bytes
+        while len(stripes) < count and size and (border := len(stripes) * total / count) < at + source.rows * size:
+            cut = min(max(begin, round((border - at) / size)), source.rows)
+            if cut > begin:
+                stripes[-1].append((source, begin, cut))
+            stripes.append([])
+            begin = cut
+        if begin < source.rows or not source.rows:
+            stripes[-1].append((source, begin, source.rows))
+        at += source.rows * size
+    return [stripe for stripe in stripes if stripe]
+
+
+def _whole(sources: Sequence[_Source], servers: int) -> tuple[list[list[_Cut]], list[int]]:
+    """Deal out whole parameters: what each server gets, and the server's number."""
+    homes = _homes([source.row_bytes * source.rows for source in sources], servers)
+    owned: list[list[_Cut]] = [[] for _ in range(servers)]
+    for source, home in zip(sources, homes, strict=True):
+        owned[home].append((source, 0, source.rows))
+    return owned, list(range(servers))
+
+
+def _homes(sizes: Sequence[int], servers: int) -> list[int]:
+    """Choose a server for each size: the large first, each to the server that has least; equals are dealt in turn."""
+    quantum = max(1, max(sizes, default=0) // 8)  # stripes differ by a row: that must not change their order
+    order = sorted(range(len(sizes)), key=lambda place: (-round(sizes[place] / quantum), place))
+    loads = [(0, server) for server in range(servers)]
+    homes = [0] * len(sizes)
+    for place in order:
+        load, homes[place] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[place], homes[place]))
+    return homes
+
+
+def _packed(cuts: Iterable[_Cut], *, chunk_bytes: int, splits: bool) -> list[list[_Cut]]:
+    """Pack neighbours into chunks: of one dtype, up to `chunk_bytes`, cut again between rows where `splits`."""
+    chunks: list[list[_Cut]] = []
+    left_bytes = 0
+    last: _Source | None = None
+    for source, begin, end in cuts:
+        if last is None or last.dtype != source.dtype or last.is_alone or source.is_alone:
+            chunks.append([])
+            left_bytes = chunk_bytes
+        last = source
+        if begin == end:
+            chunks[-1].append((source, begin, end))
+        while begin < end:
+            fits = min(end - begin, left_bytes // source.row_bytes) if source.row_bytes else end - begin
+            if fits < end - begin and not splits:
+                fits = 0
+            if not fits and chunks[-1]:
+                chunks.append([])
+                left_bytes = chunk_bytes
+                continue
+            taken = fits or (1 if splits else end - begin)
+            chunks[-1].append((source, begin, begin + taken))
+            begin += taken
+            left_bytes = max(0, left_bytes - taken * source.row_bytes)
+    return chunks
+
+
+def _nbytes(cut: _Cut) -> int:
+    source, begin, end = cut
+    return source.row_bytes * (end - begin)
+
+
+def _chunks(placed: Sequence[tuple[list[_Cut], int]], servers: int) -> tuple[Chunk, ...]:
+    chunks = []
+    ends = [0] * servers  # of the memory that is given away
+    for index, (cuts, server) in enumerate(placed):
+        pieces, offset = [], 0
+        for source, begin, end in cuts:
+            shape = (end - begin, *source.shape[1:]) if source.shape else ()
+            pieces.append(Piece(source.number, begin, end, shape, offset))
+            offset += (end - begin) * source.row_numel
+        chunk = Chunk(index, server, cuts[0][0].dtype, tuple(pieces), offset, ends[server])
+        ends[server] = _aligned(chunk.offset_bytes + chunk.nbytes)
+        chunks.append(chunk)
+    return tuple(chunks)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

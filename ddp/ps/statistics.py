@@ -1,0 +1,94 @@
+"""What a server counts while it serves, and how it is shown. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Statistics", "histogram"]
+
+_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # lower ends
+
+
+@dataclass
+class Statistics:
+    """Counts of one server in this life. Times in seconds.
+
+    `staleness` counts, for each gradient of a chunk that was applied, the steps that others had made on it since its
+    worker read it. `waited_s` is, by replica, how long answers were held back for others; `queue` the largest number of
+    gradients that waited at once; `apply_s` the time spent on averaging and stepping.
+    """
+
+    pushes: int = 0
+    steps: int = 0
+    dropped: int = 0
+    snapshots: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    bytes_shared: int = 0
+    queue: int = 0
+    apply_s: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    waited_s: dict[int, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it in what JSON knows: the keys of `staleness` and `waited_s` become texts."""
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("staleness", "waited_s")},
+            "staleness": {str(steps): count for steps, count in sorted(self.staleness.items())},
+            "waited_s": {str(replica): round(seconds, 3) for replica, seconds in sorted(self.waited_s.items())},
+        }
+
+    def lines(self, *, name: str, ran_s: float) -> list[str]:
+        """Return what a server prints at its end."""
+        moved = f"{_size(self.bytes_in)} in, {_size(self.bytes_out)} out, {_size(self.bytes_shared)} by shared memory"
+        lines = [
+            f"{name}: {self.pushes:,} gradients, {self.steps:,} steps of chunks in {ran_s:.1f} s; {moved}; "
+            f"averaging and stepping took {self.apply_s:.1f} s; at most {self.queue} gradients waited at once"
+        ]
+        if self.dropped:
+            lines.append(f"{name}: {self.dropped:,} gradients came too late and were dropped")
+        if self.waited_s and max(self.waited_s.values()) >= 0.05:
+            waits = ", ".join(f"{replica}: {seconds:.1f} s" for replica, seconds in sorted(self.waited_s.items()))
+            lines.append(f"{name}: workers waited for others: {waits}")
+        if set(self.staleness) - {0}:
+            lines.append(f"{name}: staleness in steps: {histogram(self.staleness)}")
+        return lines
+
+
+def histogram(staleness: Counter[int]) -> str:
+    """Return shares by staleness, "0: 61 %, 1: 30 %, 4-5: 9 %".
+
+    >>> histogram(Counter({0: 3, 5: 1}))
+    '0: 75 %, 4-5: 25 %'
+    """
+    total = sum(staleness.values())
+    shares = []
+    for low, high in zip(_BINS, [*(b - 1 for b in _BINS[1:]), None], strict=True):
+        count = sum(c for steps, c in staleness.items() if steps >= low and (high is None or steps <= high))
+        if count:
+            shares.append(f"{_range(low, high)}: {count / total:.0%}".replace("%", " %"))
+    return ", ".join(shares)
+
+
+def merged(parts: Iterable[dict[str, Any]]) -> Counter[int]:
+    """Return the staleness of all servers together, of what `as_dict` gave."""
+    total: Counter[int] = Counter()
+    for part in parts:
+        total.update({int(steps): count for steps, count in part["staleness"].items()})
+    return total
+
+
+def _range(low: int, high: int | None) -> str:
+    return f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}"
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,1 @@
+"""The ways to train behind `ddp.strategy`, one module each."""

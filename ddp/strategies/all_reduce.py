@@ -1,0 +1,31 @@
+"""Every replica holds the whole model, and gradients are averaged over all of them while backward runs."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp.parallel import DistributedDataParallel
+from ddp.strategy import Strategy, join
+
+__all__ = ["AllReduce"]
+
+
+class AllReduce(Strategy):
+    """`ddp.DistributedDataParallel` around the model; the optimizer stays as it is."""
+
+    name = "all_reduce"
+
+    def __init__(self, *, communication: str = "auto", **options: Any) -> None:
+        super().__init__(join(communication))
+        self._options = options
+
+    @classmethod
+    def passes_on(cls) -> set[str]:
+        return {*signature(DistributedDataParallel.__init__).parameters} - {"module"}
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return DistributedDataParallel(model, **self._options), optimizer
