@@ -10,6 +10,17 @@ run needs to go on, and finds the newest whole one when it starts again. Start t
 torchrun, mpirun or srun, or alone with plain python.
 """
 
+from ddp.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    History,
+    LearningRateScheduler,
+    LinearScaling,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+)
 from ddp.checkpoint import Checkpoint, Restored
 from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.errors import (
@@ -35,12 +46,15 @@ from ddp.parallel import DistributedDataParallel
 from ddp.sampler import DistributedSampler
 from ddp.strategy import Strategy, strategy
 from ddp.tracing import skip_package
+from ddp.trainer import Trainer
 from ddp.verify import Difference, Verification, verify
 from ddp.world import World, init
 
 __all__ = [
     "ArgumentError",
     "BackwardError",
+    "CSVLogger",
+    "Callback",
     "Checkpoint",
     "CheckpointError",
     "CollectiveError",
@@ -49,19 +63,27 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "DriftError",
+    "EarlyStopping",
     "Half",
+    "History",
     "Int8",
     "KeyRefusedError",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
+    "LearningRateScheduler",
+    "LinearScaling",
     "LocalSGD",
+    "ModelCheckpoint",
     "NotInitializedError",
     "ParameterServerError",
     "PeerFailedError",
     "PowerSGD",
+    "ProgressBar",
     "RendezvousError",
     "Restored",
     "Strategy",
+    "TensorBoard",
+    "Trainer",
     "UnsupportedError",
     "Verification",
     "VersionMismatchError",

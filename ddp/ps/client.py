@@ -304,6 +304,16 @@ class Client:
         for mine, theirs in zip(self.plan.extras.values(), tensors, strict=False):
             mine.data.copy_(theirs)
 
+    def give_values(self) -> None:
+        """Give the servers the values that this replica, the first, has: they replace theirs."""
+        with self._lock:
+            self.finish()
+            self.give_extras()
+            for chunk in self.plan.partition.chunks:
+                flat = torch.empty(chunk.numel, dtype=chunk.dtype)
+                torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
+                self._request(chunk.server, Message("value", {"chunk": chunk.index}, (flat,)), "taken")
+
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes that each replica gives, of those that train, in their order. Every one must call it."""
         with self._lock:

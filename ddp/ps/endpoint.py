@@ -319,6 +319,7 @@ class ServerEndpoint(_Endpoint):
             raise RefusedError("key")
         del self._half_open[session]
         self._peers[session] = Peer(name, route, made, now)
+        self._put([route, made.outgoing.seal(Packet.HERE, session, b"")])
 
     def _answer_the_door(self) -> None:
         """Let in whom the run's key has made the password of (ZAP, ZeroMQ's RFC 27), nobody else."""
@@ -362,6 +363,7 @@ class ClientEndpoint(_Endpoint):
         self.connections = 0
         self._encrypts = encrypt
         self._session: Session | None = None
+        self._offered: Session | None = None  # until the server has taken the proof
         self._hello = b""
         self._hello_at = 0.0
         self._is_up = False
@@ -494,9 +496,11 @@ class ClientEndpoint(_Endpoint):
         prefix = read_prefix(head)
         session = self._session
         if prefix.packet == Packet.CHALLENGE and session is None:
-            proof, session = self._key.answer(self._hello, bytes(head))
-            if self._put([proof]):
-                self._session = session
+            proof, self._offered = self._key.answer(self._hello, bytes(head))
+            self._put([proof])
+        elif prefix.packet == Packet.HERE and self._offered is not None and prefix.session == self._offered.id:
+            self._opened(self._offered, prefix, head, frames[1:])
+            self._session, self._offered = self._offered, None
         elif prefix.packet == Packet.REFUSED and session is None:
             self._on_refusal(read_plain_packet(bytes(head)))
         elif prefix.packet == Packet.UNKNOWN and session is not None and prefix.session == session.id:

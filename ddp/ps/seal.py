@@ -1,9 +1,10 @@
 """Who may speak in a session, and that nobody changed, repeated or invented what was said. No sockets here.
 
-Both ends hold the run's key. A handshake of three packets, each with an HMAC-SHA256 over all that was said so far,
-proves it to both and gives a session with a fresh key for each direction:
+Both ends hold the run's key. A handshake, each packet with an HMAC-SHA256 over all that was said so far, proves it to
+both and gives a session with a fresh key for each direction:
 
-    client: hello (version, name, nonce)    server: challenge (version, nonce, session)    client: proof
+    client: hello (version, name, nonce)    server: challenge (version, nonce, session)
+    client: proof                           server: here (sealed already)
 
 Everything after it is sealed with AES-GMAC (AES-256-GCM that encrypts nothing): one tag over each tensor, and one over
 the header, its sequence number and those tags. `ddp.ps.endpoint` carries the packets; nothing here encrypts or waits.
@@ -60,7 +61,7 @@ class Packet(IntEnum):
     REFUSED = 4  # by the server, to a hello
     UNKNOWN = 5  # by the server: there is no such session (any more)
     MESSAGE = 16
-    HERE = 17  # by a client whose connection is new: this is where the session is now
+    HERE = 17  # by a server that has taken the proof; by a client whose connection is new: its session is here now
 
 
 class RefusedError(Exception):

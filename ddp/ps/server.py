@@ -6,7 +6,8 @@ loop; when a gradient makes a step, and who waits, is decided by `ddp.ps.pace`.
 What workers say, and what is answered:
 
     join -> joined | refused       who it is, and what its model looks like; where training is
-    value (init only), ready -> pushed ...   the first replica's values, if there is no snapshot
+    value, ready -> filled         the first replica's values, if there is no snapshot
+    value -> taken                 the same later, when it has changed them by hand
     groups                         hyperparameters, for the gradients that follow
     push -> pushed                 a chunk's gradient; its values once the step is made
     pull -> pushed                 a chunk's values
@@ -344,9 +345,14 @@ class Server:
         self._groups = [dict(group) for group in message.facts["groups"]]
 
     def _take_value(self, peer: _Peer, message: Message) -> None:
-        if peer.role == "worker" and peer.replica == 0 and not self._is_filled:
-            chunk = self._chunks[message.facts["chunk"]]
-            self._shards.values[chunk.index].copy_(message.tensors[0])
+        if peer.role != "worker" or peer.replica != 0:
+            return
+        chunk = self._chunks[message.facts["chunk"]]
+        self._shards.values[chunk.index].copy_(message.tensors[0])
+        for other in self._peers.values():
+            other.rows.pop(chunk.index, None)  # they have to be given all
+        if self._is_filled:
+            self._endpoint.send(peer.address, Message("taken", {"chunk": chunk.index}))
 
     def _push(self, peer: _Peer, message: Message) -> None:
         facts = message.facts

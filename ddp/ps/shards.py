@@ -238,7 +238,7 @@ class _ChunkOptimizer:
         self._by_element = by_element
         group_of = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._group_of = [group_of[piece.parameter] for piece in chunk.pieces]
-        self._whole = () if by_element else tuple(in_flat(chunk, flat))
+        self._whole = () if by_element else tuple(_window(flat, piece.offset, piece.shape) for piece in chunk.pieces)
         self._optimizer = _copy_of_torchs(optimizer) if by_element else _copy_of_another(optimizer, chunk, self._whole)
         self._groups: Sequence[Mapping[str, Any]] | None = None
         self._units: list[_Unit] = []
@@ -296,8 +296,8 @@ class _ChunkOptimizer:
         if not self._by_element:
             return _Unit(first, stop, self._whole[first])
         pieces = self.chunk.pieces
-        tensor = self._flat[pieces[first].offset : pieces[stop - 1].stop]
-        return _Unit(first, stop, tensor if is_flat else tensor.view(pieces[first].shape))
+        begin, end = pieces[first].offset, pieces[stop - 1].stop
+        return _Unit(first, stop, _window(self._flat, begin, (end - begin,) if is_flat else pieces[first].shape))
 
     def _split(self, kinds: Sequence[int]) -> None:
         """Let no unit hold pieces of several kinds; a sparse one is alone, and has its piece's shape."""
@@ -385,6 +385,21 @@ class _ChunkOptimizer:
             return momentum.coalesce().indices()[0].clone() if momentum.is_sparse else None
         # Other classes that take sparse gradients step whole parameters: who knows what they change.
         return torch.unique(rows.numbers) if self._by_element else None
+
+
+def _window(flat: torch.Tensor, begin: int, shape: Sequence[int]) -> torch.Tensor:
+    """A part of `flat` as a tensor whose storage begins with it.
+
+    Adding a coalesced sparse tensor to one that does not, of one dimension, writes elsewhere (torch 2.13).
+    """
+    size = torch.Size(shape)
+    if not size.numel():
+        return flat.new_empty(size)
+    first = (flat.storage_offset() + begin) * flat.itemsize
+    storage = flat.untyped_storage()[first : first + size.numel() * flat.itemsize]
+    window = torch.empty(0, dtype=flat.dtype)
+    window.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
+    return window
 
 
 def _kind(gradient: ChunkGradient, position: int) -> int:

@@ -104,6 +104,7 @@ class CentralStorageStrategy(Strategy):
     """`CentralStorage` behind `ddp.strategy("central_storage")`; its options are the same."""
 
     name = "central_storage"
+    averages_in_step = True
 
     def __init__(
         self, *, max_grad_norm: float | None = None, stall_timeout_s: float | None = None, communication: str = "auto"
@@ -126,8 +127,11 @@ class CentralOptimizer(torch.optim.Optimizer):
 
     def __init__(self, storage: _Storage, optimizer: torch.optim.Optimizer) -> None:
         self._storage: _Storage | None = None
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
+        # Not the user's groups and defaults: they would be filled up with each other.
+        super().__init__(
+            [{"params": [parameter for group in optimizer.param_groups for parameter in group["params"]]}], {}
+        )
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         self._storage = storage
         self._users = optimizer
         self._refusal = optimizer.register_step_pre_hook(_refuse_step)
@@ -262,9 +266,13 @@ def _aligned(size_bytes: int) -> int:
 
 def _view(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor at an offset of `memory` (bytes,), with a storage of its own: who saves it saves no more."""
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
     tensor = torch.empty(0, dtype=dtype)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return tensor.set_(memory.untyped_storage()[at : at + size], 0, torch.Size(shape)) if size else tensor.view(shape)  # type: ignore[call-overload]  # torch's stubs know no storage
+    storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
+    tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
+    return tensor
 
 
 class _Desk:
@@ -545,8 +553,9 @@ class _Storage:
             return flats[0]
         total = self._scratch(chunk, keep=keep)
         if is_plain:
-            torch.add(flats[0], flats[1], out=total) if self._size > 1 else total.copy_(flats[0])
-            for flat in flats[2:]:
+            in_one = self._size > 1 and total.dtype == chunk.dtype  # else it would be rounded before it is written
+            torch.add(flats[0], flats[1], out=total) if in_one else total.copy_(flats[0])
+            for flat in flats[1 + in_one :]:
                 total.add_(flat)
             return total.div_(self._size)
         absent, sparse = set(), {}

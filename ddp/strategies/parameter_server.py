@@ -64,6 +64,7 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     has_servers = True
     collective = False
+    averages_in_step = True
 
     def __init__(
         self,
@@ -134,10 +135,10 @@ class ParameterServer(Strategy):
         return loader
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        if self._meeting is None:
+        if self._meeting is None or self.role != "worker":
             return [payload]
-        if self._client is None or self.role != "worker":
-            raise ArgumentError("reduce() is for workers, after prepare()")
+        if self._client is None:
+            raise ArgumentError("reduce() comes after prepare(): the workers meet at the servers")
         return self._client.gather(payload)
 
     def sync(self) -> None:
@@ -148,6 +149,18 @@ class ParameterServer(Strategy):
             else:
                 self._client.fetch_extras()
             self._client.pull()
+
+    def publish(self) -> None:
+        """Let all go on from what replica 0 has in its model, after it was changed by hand or loaded.
+
+        Every worker must call it; blocks. Optimizer states are given by `optimizer.load_state_dict` on replica 0.
+        """
+        if self._client is None or self.role != "worker":
+            return
+        if self.is_main:
+            self._client.give_values()
+        self._client.gather(torch.zeros(1, dtype=torch.uint8))
+        self.sync()
 
     def evaluations(self, *, every_s: float = 1.0) -> Iterator[int]:
         """In the evaluator: take over the parameters whenever they are newer, and yield the number of steps made.
@@ -307,15 +320,16 @@ def _leave(client: Client) -> None:
 
 
 def _world_of(part: Part) -> World:
-    """The workers as a world, without a process group."""
+    """The workers as a world, without a process group; the evaluator has one of its own, with all of the data."""
+    is_worker = part.role == "worker"
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if part.role != "ps" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > local_rank else 0)
         torch.cuda.set_device(device)
     return World(
-        rank=part.index,
-        world_size=part.workers,
+        rank=part.index if is_worker else 0,
+        world_size=part.workers if is_worker else 1,
         local_rank=local_rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         node_rank=int(os.environ["GROUP_RANK"]) if os.environ.get("GROUP_RANK", "").isdecimal() else None,
