@@ -119,19 +119,20 @@ class ReplicaLoader:
 
         It begins where training is: after `load_state_dict`, or when this replica has joined one that goes on.
         """
-        self._catch_up()
+        self.catch_up()
         while (epoch := self.epoch) < count:
             yield epoch
             if self.epoch == epoch:  # the pass was broken off
                 self._next_epoch()
 
-    def _catch_up(self) -> None:
-        """Stand where the others are."""
+    def catch_up(self) -> int:
+        """Stand where the others are, if this replica has joined a training that goes on; return the epoch."""
         behind = 0 if self._behind is None else self._behind()
         self._behind = None
         whole, rest = divmod(behind, len(self) or 1)
         self.epoch += whole
         self._position += rest * self.global_batch_size
+        return self.epoch
 
     def begin_after(self, batches: Callable[[], int]) -> None:
         """Leave out so many global batches, which others have trained on, from the first pass on.

@@ -144,6 +144,11 @@ class Strategy(ABC):
         return self.world.world_size
 
     @property
+    def goes_on(self) -> bool:
+        """Whether this process has joined a training that others have begun: then nothing is to be restored."""
+        return False
+
+    @property
     def is_main(self) -> bool:
         """Whether this is replica 0 of the workers: the one that prints, logs and saves."""
         return self.role == "worker" and self.replica == 0

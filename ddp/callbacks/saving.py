@@ -59,6 +59,8 @@ class ModelCheckpoint(Callback):
 
     def on_restore(self) -> None:
         trainer = self.trainer
+        if trainer.strategy.goes_on:
+            return
         parts = _parts(trainer)
         if trainer.strategy.collective:
             restored = self._checkpoint.load(**parts)

@@ -9,6 +9,7 @@ server knows what it has had. A break of the network of any length below `timeou
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -35,6 +36,7 @@ __all__ = ["Client", "Training"]
 _BEAT_S = 1.0
 _QUIET_S = 3.0  # without a word from a server, the store is asked whether it has a new life
 _LEAVE_S = 2.0
+_NAMES = 256  # tensors beside the parameters in one message
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class _Link:
     endpoint: ClientEndpoint
     values: SharedSegment | None = None
     has_joined: bool = False
+    is_ready: bool = False  # and has its values
+    step: int = 0
+    meetings: int = 0
     may_share: bool = False  # gradients by memory
     connections: int = 0
     outstanding: dict[tuple[int, int], Message] = field(default_factory=dict)
@@ -91,12 +96,13 @@ class Client:
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
         self._losses: Losses = {}
         self._buffers: dict[int, torch.Tensor] = {}
-        self._groups: list[dict[str, Any]] | None = None
+        self._known_extras: dict[str, tuple[int, int]] = {}  # what of them the first server has: version and place
         self._made = -1  # the last step that a server has answered
         self._has_made = 0  # steps of this life
         self._pulls = 0
         self._gathers = 0
-        self._has_extras = False
+        self._has_filled = False
+        self._requests = 0
         self._training = Training(0, False)
         self._waits_for: dict[int, list[int]] = {}
         self._lock = threading.RLock()
@@ -124,12 +130,14 @@ class Client:
                 while (newer := self._meeting.find(server, life + 1)) is not None:
                     life, address = life + 1, newer
                 self._links.append(self._open(server, life, address))
-            facts = [self._join(server) for server in range(self.part.servers)]
-            self.step = min(int(each["step"]) for each in facts)
-            self._has_extras = all(each["is_filled"] for each in facts)
+            for link in self._links:
+                self._introduce(link)
+            self._wait(lambda: all(link.is_ready for link in self._links))
+            # A server without a chunk, where there are more servers than elements, counts no steps.
+            self.step = min(link.step for link in self._links if self.plan.partition.of(link.index))
             self._beat = threading.Thread(target=self._beats, name="ddp-ps-beat", daemon=True)
             self._beat.start()
-            if self._has_extras and self.plan.extras:
+            if not (self.part.role == "worker" and self.part.index == 0 and self._has_filled):
                 self.fetch_extras()
             self.pull()
             return self.step
@@ -142,10 +150,12 @@ class Client:
         with self._lock:
             message = Message("leave") if error is None else Message("fail", {"error": error[:500]})
             for link in self._links:
-                link.endpoint.send(message)
+                if link.is_ready:
+                    link.endpoint.send(message)
             deadline = time.monotonic() + (_LEAVE_S if error is None else 0.2)
-            while time.monotonic() < deadline and not all("left" in link.answers for link in self._links):
-                self._pump(0.1)
+            with contextlib.suppress(ParameterServerError, OSError):  # it is over, whatever a server says now
+                while time.monotonic() < deadline and not all("left" in link.answers for link in self._links):
+                    self._pump(0.1)
             for link in self._links:
                 self._close(link)
             for memory in self._memories:
@@ -160,18 +170,16 @@ class Client:
             address,
             name=self._name,
             encrypt=self._settings.encrypt,
-            max_frame_bytes=max(64 << 20, 2 * self.plan.frame_bytes + (1 << 20)),
+            max_frame_bytes=self.plan.frame_bytes,
         )
         self._poller.add(endpoint)
         return _Link(server, life, endpoint)
 
-    def _join(self, server: int) -> Mapping[str, Any]:
-        """Introduce this worker to a server; if the server has nothing yet, the first replica gives it its values."""
-        link, memory = self._links[server], self._memories[server]
-        link.endpoint.connect(self._settings.timeout_s)
+    def _introduce(self, link: _Link) -> None:
+        """Tell a server who this is; it answers "joined". May be said again."""
+        memory = self._memories[link.index]
+        link.has_joined = link.is_ready = False
         link.connections = link.endpoint.connections
-        link.has_joined = False
-        link.answers.pop("joined", None)
         facts = {
             "role": self.part.role,
             "replica": self.part.index,
@@ -180,37 +188,44 @@ class Client:
             "memory": None if memory is None else memory.ticket,
         }
         link.endpoint.send(Message("join", facts))
-        joined = self._wait_for(server, "joined").facts
-        link = self._links[server]
-        if link.has_joined:  # it had another life meanwhile, which was joined on the way
-            return joined
+
+    def _joined(self, link: _Link, facts: Mapping[str, Any]) -> None:
+        """A server knows this worker now. If it has nothing yet, this is the first replica, and gives it its values."""
         link.has_joined = True
-        link.may_share = memory is not None and bool(joined["reads_gradients"])
-        ticket = joined["memory"]
-        link.values = None if ticket is None or not self._settings.shared_memory else SharedSegment.open(ticket)
+        link.may_share = self._memories[link.index] is not None and bool(facts["reads_gradients"])
+        link.step = int(facts["step"])
+        if link.values is None and facts["memory"] is not None and self._settings.shared_memory:
+            link.values = SharedSegment.open(facts["memory"])
         if link.values is not None:
             link.endpoint.send(Message("memory"))
-        self._gathers = max(self._gathers, int(joined["gathered"])) if link.index == 0 else self._gathers
-        self._groups = None  # this server does not know them
-        if not joined["is_filled"]:
-            self._fill(link)
-        return joined
-
-    def _fill(self, link: _Link) -> None:
         if link.index == 0:
+            self._gathers = max(self._gathers, int(facts["gathered"]))
+        if facts["is_filled"]:
+            self._is_known(link)
+            return
+        self._has_filled = True
+        if link.index == 0:
+            self._known_extras = {}
             self.give_extras()
         for chunk in self.plan.partition.of(link.index):
             flat = torch.empty(chunk.numel, dtype=chunk.dtype)
             torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
             self._send(link, Message("value", {"chunk": chunk.index}, (flat,)))
         self._send(link, Message("ready"))
-        self._wait_for(link.index, "filled")
+
+    def _is_known(self, link: _Link) -> None:
+        """Go on with a server that has what it needs: give it what its earlier life has not answered."""
+        link.is_ready = True
+        link.meetings += 1
+        for message in list(link.outstanding.values()):
+            self._send(link, message if link.may_share else self._without_memory(message))
 
     def _close(self, link: _Link) -> None:
         self._poller.remove(link.endpoint)
         link.endpoint.close()
         if link.values is not None:
             link.values.close()
+            link.values = None
 
     # ---- steps ----
 
@@ -220,17 +235,15 @@ class Client:
         Does not wait for them (`finish` does). `groups` are the optimizer's hyperparameters.
         """
         with self._lock:
-            if groups != self._groups:
-                self._groups = groups
-                for link in self._links:
-                    self._send(link, Message("groups", {"groups": groups}))
             for chunk in self.plan.partition.chunks:
-                self._push(self._links[chunk.server], chunk, gradients)
+                self._push(self._links[chunk.server], chunk, gradients, groups)
                 self._pump(0.0)
             self.statistics["steps"] += 1
 
-    def _push(self, link: _Link, chunk: Chunk, gradients: Sequence[torch.Tensor | None]) -> None:
-        facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step}
+    def _push(
+        self, link: _Link, chunk: Chunk, gradients: Sequence[torch.Tensor | None], groups: list[dict[str, Any]]
+    ) -> None:
+        facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
         if chunk.index in self._last_of:
             facts["is_last"] = True
         gradient = collect(chunk, gradients, self._staging(chunk, shared=link.may_share))
@@ -289,20 +302,25 @@ class Client:
     # ---- things beside the parameters ----
 
     def give_extras(self) -> None:
-        """Give the first server the buffers and frozen parameters of this replica, the first."""
-        if self.plan.extras:
-            tensors = tuple(each.detach().cpu().contiguous().clone() for each in self.plan.extras.values())
-            with self._lock:
-                self._send(self._links[0], Message("extras", {}, tensors))
+        """Give the first server the buffers and frozen parameters of this replica, the first, that have changed."""
+        changed = {}
+        for name, tensor in self.plan.extras.items():
+            version = tensor._version, tensor.data_ptr()
+            if self._known_extras.get(name) != version:
+                self._known_extras[name] = version
+                changed[name] = tensor
+        with self._lock:
+            for names in _batches(list(changed)):
+                tensors = tuple(changed[name].detach().cpu().contiguous().clone() for name in names)
+                self._send(self._links[0], Message("extras", {"names": names}, tensors))
 
     def fetch_extras(self) -> None:
         """Take over the buffers and frozen parameters of the first replica."""
-        if not self.plan.extras:
-            return
         with self._lock:
-            tensors = self._request(0, Message("fetch"), "extras").tensors
-        for mine, theirs in zip(self.plan.extras.values(), tensors, strict=False):
-            mine.data.copy_(theirs)
+            for names in _batches(list(self.plan.extras)):
+                message = self._request(0, Message("fetch", {"names": names}), "extras")
+                for name, tensor in zip(message.facts["names"], message.tensors, strict=True):
+                    self.plan.extras[name].data.copy_(tensor)
 
     def give_values(self) -> None:
         """Give the servers the values that this replica, the first, has: they replace theirs."""
@@ -328,7 +346,7 @@ class Client:
             states: list[dict[str, Any]] = [{"chunks": {}, "groups": []} for _ in self._links]
             for chunk in self.plan.partition.chunks:
                 message = self._request(chunk.server, Message("state", {"chunk": chunk.index}), "state")
-                states[chunk.server]["chunks"][chunk.index] = unpack(message.facts["tree"], list(message.tensors))
+                states[chunk.server]["chunks"][chunk.index] = unpack(*message.tensors)
             return states
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -337,28 +355,42 @@ class Client:
             self.finish()
             for server, state in enumerate(states):
                 for index, chunk_state in state["chunks"].items():
-                    tensors: list[torch.Tensor] = []
-                    tree = pack(chunk_state, tensors)
-                    self._request(server, Message("load", {"chunk": index, "tree": tree}, tuple(tensors)), "loaded")
+                    self._request(server, Message("load", {"chunk": index}, pack(chunk_state)), "loaded")
 
     def server_statistics(self) -> list[dict[str, Any]]:
         """Return what each server has counted in its present life."""
         with self._lock:
             return [
-                dict(self._request(server, Message("statistics"), "statistics").facts)
+                dict(self._request(server, Message("statistics"), "statistics").facts["counts"])
                 for server in range(self.part.servers)
             ]
 
     def _request(self, server: int, message: Message, kind: str) -> Message:
         """Ask a server for something that may be asked twice; ask again when the connection has become another one."""
-        link = self._links[server]
-        link.answers.pop(kind, None)
-        self._send(link, message)
-        return self._wait_for(server, kind, again=message)
+        self._requests += 1
+        number = self._requests
+        message = Message(message.kind, {**message.facts, "request": number}, message.tensors)
+        self._send(self._links[server], message)
+        asked = self._links[server].meetings, self._links[server].connections, self._links[server].life
+
+        def has_come() -> bool:
+            nonlocal asked
+            link = self._links[server]
+            now = link.meetings, link.endpoint.connections, link.life
+            if link.is_ready and asked != now:
+                asked = now
+                self._send(link, message)
+            answer = link.answers.get(kind)
+            return answer is not None and answer.facts.get("request") == number
+
+        self._wait(has_come)
+        return self._links[server].answers.pop(kind)
 
     # ---- what goes out and comes in ----
 
     def _send(self, link: _Link, message: Message) -> None:
+        if not link.has_joined:
+            return  # what matters is said again when it has
         self.statistics["bytes_out"] += sum(tensor.nbytes for tensor in message.tensors)
         if link.unsent or not link.endpoint.send(message):
             link.unsent.append(message)
@@ -386,9 +418,14 @@ class Client:
                 again = link.outstanding.get((index, step))
                 if again is not None:
                     self._send(link, again)
+        elif message.kind == "joined":
+            self._joined(link, facts)
+        elif message.kind == "filled":
+            self._is_known(link)
         elif message.kind == "unknown":
             if link.has_joined:  # else it is about an earlier message
-                self._join_again(link)
+                link.unsent.clear()
+                self._introduce(link)
         elif message.kind == "refused":
             entries = [Entry(*entry) for entry in facts["entries"]]
             me, other = self._name, f"parameter server {link.index}"
@@ -412,21 +449,6 @@ class Client:
 
     # ---- waiting, and what may happen meanwhile ----
 
-    def _wait_for(self, server: int, kind: str, *, again: Message | None = None) -> Message:
-        """Wait for an answer; ask `again` when the connection, or the server's life, has become another one."""
-        asked = self._links[server].life, self._links[server].connections
-
-        def has_come() -> bool:
-            nonlocal asked
-            link = self._links[server]
-            if again is not None and link.has_joined and asked != (now := (link.life, link.connections)):
-                asked = now
-                self._send(link, again)
-            return kind in link.answers
-
-        self._wait(has_come)
-        return self._links[server].answers.pop(kind)
-
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait until something is so, keeping in touch. Raises ParameterServerError when nothing moves for too long."""
         moved = time.monotonic()
@@ -445,13 +467,11 @@ class Client:
         """Once a second, ask for what was not answered; look for a server's next life when it is quiet."""
         if now - link.asked >= _BEAT_S:
             link.asked = now
-            if link.connections != link.endpoint.connections:  # a question may have been lost, and costs nothing
-                link.connections = link.endpoint.connections
-                for (_, step), message in list(link.outstanding.items()):
-                    if step < 0:
-                        self._send(link, message)
-            outstanding = [list(key) for key in link.outstanding if key[1] >= 0]
-            link.endpoint.send(Message("ask", {"outstanding": outstanding}) if outstanding else Message("beat"))
+            if not link.has_joined or (not link.is_ready and link.connections != link.endpoint.connections):
+                self._introduce(link)
+            elif link.is_ready:
+                outstanding = [list(key) for key in link.outstanding]
+                link.endpoint.send(Message("ask", {"outstanding": outstanding}) if outstanding else Message("beat"))
         if now - link.heard > _QUIET_S:
             address = self._meeting.find(link.index, link.life + 1)
             if address is not None:
@@ -463,13 +483,7 @@ class Client:
         fresh = self._open(link.index, link.life + 1, address)
         fresh.outstanding = link.outstanding
         self._links[link.index] = fresh
-        self._join_again(fresh)
-
-    def _join_again(self, link: _Link) -> None:
-        """Introduce this worker to a server that does not know it, and give it what it has not answered."""
-        self._join(link.index)
-        for message in list(link.outstanding.values()):
-            self._send(link, self._without_memory(message) if not link.may_share else message)
+        self._introduce(fresh)
 
     def _without_memory(self, message: Message) -> Message:
         """A message that carries the gradient that lies in shared memory."""
@@ -503,3 +517,8 @@ class Client:
                             link.arrived.append(message)
                 finally:
                     self._lock.release()
+
+
+def _batches(names: list[str]) -> list[list[str]]:
+    """Names in lists that one message can carry."""
+    return [names[begin : begin + _NAMES] for begin in range(0, len(names), _NAMES)]

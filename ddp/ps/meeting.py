@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from ddp.environment import roles_of
-from ddp.errors import LaunchEnvironmentError, RendezvousError
+from ddp.environment import read_placement, roles_of
+from ddp.errors import LaunchEnvironmentError, ParameterServerError, RendezvousError
 
 __all__ = ["Meeting", "Part", "own_address", "read_part"]
 
@@ -60,11 +60,12 @@ def read_part(environ: Mapping[str, str]) -> Part:
     own = environ.get("ROLE_NAME", "worker")
     role: Role = "ps" if own == "ps" else "evaluator" if own == "evaluator" else "worker"
     if not servers:
-        if environ.get("WORLD_SIZE", "1") == "1" and role == "worker":
+        world_size = read_placement(environ).world_size
+        if world_size == 1 and role == "worker":
             return Part("worker", 0, 1, 0)
         raise LaunchEnvironmentError(
-            f"strategy 'parameter_server' in a world of {environ.get('WORLD_SIZE')}, but the run has no parameter "
-            f"servers: start it with --ps N, for example {_HOW}"
+            f"strategy 'parameter_server' in a world of {world_size}, but the run has no parameter servers: start it "
+            f"with --ps N, for example {_HOW}"
         )
     if not workers:
         raise LaunchEnvironmentError(f"{servers} parameter servers without workers: start some, for example {_HOW}")
@@ -132,18 +133,27 @@ class Meeting:
                 return None
         return str(json.loads(self._store.get(name))["address"])
 
-    def agree_on_step(self, server: int, servers: int, steps: Sequence[int]) -> int | None:
-        """Return the last step of which every server has a snapshot, None if there is none. Every server must call it.
+    def agree_on_step(self, server: int, servers: Sequence[int], steps: Sequence[int]) -> int | None:
+        """Return the last step of which all of `servers` have a snapshot, None if none of them has any.
 
-        Blocks until all have, at most the meeting's timeout.
+        Each of them must call it; blocks until all have, at most the meeting's timeout. Raises ParameterServerError if
+        some have snapshots, but none of the same step.
         """
         self._store.set(f"snapshots/{server}", json.dumps(sorted(steps)))
-        names = [f"snapshots/{other}" for other in range(servers)]
+        names = [f"snapshots/{other}" for other in servers]
         try:
             self._store.wait(names, timedelta(seconds=self._timeout_s))
         except dist.DistStoreError as error:
             raise RendezvousError(
-                f"parameter server {server}: not all of the {servers} servers have come within {self._timeout_s:g} s"
+                f"parameter server {server}: not all of the {len(servers)} servers have come within "
+                f"{self._timeout_s:g} s"
             ) from error
-        common = set.intersection(*(set(json.loads(self._store.get(name))) for name in names))
+        told = [json.loads(self._store.get(name)) for name in names]
+        common = set.intersection(*map(set, told))
+        if not common and any(told):
+            have = "; ".join(f"server {other}: {steps or 'none'}" for other, steps in zip(servers, told, strict=True))
+            raise ParameterServerError(
+                f"the servers have no snapshot of the same step ({have}): put the folder on storage that all of their "
+                "hosts share, or remove it to begin anew"
+            )
         return max(common, default=None)

@@ -53,6 +53,11 @@ class Pace:
         return len(self.members)
 
     @property
+    def waits_for_all(self) -> bool:
+        """Whether no step is made without every replica that has not finished."""
+        return self.mode == "sync" and not self.backup_workers
+
+    @property
     def is_over(self) -> bool:
         """Whether every replica has said that it is through."""
         return all(member.has_finished for member in self.members)

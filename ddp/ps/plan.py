@@ -22,6 +22,8 @@ from ddp.ps.shards import hyperparameters, splits_by_element
 
 __all__ = ["Plan", "Settings", "WireFormat", "make_plan", "raise_mismatch"]
 
+_FRAME_BYTES = 64 << 20
+
 WireFormat = Literal["float32", "fp16", "bf16", "int8"]
 
 
@@ -84,6 +86,7 @@ class Plan:
     parameters: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     extras: dict[str, torch.Tensor]
+    sparse: frozenset[int]  # chunks of which gradients are rows
 
     @property
     def digest(self) -> str:
@@ -91,8 +94,9 @@ class Plan:
 
     @property
     def frame_bytes(self) -> int:
-        """The most that one tensor of a message takes: a chunk, or what its optimizer keeps of it."""
-        return max((chunk.nbytes for chunk in self.partition.chunks), default=0)
+        """The most that one tensor of a message takes: a chunk, what its optimizer keeps of it, or an extra."""
+        chunks = [4 * chunk.nbytes for chunk in self.partition.chunks]
+        return max(_FRAME_BYTES, *chunks, *(each.nbytes for each in self.extras.values())) + (1 << 20)
 
 
 def make_plan(
@@ -115,21 +119,24 @@ def make_plan(
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
+    alone = {number for number, parameter in enumerate(parameters) if id(parameter) in sparse}
+    parts = partition(
+        [tuple(parameter.shape) for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+        servers=servers,
+        chunk_bytes=int(settings.chunk_mb * (1 << 20)),
+        splits=splits,
+        alone=sorted(alone),
+    )
     return Plan(
         settings=settings,
         workers=workers,
-        partition=partition(
-            [tuple(parameter.shape) for parameter in parameters],
-            [parameter.dtype for parameter in parameters],
-            servers=servers,
-            chunk_bytes=int(settings.chunk_mb * (1 << 20)),
-            splits=splits,
-            alone=[number for number, parameter in enumerate(parameters) if id(parameter) in sparse],
-        ),
+        partition=parts,
         entries=_describe(model, optimizer, settings, parameters, extras),
         parameters=tuple(parameters),
         names=tuple(name_of[id(parameter)] for parameter in parameters),
         extras=extras,
+        sparse=frozenset(c.index for c in parts.chunks if any(piece.parameter in alone for piece in c.pieces)),
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from ddp.errors import ArgumentError
+from ddp.errors import ArgumentError, UnsupportedError
 from ddp.ps.wire import MAX_TENSORS, WIRE_VERSION
 
 __all__ = [
@@ -114,6 +114,8 @@ class RunKey:
 
     def curve_pair(self, side: str) -> tuple[bytes, bytes]:
         """Return CURVE's public and secret key of the "server" or of the "client" side, in Z85."""
+        if not zmq.has("curve"):
+            raise UnsupportedError("this build of pyzmq cannot encrypt (no CURVE): install pyzmq's wheel from PyPI")
         secret = z85.encode(self.derive(b"curve " + side.encode()))
         return zmq.curve_public(secret), secret
 
@@ -138,7 +140,7 @@ class RunKey:
         return packet, self._session(session, hello + packet, is_server=True)
 
     def answer(self, hello: bytes, challenge: bytes) -> tuple[bytes, Session]:
-        """Check a challenge to this client's hello; return the proof to send and the session, which has begun then."""
+        """Check a challenge to this hello; return the proof, and the session that begins when the server takes it."""
         if not self._proven(challenge, b"challenge", hello):
             raise RefusedError("key")
         session = read_prefix(memoryview(challenge)).session

@@ -8,8 +8,7 @@ What workers say, and what is answered:
     join -> joined | refused       who it is, and what its model looks like; where training is
     value, ready -> filled         the first replica's values, if there is no snapshot
     value -> taken                 the same later, when it has changed them by hand
-    groups                         hyperparameters, for the gradients that follow
-    push -> pushed                 a chunk's gradient; its values once the step is made
+    push -> pushed                 a chunk's gradient and hyperparameters; its values once the step is made
     pull -> pushed                 a chunk's values
     ask -> asked                   what it waits for; sent again if the answer was lost with a connection
     gather -> gathered             bytes of all replicas, for `strategy.reduce` (first server only)
@@ -63,6 +62,7 @@ class _Peer:
     memory: SharedSegment | None
     reads_memory: bool = False
     has_left: bool = False
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters
     seen: dict[int, int] = field(default_factory=dict)  # the version of each chunk that it has
     rows: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -73,6 +73,7 @@ class _Held:
 
     peer: _Peer
     gradient: Gradient
+    groups: list[dict[str, Any]]
     since: float
 
 
@@ -89,6 +90,7 @@ class Server:
         self._index = index
         self._life = life
         self._chunks = {chunk.index: chunk for chunk in plan.partition.of(index)}
+        self._last = next(reversed(self._chunks.values()), None)
         size = max(1, plan.partition.bytes(index))
         can_share = self._settings.shared_memory and SharedSegment.available
         self._memory = SharedSegment(size) if can_share else None
@@ -112,47 +114,48 @@ class Server:
         self._versions = dict.fromkeys(self._chunks, 0)
         self._pending: dict[int, dict[int, dict[int, _Held]]] = {index: {} for index in self._chunks}
         self._deferred: list[tuple[_Peer, int, int, float]] = []
-        self._groups: list[dict[str, Any]] | None = None
-        self._extras: tuple[torch.Tensor, ...] = ()
-        self._gathers: dict[int, torch.Tensor] = {}
+        self._extras = {name: tensor.detach().cpu().clone() for name, tensor in plan.extras.items()}
+        self._gathers: dict[int, Message] = {}
         self._gathered = 0  # rounds of gather that are over
         self._last_gather: list[torch.Tensor] = []
         self._stop = self._is_warned = False
-        self._sparse: set[int] = set()  # chunks of which gradients are rows
+        self._sparse = set(plan.sparse) & set(self._chunks)  # chunks of which gradients are rows
 
     # ---- the loop ----
 
     def begin(self, meeting: Meeting) -> None:
         """Take over a snapshot, if there is one: the newest, or at the run's beginning the newest that all have."""
-        if self._snapshots is None:
+        if self._snapshots is None or not self._chunks:
             return
-        step = None
+        steps = self._snapshots.whole_steps()
+        step = max(steps, default=None)
         if self._life == 1:
-            step = meeting.agree_on_step(self._index, self.plan.partition.servers, self._snapshots.steps())
-            if step is None:
-                return
-        found = self.restore(step)
-        self._say("there is no snapshot" if found is None else f"goes on from the snapshot of step {found}")
+            parts = range(self.plan.partition.servers)
+            step = meeting.agree_on_step(self._index, [s for s in parts if self.plan.partition.of(s)], steps)
+        if step is not None:
+            self.restore(step)
+            self._say(f"goes on from the snapshot of step {step}")
+        elif self._life > 1:
+            self._say("there is no snapshot: it goes on from worker 0's values, and the optimizer's state is lost")
 
-    def restore(self, step: int | None) -> int | None:
-        """Take over the newest snapshot, or that of `step`; return its step, None if there is none."""
-        state = None if self._snapshots is None else self._snapshots.load(step)
-        if state is None:
-            return None
-        if state["digest"] != _layout(self.plan, self._chunks):
+    def restore(self, step: int) -> None:
+        """Take over the snapshot of `step`. Raises ParameterServerError if it is of another model."""
+        assert self._snapshots is not None
+        state = self._snapshots.load(step)
+        if state is None or state["digest"] != _layout(self.plan, self._chunks):
+            problem = "cannot be read" if state is None else "is of another model, number of servers or settings"
             raise ParameterServerError(
-                f"{self.name}: the snapshot in {self._snapshots.folder if self._snapshots else ''} is of another "
-                "model, number of servers or settings: choose another folder, or remove it"
+                f"{self.name}: the snapshot of step {step} in {self._snapshots.folder} {problem}: choose another "
+                "folder, or remove it"
             )
         for index, values in state["values"].items():
             self._shards.values[index].copy_(values)
         self._shards.load_state(state["state"])
-        self._extras = tuple(state["extras"])
+        self._extras = dict(state["extras"])
         self._is_filled = True
         self._snapshot_step = int(state["step"])
         self.pace.begin_at(self._snapshot_step)
         self._made = dict.fromkeys(self._chunks, self._snapshot_step - 1)
-        return self._snapshot_step
 
     def serve(self) -> None:
         """Serve until every worker has left, or SIGTERM comes. Raises ParameterServerError if no worker ever comes."""
@@ -201,21 +204,21 @@ class Server:
         for replica, peer in self._workers.items():
             member = self.pace.members[replica]
             silent_s = now - heard.get(peer.address, began)
-            if member.is_active and silent_s > self._settings.lost_after_s:
+            if member.is_active and silent_s > self._settings.lost_after_s and not self.pace.waits_for_all:
                 member.is_lost = True
-                self._say(f"nothing was heard of worker {replica} for {silent_s:.0f} s; the others do not wait for it")
+                self._say(f"nothing was heard of worker {replica} for {silent_s:.0f} s; nobody waits for it")
         self._go_on()
-        if self._is_warned and self._snapshots is not None and self._is_filled:
-            self._is_warned = False
-            self._snapshot(self.pace.step)
+        if self._is_warned:
+            self._snapshot_when_due()
         silent = not self._workers and now - began > self._settings.timeout_s
         if silent:
             raise ParameterServerError(f"{self.name}: no worker has come within {self._settings.timeout_s:g} s")
 
     def _say_good_bye(self, poller: Poller) -> None:
         """Answer those that ask once more, because an answer was lost; write what the training has come to."""
-        if self._snapshots is not None and self._is_filled and not self._stop:
-            self._snapshot(self.pace.step)
+        if not self._stop:
+            self._is_warned = True
+            self._snapshot_when_due()
         deadline = time.monotonic() + _LINGER_S
         while not self._stop and (time.monotonic() < deadline or self._is_watched()):
             poller.wait(0.1)
@@ -238,6 +241,11 @@ class Server:
         if facts["digest"] != self.plan.digest:
             entries = [[entry.kind, entry.name, entry.facts] for entry in self.plan.entries]
             self._endpoint.send(address, Message("refused", {"entries": entries}))
+            return
+        if address in self._peers:  # it says so again, because it has not heard the answer
+            self._peers[address].rows.clear()
+            if self._peers[address] not in [peer for peer, _ in self._waiting_to_join]:
+                self._welcome(self._peers[address], message)
             return
         replica = int(facts["replica"])
         ticket = facts.get("memory")
@@ -262,7 +270,7 @@ class Server:
             for held in by_step.values():
                 if replica in held and old.memory is not None:
                     kept = held[replica]
-                    held[replica] = _Held(kept.peer, _own_copy(kept.gradient), kept.since)
+                    held[replica] = replace(kept, gradient=_own_copy(kept.gradient))
         self._deferred = [each for each in self._deferred if each[0] is not old]
         self._waiting_to_join = [each for each in self._waiting_to_join if each[0] is not old]
         self._gathers.pop(replica, None)
@@ -291,6 +299,8 @@ class Server:
         self._is_filled = True
         if self._snapshots is not None:
             self._snapshot(self.pace.step)
+        for other in self._peers.values():
+            other.rows.clear()
         self._endpoint.send(peer.address, Message("filled"))
         waiting, self._waiting_to_join = self._waiting_to_join, []
         for other, message in waiting:
@@ -306,7 +316,7 @@ class Server:
     def _fail(self, peer: _Peer, message: Message) -> None:
         """A worker ends with an exception: the others need not wait until it is missed."""
         if peer.role == "worker":
-            self.pace.members[peer.replica].is_lost = True
+            self.pace.members[peer.replica].is_lost = not self.pace.waits_for_all
             self._say(f"worker {peer.replica} ends with {message.facts['error']}")
             self._go_on()
 
@@ -321,7 +331,6 @@ class Server:
             "push": self._push,
             "pull": self._pull,
             "ask": self._ask,
-            "groups": self._take_groups,
             "value": self._take_value,
             "ready": self._fill,
             "gather": self._gather,
@@ -341,9 +350,6 @@ class Server:
     def _read_memory(self, peer: _Peer, _: Message) -> None:
         peer.reads_memory = True
 
-    def _take_groups(self, _: _Peer, message: Message) -> None:
-        self._groups = [dict(group) for group in message.facts["groups"]]
-
     def _take_value(self, peer: _Peer, message: Message) -> None:
         if peer.role != "worker" or peer.replica != 0:
             return
@@ -352,7 +358,7 @@ class Server:
         for other in self._peers.values():
             other.rows.pop(chunk.index, None)  # they have to be given all
         if self._is_filled:
-            self._endpoint.send(peer.address, Message("taken", {"chunk": chunk.index}))
+            self._reply(peer, message, "taken", {})
 
     def _push(self, peer: _Peer, message: Message) -> None:
         facts = message.facts
@@ -361,13 +367,15 @@ class Server:
         is_new = self.pace.push(peer.replica, step, chunk.index)
         if facts.get("is_last"):
             self.pace.complete(peer.replica, step)
+        if facts["groups"] != peer.groups:  # the same object as long as they are equal, which spares a comparison
+            peer.groups = [dict(group) for group in facts["groups"]]
         if self.pace.mode == "sync":
             self._push_in_step(peer, chunk, step, message)
         else:
             if is_new:
                 version = self._versions[chunk.index]
                 self.statistics.staleness[version - peer.seen.get(chunk.index, version)] += 1
-                self._make(chunk, [self._gradient(peer, chunk, message)])
+                self._make(chunk, [self._gradient(peer, chunk, message)], peer.groups)
             self._answer_when_allowed(peer, chunk.index, step, is_last=bool(facts.get("is_last")))
         if facts.get("is_last"):
             self._go_on()
@@ -379,7 +387,7 @@ class Server:
             return
         pending = self._pending[chunk.index].setdefault(step, {})
         if peer.replica not in pending or pending[peer.replica].peer is not peer:  # else it came twice
-            pending[peer.replica] = _Held(peer, self._gradient(peer, chunk, message), time.monotonic())
+            pending[peer.replica] = _Held(peer, self._gradient(peer, chunk, message), peer.groups, time.monotonic())
         self.statistics.queue = max(self.statistics.queue, sum(map(len, self._pending[chunk.index].values())))
         self._make_due(chunk)
 
@@ -394,14 +402,16 @@ class Server:
     def _make_due(self, chunk: Chunk) -> None:
         """Make the steps of a chunk that have all their gradients."""
         by_step = self._pending[chunk.index]
+        last = self._last
         while (step := self.pace.due(by_step)) is not None:
             held = by_step.pop(step)
             now = time.monotonic()
-            for replica, each in held.items():
-                waited = self.statistics.waited_s
-                waited[replica] = waited.get(replica, 0.0) + now - each.since
+            if chunk is last:  # of a step, one wait counts
+                for replica, each in held.items():
+                    waited = self.statistics.waited_s
+                    waited[replica] = waited.get(replica, 0.0) + now - each.since
             self.statistics.staleness[0] += len(held)
-            self._make(chunk, [held[replica].gradient for replica in sorted(held)])
+            self._make(chunk, [held[replica].gradient for replica in sorted(held)], held[min(held)].groups)
             self._made[chunk.index] = step
             for replica in held:
                 peer = self._workers.get(replica)
@@ -409,14 +419,13 @@ class Server:
                     self._answer(peer, chunk.index, step)
             for old in [other for other in by_step if other <= step]:
                 del by_step[old]
-            if min(self._made.values()) == max(self._made.values()):
-                self._snapshot_when_due(step + 1)
+            self._snapshot_when_due()
 
-    def _make(self, chunk: Chunk, gradients: Sequence[Gradient]) -> None:
+    def _make(self, chunk: Chunk, gradients: Sequence[Gradient], groups: list[dict[str, Any]]) -> None:
         """Make one step of the optimizer on a chunk."""
         began = time.monotonic()
         gradient = average(chunk, gradients, self._means[chunk.index])
-        changed = self._shards.step({chunk.index: gradient}, groups=self._groups)[chunk.index]
+        changed = self._shards.step({chunk.index: gradient}, groups=groups)[chunk.index]
         self._versions[chunk.index] += 1
         self.statistics.steps += 1
         count_step()
@@ -449,7 +458,7 @@ class Server:
                 self._answer(peer, index, step)
             else:
                 self._deferred.append((peer, index, step, since))
-        self._snapshot_when_due(self.pace.step)
+        self._snapshot_when_due()
 
     def _pull(self, peer: _Peer, message: Message) -> None:
         peer.rows.pop(message.facts["chunk"], None)  # it may have nothing yet: all rows
@@ -466,7 +475,8 @@ class Server:
         elif peer.role == "worker":
             facts["made"] = self.pace.members[peer.replica].clock - 1
         if peer.role != "worker":
-            facts["training"] = [self.pace.step, self.pace.is_over]
+            step_made = min(self._made.values()) + 1 if self.pace.mode == "sync" else self.pace.step
+            facts["training"] = [step_made, self.pace.is_over]
         tensors: tuple[torch.Tensor, ...] = ()
         if peer.reads_memory and rows is None:
             facts["shared"] = True
@@ -478,8 +488,8 @@ class Server:
             self.statistics.bytes_out += sum(tensor.nbytes for tensor in tensors)
         peer.seen[index] = self._versions[index]
         peer.rows[index] = _no_rows(chunk) if index in self._sparse else []
-        # In sync mode without backup workers nobody changes the values before all have them.
-        is_still = self.pace.mode == "sync" and not self.pace.backup_workers
+        # In sync mode without backup workers nobody changes the values before all workers have them.
+        is_still = self.pace.waits_for_all and peer.role == "worker" and step >= 0
         self._endpoint.send(peer.address, Message("pushed", facts, tensors), copy=not is_still)
 
     def _ask(self, peer: _Peer, message: Message) -> None:
@@ -488,7 +498,9 @@ class Server:
         waits: set[int] = set()
         for index, step in message.facts["outstanding"]:
             by_step = self._pending[index]
-            if peer.replica in by_step.get(step, ()):
+            if step < 0:  # a question is answered at once, so it or the answer was lost
+                missing.append([index, step])
+            elif peer.replica in by_step.get(step, ()):
                 waits.update(self.pace.missing(step, by_step[step]))
             elif any(each[0] is peer and each[1] == index for each in self._deferred):
                 slowest = min(m.clock for m in self.pace.members if m.is_active)
@@ -503,59 +515,66 @@ class Server:
 
     def _gather(self, peer: _Peer, message: Message) -> None:
         if int(message.facts["number"]) < self._gathered:  # its answer was lost
-            self._give_gathered(peer)
+            self._give_gathered(peer, message)
             return
-        self._gathers[peer.replica] = message.tensors[0]
+        self._gathers[peer.replica] = message
         self._finish_gather()
 
     def _finish_gather(self) -> None:
         missing = [r for r, member in enumerate(self.pace.members) if member.is_active and r not in self._gathers]
         if missing or not self._gathers:
             return
-        self._last_gather = [self._gathers[replica] for replica in sorted(self._gathers)]
+        gathers, self._gathers = self._gathers, {}
+        self._last_gather = [gathers[replica].tensors[0] for replica in sorted(gathers)]
         self._gathered += 1
-        replicas, self._gathers = list(self._gathers), {}
-        for replica in replicas:
+        for replica, message in gathers.items():
             if replica in self._workers:
-                self._give_gathered(self._workers[replica])
+                self._give_gathered(self._workers[replica], message)
 
-    def _give_gathered(self, peer: _Peer) -> None:
-        facts = {"number": self._gathered - 1}
-        self._endpoint.send(peer.address, Message("gathered", facts, tuple(self._last_gather)))
+    def _give_gathered(self, peer: _Peer, message: Message) -> None:
+        self._reply(peer, message, "gathered", {"number": self._gathered - 1}, tuple(self._last_gather))
 
     def _take_extras(self, peer: _Peer, message: Message) -> None:
         if peer.role == "worker" and peer.replica == 0:
-            self._extras = message.tensors
+            self._extras.update(zip(message.facts["names"], message.tensors, strict=True))
 
-    def _give_extras(self, peer: _Peer, _: Message) -> None:
-        self._endpoint.send(peer.address, Message("extras", {}, self._extras), copy=True)
+    def _give_extras(self, peer: _Peer, message: Message) -> None:
+        names = [name for name in message.facts["names"] if name in self._extras]
+        self._reply(peer, message, "extras", {"names": names}, tuple(self._extras[name] for name in names))
 
     def _give_state(self, peer: _Peer, message: Message) -> None:
-        index = int(message.facts["chunk"])
-        state = self._shards.state()
-        tensors: list[torch.Tensor] = []
-        tree = pack(state["chunks"][index], tensors)
-        facts = {"chunk": index, "tree": tree}
-        self._endpoint.send(peer.address, Message("state", facts, tuple(tensors)), copy=True)
+        self._reply(peer, message, "state", {}, pack(self._shards.state_of(int(message.facts["chunk"]))))
 
     def _load_state(self, peer: _Peer, message: Message) -> None:
-        index = int(message.facts["chunk"])
-        state = self._shards.state()
-        state["chunks"][index] = unpack(message.facts["tree"], list(message.tensors))
-        state["groups"] = None
-        self._shards.load_state(state)
-        self._endpoint.send(peer.address, Message("loaded", {"chunk": index}))
+        state = unpack(*message.tensors)
+        self._shards.load_state_of(int(message.facts["chunk"]), state)
+        self._reply(peer, message, "loaded", {})
 
-    def _give_statistics(self, peer: _Peer, _: Message) -> None:
-        self._endpoint.send(peer.address, Message("statistics", self.statistics.as_dict()))
+    def _give_statistics(self, peer: _Peer, message: Message) -> None:
+        self._reply(peer, message, "statistics", {"counts": self.statistics.as_dict()})
+
+    def _reply(
+        self, peer: _Peer, message: Message, kind: str, facts: dict[str, Any], tensors: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Answer a request, with its number, by which its sender knows it."""
+        facts["request"] = message.facts.get("request")
+        self._endpoint.send(peer.address, Message(kind, facts, tensors), copy=True)
 
     # ---- snapshots ----
 
-    def _snapshot_when_due(self, step: int) -> None:
-        if self._snapshots is None or not self._is_filled:
+    def _snapshot_when_due(self) -> None:
+        """Write a snapshot after so many steps, or if one was asked for: in sync mode only between two steps."""
+        if self._snapshots is None or not self._is_filled or not self._chunks:
             return
+        step = self.pace.step
+        if self.pace.mode == "sync":
+            made = set(self._made.values())
+            if len(made) > 1:
+                return
+            step = made.pop() + 1
         every = self._settings.snapshot_every
-        if step // every > self._snapshot_step // every:
+        if step // every > self._snapshot_step // every or (self._is_warned and step != self._snapshot_step):
+            self._is_warned = False
             self._snapshot(step)
 
     def _snapshot(self, step: int) -> None:
@@ -565,7 +584,7 @@ class Server:
             "digest": _layout(self.plan, self._chunks),
             "values": self._shards.values,
             "state": self._shards.state(),
-            "extras": list(self._extras),
+            "extras": self._extras,
         }
         self._snapshots.write(step, state)
         self._snapshot_step = step

@@ -182,6 +182,16 @@ class Shards:
             "groups": [{k: v for k, v in group.items() if _is_plain(v)} for group in self._groups],
         }
 
+    def state_of(self, index: int) -> list[State]:
+        """What the optimizer keeps of the pieces of one chunk; live, as in `state`."""
+        return self._chunks[index].states()
+
+    def load_state_of(self, index: int, states: Sequence[State]) -> None:
+        """Go on from such states with one chunk. Raises ArgumentError if they are of other pieces."""
+        if not self._chunks[index].fits(states):
+            raise ArgumentError(f"the state is of another chunk than {index}: cut it anew from a whole state")
+        self._chunks[index].load(states)
+
     def live(self) -> Iterator[tuple[Chunk, int, int, State]]:
         """The dicts in which the optimizer keeps its state, of the pieces at positions `first` to `stop` of a chunk."""
         for part in self._chunks.values():
@@ -262,8 +272,8 @@ class _ChunkOptimizer:
         runs: list[tuple[int, int]] = []
         for position, state in enumerate(states):
             first = runs[-1][0] if runs else 0
-            may_join = self._by_element and self._group_of[first] == self._group_of[position]
-            if runs and may_join and _may_join(states[first], state):
+            is_one_group = self._by_element and self._group_of[first] == self._group_of[position]
+            if runs and is_one_group and _may_join(states[first], state):
                 runs[-1] = (first, position + 1)
             else:
                 runs.append((position, position + 1))

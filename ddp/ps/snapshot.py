@@ -31,23 +31,25 @@ class Snapshots:
         self._writer: threading.Thread | None = None
         self._broken: set[str] = set()
 
-    def steps(self) -> list[int]:
-        """Return the steps of which there is a whole snapshot."""
-        return [step for step, path in checkpoint_file.newest_first(self.folder) if checkpoint_file.ends_whole(path)]
-
-    def load(self, step: int | None = None) -> dict[str, Any] | None:
-        """Return the newest whole snapshot, or that of `step`; None if there is none. Says what it passes over."""
-        for found, path in checkpoint_file.newest_first(self.folder):
-            if step is not None and found != step:
-                continue
+    def whole_steps(self) -> list[int]:
+        """Read all snapshots; return the steps of those that are whole. Says what it passes over."""
+        steps = []
+        for step, path in checkpoint_file.newest_first(self.folder):
             try:
                 with open(path, "rb") as file:
                     checkpoint_file.verify(file)
-                    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-                return state
+                steps.append(step)
             except (CheckpointError, OSError) as error:
                 self._broken.add(path.name)
                 print(f"parameter server {self._server}: passing over {path}: {error}", file=sys.stderr, flush=True)
+        return steps
+
+    def load(self, step: int) -> dict[str, Any] | None:
+        """Return the snapshot of `step`; None if there is none."""
+        for found, path in checkpoint_file.newest_first(self.folder):
+            if found == step:
+                state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return state
         return None
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:

@@ -104,6 +104,10 @@ class ParameterServer(Strategy):
         self._joined_at = 0
 
     @property
+    def goes_on(self) -> bool:
+        return self._joined_at > 0
+
+    @property
     def step(self) -> int:
         """The number of steps that the training had made when this worker last heard of it."""
         return 0 if self._client is None else self._client.step
@@ -118,7 +122,11 @@ class ParameterServer(Strategy):
             _serve(plan, optimizer, self.part, self._meeting)
             sys.exit(0)
         client = Client(plan, self.part, self._meeting)
-        self._joined_at = client.join()
+        try:
+            self._joined_at = client.join()
+        except BaseException:
+            client.leave("an error while it joined")
+            raise
         self._client = client
         atexit.register(_leave, client)
         if self.role == "evaluator":
@@ -203,6 +211,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     (elsewhere it only sets the rates). Hooks registered on this object run; those of the user's object do not.
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler then leaves to step() what to do about an inf
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, client: Client) -> None:
         self._is_ready = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -227,17 +237,28 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_model()
         client, settings = self._client, self._client.plan.settings
+        gradients = self._gradients()
         if settings.overlap:
             client.finish()
         if client.part.index == 0:
             client.give_extras()
-        client.push([parameter.grad for parameter in client.plan.parameters], _plain(hyperparameters(self)))
+        client.push(gradients, _plain(hyperparameters(self)))
         if not settings.overlap:
             client.finish()
         client.next_step()
         count_step()
         self._users._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before prepare() looks for it
         return loss
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """The gradients to send. After a GradScaler that has found an inf: none, which makes no step of this one's."""
+        gradients = [parameter.grad for parameter in self._client.plan.parameters]
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return [None] * len(gradients)
+        if scale is None:
+            return gradients
+        return [None if gradient is None else gradient / float(scale) for gradient in gradients]
 
     def _check_model(self) -> None:
         problem = self._roster.problem()
@@ -300,7 +321,7 @@ def _serve(plan: Plan, optimizer: torch.optim.Optimizer, part: Part, meeting: Me
         part.key,
         host=meeting.host,
         encrypt=plan.settings.encrypt,
-        max_frame_bytes=max(64 << 20, 2 * plan.frame_bytes + (1 << 20)),
+        max_frame_bytes=plan.frame_bytes,
     ) as endpoint:
         server = Server(plan, optimizer, endpoint, index=part.index, life=life)
         try:
