@@ -321,7 +321,8 @@ def test_strangers_get_no_message_in_and_the_others_are_served() -> None:
         idle = socket.create_connection((host, int(port)))
         with idle, stranger_at(echo.address) as without, stranger_at(echo.address, password=b"guess") as guessing:
             for stranger in (without, guessing):
-                stranger.send_multipart([b"x" * 100, bytes(8 * MB)])
+                with contextlib.suppress(zmq.Again):  # it has been hung up on already
+                    stranger.send_multipart([b"x" * 100, bytes(8 * MB)], zmq.NOBLOCK)
             wait_until(lambda: echo.refused.get("key", 0) >= 1, "the wrong password is counted")
             wait_until(lambda: echo.refused.get("handshake", 0) >= 1, "another mechanism is counted")
             assert echoed(good, 1).kind == "echo"
@@ -522,7 +523,6 @@ def test_a_client_never_waits_for_a_server_that_is_away() -> None:
 def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
     with Echo() as echo, client_of(echo.address) as client:
         first = client.session
-        assert echoed(client, 0).kind == "echo"
         echo.do(lambda server: server.forget(first))
         wait_until(lambda: not echo.server.peers, "it is forgotten")
         assert echoed(client, 1).kind == "echo"

@@ -36,6 +36,7 @@ __all__ = ["Client", "Training"]
 _BEAT_S = 1.0
 _QUIET_S = 3.0  # without a word from a server, the store is asked whether it has a new life
 _LEAVE_S = 2.0
+_WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
 _NAMES = 256  # tensors beside the parameters in one message
 
 
@@ -236,6 +237,7 @@ class Client:
         """
         with self._lock:
             for chunk in self.plan.partition.chunks:
+                self._make_room(chunk.server)
                 self._push(self._links[chunk.server], chunk, gradients, groups)
                 self._pump(0.0)
             self.statistics["steps"] += 1
@@ -259,6 +261,11 @@ class Client:
         message = Message("push", facts, tensors)
         link.outstanding[chunk.index, self.step] = message
         self._send(link, message)
+
+    def _make_room(self, server: int) -> None:
+        """Wait while so much is under way that a server's answers would be dropped."""
+        if len(self._links[server].outstanding) >= _WINDOW:
+            self._wait(lambda: len(self._links[server].outstanding) < _WINDOW)
 
     def _staging(self, chunk: Chunk, *, shared: bool) -> torch.Tensor:
         """Where a gradient (numel,) waits until the server has it."""
@@ -287,6 +294,7 @@ class Client:
             self.finish()
             self._pulls -= 1  # no step has a negative number
             for chunk in self.plan.partition.chunks:
+                self._make_room(chunk.server)
                 link = self._links[chunk.server]
                 message = Message("pull", {"chunk": chunk.index, "step": self._pulls})
                 link.outstanding[chunk.index, self._pulls] = message
