@@ -27,7 +27,7 @@ class ReplicaLoader:
     every n-th of them from r on. Where n does not divide a batch, the first replicas have one sample more, and where
     the last batch has fewer samples than replicas, the batch of the others is empty (tensors of length 0): every
     replica makes the same number of steps, and each sample is seen once. `strategy.mean` divides by the length of the
-    whole batch.
+    whole batch; a plain `loss.mean()` of an empty batch is NaN: scripts that use that want `drop_last=True`.
 
     Each pass is the next epoch, with another order if `shuffle`; `set_epoch` chooses one. `len()` is the number of
     batches of a whole epoch. `state_dict()` says where the training stands in samples, for any number of replicas and

@@ -21,6 +21,7 @@ What all strategies share is here; `ddp.strategies` has what differs.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -68,7 +69,9 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
         name, from_variable = _read_variable(os.environ.get(_VARIABLE, ""))
         options = {**from_variable, **options}
     if name not in _CLASSES:
-        raise ArgumentError(f"there is no strategy {name!r}; there are {', '.join(map(repr, _CLASSES))}")
+        close = difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"there is no strategy {name!r}; there are {', '.join(map(repr, _CLASSES))}{hint}")
     module, _, attribute = _CLASSES[name].partition(":")
     chosen: type[Strategy] = getattr(importlib.import_module(module), attribute)
     _check_options(name, chosen, options)

@@ -173,7 +173,7 @@ def assert_same(ours: Any, theirs: Any, where: str = "", *, rtol: float = 1e-14)
 def test_stepping_pieces_is_stepping_whole_tensors(name: str) -> None:
     make, options = OPTIMIZERS[name]
     shapes = [shape for shape in SHAPES if 0 not in shape] if name == "adafactor" else SHAPES  # it divides by them
-    for servers, chunk_bytes in ((1, 1 << 20), (3, 200), (2, 16)):
+    for servers, chunk_bytes in ((1, 1 << 20), (3, 120)):
         whole, optimizer = build(make, options, shapes)
         parameters, theirs = build(make, options, shapes)
         there = Servers(theirs, parameters, servers, chunk_bytes)
@@ -274,7 +274,7 @@ def test_sparse_gradients_change_and_report_their_rows(name: str) -> None:
                 p.grad = torch.sparse_coo_tensor(numbers[None], torch.randn(step * 3, *p.shape[1:]).double(), p.shape)
             if step == 2:
                 whole[2].grad = None
-            if step == 3 and name != "sparse adam":
+            if step == 3 and name in ("sgd", "adagrad"):  # the others cannot, in torch
                 whole[1].grad = torch.randn_like(whole[1])
             gradients = [p.grad.coalesce() if p.grad is not None and p.grad.is_sparse else p.grad for p in whole]
             optimizer.step()

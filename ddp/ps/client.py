@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ddp.errors import ParameterServerError
+from ddp.errors import DdpError, ParameterServerError
 from ddp.layout import Entry
 from ddp.ps.endpoint import ClientEndpoint, Poller
 from ddp.ps.gradients import Losses, read_values, write_gradient
@@ -34,9 +34,12 @@ from ddp.ps.wire import Message
 __all__ = ["Client", "Training"]
 
 _BEAT_S = 1.0
+_ASK_S = 2.0  # without a word from a server that owes an answer, it is asked what became of it
 _QUIET_S = 3.0  # without a word from a server, the store is asked whether it has a new life
 _LEAVE_S = 2.0
+_PART_BYTES = 32 << 20
 _WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
+_WINDOW_BYTES = 32 << 20
 _NAMES = 256  # tensors beside the parameters in one message
 
 
@@ -67,7 +70,8 @@ class _Link:
     arrived: deque[Message] = field(default_factory=deque)
     answers: dict[str, Message] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
-    asked: float = 0.0
+    touched: float = 0.0
+    is_asking: bool = False
 
 
 class Client:
@@ -95,8 +99,11 @@ class Client:
         shares = self._settings.shared_memory and SharedSegment.available and part.role == "worker"
         sizes = [plan.partition.bytes(server) for server in range(part.servers)]
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
+        largest = max((chunk.nbytes for chunk in plan.partition.chunks), default=1)
+        self._window = _WINDOW if shares else min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))
         self._losses: Losses = {}
         self._buffers: dict[int, torch.Tensor] = {}
+        self._failure: DdpError | None = None
         self._known_extras: dict[str, tuple[int, int]] = {}  # what of them the first server has: version and place
         self._made = -1  # the last step that a server has answered
         self._has_made = 0  # steps of this life
@@ -186,6 +193,7 @@ class Client:
             "replica": self.part.index,
             "digest": self.plan.digest,
             "done": self.step if self._has_made else 0,
+            "gathers": self._gathers,
             "memory": None if memory is None else memory.ticket,
         }
         link.endpoint.send(Message("join", facts))
@@ -218,8 +226,9 @@ class Client:
         """Go on with a server that has what it needs: give it what its earlier life has not answered."""
         link.is_ready = True
         link.meetings += 1
-        for message in list(link.outstanding.values()):
-            self._send(link, message if link.may_share else self._without_memory(message))
+        for key, message in list(link.outstanding.items()):
+            link.outstanding[key] = message if link.may_share else self._without_memory(message)
+            self._send(link, link.outstanding[key])
 
     def _close(self, link: _Link) -> None:
         self._poller.remove(link.endpoint)
@@ -263,9 +272,9 @@ class Client:
         self._send(link, message)
 
     def _make_room(self, server: int) -> None:
-        """Wait while so much is under way that a server's answers would be dropped."""
-        if len(self._links[server].outstanding) >= _WINDOW:
-            self._wait(lambda: len(self._links[server].outstanding) < _WINDOW)
+        """Wait while so much is under way that a server's answers would be dropped, or come late for all else."""
+        if len(self._links[server].outstanding) >= self._window:
+            self._wait(lambda: len(self._links[server].outstanding) < self._window)
 
     def _staging(self, chunk: Chunk, *, shared: bool) -> torch.Tensor:
         """Where a gradient (numel,) waits until the server has it."""
@@ -343,9 +352,13 @@ class Client:
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes that each replica gives, of those that train, in their order. Every one must call it."""
         with self._lock:
-            answer = self._request(0, Message("gather", {"number": self._gathers}, (payload,)), "gathered")
+            parts = torch.split(payload, _PART_BYTES)
+            answer = self._request(0, Message("gather", {"number": self._gathers}, parts), "gathered")
+            if answer.facts.get("is_lost"):
+                raise ParameterServerError(f"{self._name}: the result of a reduce() was lost with parameter server 0")
             self._gathers = int(answer.facts["number"]) + 1
-            return list(answer.tensors)
+            every = iter(answer.tensors)
+            return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["parts"]]
 
     def optimizer_states(self) -> list[dict[str, Any]]:
         """Return what each server's optimizer keeps, as `ddp.ps.shards.whole_state` takes it."""
@@ -397,6 +410,8 @@ class Client:
     # ---- what goes out and comes in ----
 
     def _send(self, link: _Link, message: Message) -> None:
+        if self._closing.is_set():
+            raise ParameterServerError(f"{self._name} has left the parameter servers (strategy.close())")
         if not link.has_joined:
             return  # what matters is said again when it has
         self.statistics["bytes_out"] += sum(tensor.nbytes for tensor in message.tensors)
@@ -405,6 +420,8 @@ class Client:
 
     def _pump(self, wait_s: float) -> None:
         """Take what has come, waiting at most so long for the first of it; send what could not go before."""
+        if self._failure is not None:
+            raise self._failure
         if wait_s > 0 and not any(link.arrived for link in self._links):
             self._poller.wait(wait_s)
         for link in list(self._links):
@@ -421,11 +438,16 @@ class Client:
             if link.outstanding.pop((facts["chunk"], facts["step"]), None) is not None:
                 self._install(link, message)
         elif message.kind == "asked":
+            link.is_asking = False
             self._waits_for[link.index] = list(facts["waits_for"])
+            # What the server has answered came before this, or never comes.
             for index, step in facts["missing"]:
                 again = link.outstanding.get((index, step))
                 if again is not None:
                     self._send(link, again)
+            for index, step in facts["answered"]:
+                if (index, step) in link.outstanding:
+                    self._send(link, Message("again", {"chunk": index, "step": step}))
         elif message.kind == "joined":
             self._joined(link, facts)
         elif message.kind == "filled":
@@ -434,8 +456,10 @@ class Client:
             if link.has_joined:  # else it is about an earlier message
                 link.unsent.clear()
                 self._introduce(link)
+        elif message.kind == "wait":
+            self._waits_for[link.index] = [0]
         elif message.kind == "refused":
-            entries = [Entry(*entry) for entry in facts["entries"]]
+            entries = [Entry(*entry) for entry in unpack(*message.tensors)]
             me, other = self._name, f"parameter server {link.index}"
             raise_mismatch(self.plan.entries, entries, rank=self.part.index, me=me, other=other)
         else:
@@ -472,14 +496,23 @@ class Client:
                 raise ParameterServerError(self._why(now, now - moved))
 
     def _keep_in_touch(self, link: _Link, now: float) -> None:
-        """Once a second, ask for what was not answered; look for a server's next life when it is quiet."""
-        if now - link.asked >= _BEAT_S:
-            link.asked = now
-            if not link.has_joined or (not link.is_ready and link.connections != link.endpoint.connections):
+        """Once a second, say that this worker lives; when a server is quiet, ask for what it has not answered.
+
+        One question at a time: on a slow network, answers to several would be in the way of what they ask for.
+        """
+        if link.connections != link.endpoint.connections:  # what was under way may be lost, the question too
+            link.connections = link.endpoint.connections
+            link.is_asking = False
+            link.has_joined = link.has_joined and link.is_ready
+        if now - link.touched >= _BEAT_S:
+            link.touched = now
+            if not link.has_joined:
                 self._introduce(link)
-            elif link.is_ready:
+            elif link.outstanding and not link.is_asking and now - link.heard > _ASK_S:
                 outstanding = [list(key) for key in link.outstanding]
-                link.endpoint.send(Message("ask", {"outstanding": outstanding}) if outstanding else Message("beat"))
+                link.is_asking = link.endpoint.send(Message("ask", {"outstanding": outstanding}))
+            else:
+                link.endpoint.send(Message("beat"))
         if now - link.heard > _QUIET_S:
             address = self._meeting.find(link.index, link.life + 1)
             if address is not None:
@@ -509,7 +542,8 @@ class Client:
             return f"{start}: {servers} did not answer for {now - quiet[0].heard:.0f} s"
         others = sorted({replica for waits in self._waits_for.values() for replica in waits})
         if others:
-            return f"{start}: the servers wait for worker {', '.join(map(str, others))}, which has not made this step"
+            what = "has not made this step" if self._beat is not None else "has not given its first values (prepare)"
+            return f"{start}: the servers wait for worker {', '.join(map(str, others))}, which {what}"
         return start
 
     def _beats(self) -> None:
@@ -523,6 +557,9 @@ class Client:
                         link.endpoint.send(Message("beat"))
                         while (message := link.endpoint.receive()) is not None:
                             link.arrived.append(message)
+                except DdpError as error:  # the thread that trains raises it
+                    self._failure = error
+                    return
                 finally:
                     self._lock.release()
 

@@ -42,7 +42,7 @@ def write_gradient(
         short = _SHORT.get(wire, chunk.dtype)
         for position in facts["sparse"]:
             rows = gradient.sparse[position]
-            tensors += [rows.numbers, rows.values.to(short)]
+            tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
     return facts, tuple(tensors)
 
 

@@ -75,6 +75,11 @@ def read_part(environ: Mapping[str, str]) -> Part:
             "DTRAIN_RUN_KEY is not set or malformed: dtrain run makes it, and hands it to every process of a run"
         )
     index = int(environ["RANK"]) if role == "worker" else int(environ["ROLE_RANK"])
+    if role == "worker" and index >= workers:
+        raise LaunchEnvironmentError(
+            f"this process has role {own!r} and rank {index}, but the workers are ranks 0 to {workers - 1} "
+            f"(DTRAIN_ROLES={environ['DTRAIN_ROLES']}): give a role beside them a command of its own"
+        )
     return Part(role, index, workers, servers, bytes.fromhex(key))
 
 

@@ -10,7 +10,8 @@ What workers say, and what is answered:
     value -> taken                 the same later, when it has changed them by hand
     push -> pushed                 a chunk's gradient and hyperparameters; its values once the step is made
     pull -> pushed                 a chunk's values
-    ask -> asked                   what it waits for; sent again if the answer was lost with a connection
+    ask -> asked                   what became of what it waits for
+    again -> pushed                an answer that was lost with a connection
     gather -> gathered             bytes of all replicas, for `strategy.reduce` (first server only)
     extras, fetch -> extras        buffers and frozen parameters, which are replica 0's (first server only)
     state, load -> state, loaded   a chunk of the optimizer's state
@@ -117,7 +118,7 @@ class Server:
         self._extras = {name: tensor.detach().cpu().clone() for name, tensor in plan.extras.items()}
         self._gathers: dict[int, Message] = {}
         self._gathered = 0  # rounds of gather that are over
-        self._last_gather: list[torch.Tensor] = []
+        self._last_gather: list[tuple[torch.Tensor, ...]] = []
         self._stop = self._is_warned = False
         self._sparse = set(plan.sparse) & set(self._chunks)  # chunks of which gradients are rows
 
@@ -210,15 +211,17 @@ class Server:
         self._go_on()
         if self._is_warned:
             self._snapshot_when_due()
+        if self._life > 1 and now - began > self._settings.lost_after_s and not self.pace.waits_for_all:
+            for member in self.pace.members:  # those that were left out in an earlier life never come
+                member.is_lost = member.is_lost or not member.has_joined
         silent = not self._workers and now - began > self._settings.timeout_s
         if silent:
             raise ParameterServerError(f"{self.name}: no worker has come within {self._settings.timeout_s:g} s")
 
     def _say_good_bye(self, poller: Poller) -> None:
         """Answer those that ask once more, because an answer was lost; write what the training has come to."""
-        if not self._stop:
-            self._is_warned = True
-            self._snapshot_when_due()
+        self._is_warned = True
+        self._snapshot_when_due()
         deadline = time.monotonic() + _LINGER_S
         while not self._stop and (time.monotonic() < deadline or self._is_watched()):
             poller.wait(0.1)
@@ -239,12 +242,14 @@ class Server:
     def _join(self, address: bytes, message: Message) -> None:
         facts = message.facts
         if facts["digest"] != self.plan.digest:
-            entries = [[entry.kind, entry.name, entry.facts] for entry in self.plan.entries]
-            self._endpoint.send(address, Message("refused", {"entries": entries}))
+            entries = pack([[entry.kind, entry.name, entry.facts] for entry in self.plan.entries])
+            self._endpoint.send(address, Message("refused", {}, entries))
             return
         if address in self._peers:  # it says so again, because it has not heard the answer
             self._peers[address].rows.clear()
-            if self._peers[address] not in [peer for peer, _ in self._waiting_to_join]:
+            if any(peer.address == address for peer, _ in self._waiting_to_join):
+                self._endpoint.send(address, Message("wait"))
+            else:
                 self._welcome(self._peers[address], message)
             return
         replica = int(facts["replica"])
@@ -280,6 +285,7 @@ class Server:
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         step = self.pace.step
+        self._gathered = max(self._gathered, int(message.facts["gathers"]))
         if peer.role == "worker":
             done = int(message.facts["done"])
             step = self.pace.join(peer.replica, done=done, sync_step=min(self._made.values(), default=-1) + 1)
@@ -331,6 +337,7 @@ class Server:
             "push": self._push,
             "pull": self._pull,
             "ask": self._ask,
+            "again": self._answer_again,
             "value": self._take_value,
             "ready": self._fill,
             "gather": self._gather,
@@ -493,8 +500,8 @@ class Server:
         self._endpoint.send(peer.address, Message("pushed", facts, tensors), copy=not is_still)
 
     def _ask(self, peer: _Peer, message: Message) -> None:
-        """Say what became of gradients whose answers have not come, and send the answers again that are due."""
-        missing = []
+        """Say what became of gradients whose answers have not come."""
+        missing, answered = [], []
         waits: set[int] = set()
         for index, step in message.facts["outstanding"]:
             by_step = self._pending[index]
@@ -506,10 +513,14 @@ class Server:
                 slowest = min(m.clock for m in self.pace.members if m.is_active)
                 waits.update(r for r, m in enumerate(self.pace.members) if m.is_active and m.clock == slowest)
             elif self.pace.members[peer.replica].pushed.get(index, -1) >= step or step <= self._made[index]:
-                self._answer(peer, index, step, every_row=True)
+                answered.append([index, step])
             else:
                 missing.append([index, step])
-        self._endpoint.send(peer.address, Message("asked", {"missing": missing, "waits_for": sorted(waits)}))
+        facts = {"missing": missing, "answered": answered, "waits_for": sorted(waits)}
+        self._endpoint.send(peer.address, Message("asked", facts))
+
+    def _answer_again(self, peer: _Peer, message: Message) -> None:
+        self._answer(peer, int(message.facts["chunk"]), int(message.facts["step"]), every_row=True)
 
     # ---- things beside the parameters ----
 
@@ -525,14 +536,17 @@ class Server:
         if missing or not self._gathers:
             return
         gathers, self._gathers = self._gathers, {}
-        self._last_gather = [gathers[replica].tensors[0] for replica in sorted(gathers)]
+        self._last_gather = [gathers[replica].tensors for replica in sorted(gathers)]
         self._gathered += 1
         for replica, message in gathers.items():
             if replica in self._workers:
                 self._give_gathered(self._workers[replica], message)
 
     def _give_gathered(self, peer: _Peer, message: Message) -> None:
-        self._reply(peer, message, "gathered", {"number": self._gathered - 1}, tuple(self._last_gather))
+        facts: dict[str, Any] = {"number": self._gathered - 1}
+        facts["is_lost"] = not self._last_gather  # with an earlier life of this server
+        facts["parts"] = [len(tensors) for tensors in self._last_gather]
+        self._reply(peer, message, "gathered", facts, tuple(part for tensors in self._last_gather for part in tensors))
 
     def _take_extras(self, peer: _Peer, message: Message) -> None:
         if peer.role == "worker" and peer.replica == 0:

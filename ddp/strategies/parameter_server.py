@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -116,7 +116,10 @@ class ParameterServer(Strategy):
         if self._meeting is None:
             return model, optimizer
         if self._client is not None:
-            raise ArgumentError("prepare() was called twice: a run with parameter servers has one model")
+            raise ArgumentError(
+                "prepare() was called twice, but the servers of a run hold one model: put all in one module and one "
+                "optimizer with several param groups, or use 'all_reduce'"
+            )
         plan = make_plan(model, optimizer, self.settings, workers=self.part.workers, servers=self.part.servers)
         if self.role == "ps":
             _serve(plan, optimizer, self.part, self._meeting)
@@ -130,7 +133,10 @@ class ParameterServer(Strategy):
         self._client = client
         atexit.register(_leave, client)
         if self.role == "evaluator":
+            optimizer.register_step_pre_hook(_refuse_training)
+            stand_alone(_OTHERS_GO_ON)
             return model, optimizer
+        _watch_exit()
         goes_on = self.settings.mode != "sync" or self.settings.backup_workers > 0
         stand_alone(_OTHERS_GO_ON if goes_on else _OTHERS_WAIT)
         return model, RemoteOptimizer(model, optimizer, client)
@@ -264,8 +270,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         problem = self._roster.problem()
         if problem is not None:
             raise BackwardError(
-                f"the model was changed after prepare(): {str(problem).partition(':')[0]}; change it before, or call "
-                "ddp.strategy() and prepare() in a new run",
+                f"the model was changed after prepare(): parameter {problem.parameter!r} was added, replaced or "
+                "converted, and the servers would not train it: change the model before prepare()",
                 parameter=problem.parameter,
             )
         parameters = self._client.plan.parameters
@@ -291,11 +297,21 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._client.part.index == 0:
             self._client.load_optimizer_states(split_state(self._client.plan.partition, dict(state_dict)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("this optimizer stands for parameter servers and cannot be copied or pickled: use state_dict()")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: parameters are handed over once. Raises ArgumentError."""
         if self._is_ready:
             raise ArgumentError("param groups cannot be added after prepare(): the servers have got their parameters")
         super().add_param_group(param_group)
+
+
+def _refuse_training(*_: Any) -> None:
+    raise ArgumentError(
+        'this process is the evaluator (strategy.role == "evaluator") and does not train: let it loop over '
+        "strategy.evaluations() instead"
+    )
 
 
 def _refuse_step(*_: Any) -> None:
@@ -337,7 +353,25 @@ def _serve(plan: Plan, optimizer: torch.optim.Optimizer, part: Part, meeting: Me
 def _leave(client: Client) -> None:
     """Tell the servers how this process ends; those that wait for it need not find out by themselves."""
     error = getattr(sys, "last_value", None)
-    client.leave(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        client.leave(f"{type(error).__name__}: {error}")
+    else:
+        client.leave(f"sys.exit({_exit_status!r})" if _exit_status not in (None, 0) else None)
+
+
+_exit_status: object = None
+
+
+def _watch_exit() -> None:
+    """Notice what the script gives to `sys.exit`: nothing else tells a function at exit that the process failed."""
+    leave = sys.exit
+
+    def remember(status: Any = None, /) -> NoReturn:
+        global _exit_status
+        _exit_status = status
+        leave(status)
+
+    sys.exit = remember
 
 
 def _world_of(part: Part) -> World:
