@@ -10,6 +10,7 @@ import hypothesis
 import psutil
 import pytest
 import testbed.slurm
+from ddp_world import Nursery
 from testbed.namespaces import PARTS, find_part
 from testbed.network import NetworkHosts, why_not
 from testbed.processes import MARK, describe, everyone, kill, left_behind
@@ -106,6 +107,13 @@ def slurm(_slurm_lab: SlurmCluster) -> SlurmCluster:
     """A real SLURM cluster of three unequal nodes, node1 ... node3, all idle whatever the last test did to it."""
     _slurm_lab.reset()
     return _slurm_lab
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """One process that has torch imported, from which worlds of ranks are forked."""
+    with Nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture(params=["here", "simulated", "ssh"])

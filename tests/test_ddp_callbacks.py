@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,6 @@ from ddp import callbacks as cb
 from ddp.callbacks.stopping import Monitor
 
 CASES = "ddp_trainer_cases"
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 def test_an_error_on_one_replica_is_told_on_all(nursery: Nursery) -> None:

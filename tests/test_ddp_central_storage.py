@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ddp_world import Nursery
 
 CASES = "ddp_central_storage_cases"
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 # model, optimizer, micro-batches, norm to clip the averaged gradient to (0: none)

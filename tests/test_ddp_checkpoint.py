@@ -31,12 +31,6 @@ CASES = Path(__file__).with_name("ddp_checkpoint_cases.py")
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The bytes of a small checkpoint, of step 7."""
     folder = tmp_path_factory.mktemp("whole")

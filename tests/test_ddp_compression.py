@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import ddp_compression_cases as cases
@@ -11,12 +10,6 @@ from ddp_compression_cases import LOW_RANK
 from ddp_world import Nursery
 
 from ddp.compression import PowerSGD
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from ddp_world import Nursery
 
@@ -16,12 +14,6 @@ SETUPS = [
     ("attention", "sgd", 1, True),
     ("complex", "sgd", 2, False),
 ]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 from ddp_world import Nursery
@@ -23,12 +22,6 @@ WAYS = (
     (1e-6, False, True, 1, False, 32768),
     (1e-6, True, False, 2, False, 32768),
 )
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

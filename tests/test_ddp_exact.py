@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from ddp_world import Nursery
 
@@ -20,12 +18,6 @@ PROGRAMS = (
     # gradients
     "words", "words, accumulating", "words by SparseAdam", "replaced", "replaced, accumulating", "hooked",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 THREE, FOUR = PROGRAMS[1::4], PROGRAMS[3::6]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -12,12 +11,6 @@ from ddp_world import Nursery
 
 import ddp
 from ddp.metrics import gather_metrics, gather_samples
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from ddp_world import Nursery
@@ -11,12 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp.verdict import HEADER_NUMEL, Word, read, used_among, write
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ddp_verify_cases
@@ -11,12 +10,6 @@ import torch
 from ddp_world import Nursery
 
 CASES = "ddp_verify_cases"
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 Verified = dict[str, tuple[dict[str, Any], str]]
