@@ -37,6 +37,7 @@ _BEAT_S = 1.0
 _ASK_S = 2.0  # without a word from a server that owes an answer, it is asked what became of it
 _QUIET_S = 3.0  # without a word from a server, the store is asked whether it has a new life
 _LEAVE_S = 2.0
+_SMALL_BYTES = 1 << 20
 _PART_BYTES = 32 << 20
 _WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
 _WINDOW_BYTES = 32 << 20
@@ -49,6 +50,14 @@ class Training:
 
     step: int
     is_over: bool
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """What was sent of a buffer or frozen parameter: its version and place, and its value if that is small."""
+
+    version: tuple[int, int]
+    value: torch.Tensor
 
 
 @dataclass
@@ -104,7 +113,7 @@ class Client:
         self._losses: Losses = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._failure: DdpError | None = None
-        self._known_extras: dict[str, tuple[int, int]] = {}  # what of them the first server has: version and place
+        self._known_extras: dict[str, _Extra] = {}  # what of them the first server has
         self._made = -1  # the last step that a server has answered
         self._has_made = 0  # steps of this life
         self._pulls = 0
@@ -322,13 +331,21 @@ class Client:
         """Give the first server the buffers and frozen parameters of this replica, the first, that have changed."""
         changed = {}
         for name, tensor in self.plan.extras.items():
+            known = self._known_extras.get(name)
             version = tensor._version, tensor.data_ptr()
-            if self._known_extras.get(name) != version:
-                self._known_extras[name] = version
-                changed[name] = tensor
+            # Normalisation layers change their statistics without counting versions: small ones are compared.
+            is_small = tensor.nbytes <= _SMALL_BYTES
+            if (
+                known is None
+                or known.version != version
+                or (is_small and not torch.equal(known.value, tensor.detach().cpu()))
+            ):
+                value = tensor.detach().to("cpu", copy=True).contiguous()
+                self._known_extras[name] = _Extra(version, value if is_small else torch.empty(0))
+                changed[name] = value
         with self._lock:
             for names in _batches(list(changed)):
-                tensors = tuple(changed[name].detach().cpu().contiguous().clone() for name in names)
+                tensors = tuple(changed[name] for name in names)
                 self._send(self._links[0], Message("extras", {"names": names}, tensors))
 
     def fetch_extras(self) -> None:
