@@ -19,6 +19,7 @@ from testbed.require import require
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
 GPT = EXAMPLES / "train_gpt.py"
 DIGITS = EXAMPLES / "train_digits.py"
+PS = EXAMPLES / "train_ps.py"
 
 # Small, and odd on purpose: 99 blocks for training and 25 for validation divide neither by the batch nor by
 # the world; 15 steps go on into a second epoch.
@@ -153,6 +154,33 @@ def test_digits_without_scikit_learn_say_what_to_install(tmp_path: Path) -> None
     result = run_program(sys.executable, "-c", script, DIGITS, cwd=tmp_path)
     assert result.returncode == 1
     assert "pip install 'dtrain[examples]'" in result.stderr
+
+
+def test_losses_with_parameter_servers_are_drawn_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(PS), "--epochs", "2"])
+    runpy.run_path(str(PS), run_name="__main__")
+    servers = [sys.executable, "-m", "launcher", "run", "--ps", "1", "--nproc-per-node", "2"]
+    result = _run([*servers, str(PS), "--mode", "async", "--epochs", "3", "--plot", "ps.png"], tmp_path)
+    found = re.search(r"async, 2 workers: test loss ([\d.]+)", result.stdout)
+    assert found is not None
+    assert float(found[1]) < 0.5
+    runs = [line.rpartition(",")[0].rpartition(",")[0] for line in Path("runs/train_ps.csv").read_text().splitlines()]
+    assert set(runs) == {'"sync, 1 worker"', '"async, 2 workers"'}
+    assert Path("ps.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("example", ["train_fit.py", "train_horovod_style.py"])
+def test_other_styles_train_the_digits(example: str, tmp_path: Path) -> None:
+    two = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+    found = _run([*two, str(EXAMPLES / example), "--epochs", "1"], tmp_path).stdout
+    if example == "train_fit.py":  # the weights are saved, and loaded in plain PyTorch
+        first, second = re.findall(r"(?:replicas|plain PyTorch): +accuracy ([\d.]+)%", found)
+        assert first == second
+        assert float(first) > 50
+        assert "exported program" in found
+    else:
+        assert re.search(r"epoch +1 .*accuracy", found), found
 
 
 def _train_gpt(launcher: list[str], folder: Path) -> Result:
