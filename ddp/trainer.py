@@ -152,7 +152,8 @@ class Trainer:
         self._asks_to_stop = self._is_stopped = False
         with self.callbacks.closing():
             self.callbacks.call("on_restore")
-            self.epoch = max(self.epoch, loader.catch_up())
+            if self.strategy.goes_on:
+                self.epoch = max(self.epoch, loader.catch_up())
             self.callbacks.call("on_fit_begin")
             self._exchange()
             while self.epoch < self.epochs and not self._is_stopped:

@@ -32,8 +32,8 @@ __all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
 FORMAT = 1
 ASK_S = 5.0
 WITHHELD = "(set)"
-_PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "rich", "accelerate", "lightning",
-             "transformers", "deepspeed", "tensorflow")  # fmt: skip
+_PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
+             "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
 _PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version")}
 
 _RELEVANT = re.compile(

@@ -333,9 +333,9 @@ def numbers_are_shared() -> None:
     in_roles(3, 2, body)
 
 
-def an_evaluator_sees_it_all() -> None:
+def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
     def body() -> tuple[int, dict[str, Any]]:
-        setting = Setting("norm", "sgd", batch=12, options={"mode": "async"})
+        setting = Setting("norm", "sgd", batch=12, options=options)
         strategy = start(setting)
         steps = [0]
         if strategy.role == "evaluator":
@@ -357,6 +357,55 @@ def an_evaluator_sees_it_all() -> None:
     assert told[3][0] > 2, "more than the beginning and the end"
     for replica in (0, 1):
         assert_same(told[3][1], told[replica][1], f"worker {replica}")
+
+
+def sizes_have_no_limit() -> None:
+    """Frozen tensors and sums larger than a message, and more small tensors than one holds."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = torch.nn.Parameter(torch.full((18 << 20,), float(torch.rand(()))), requires_grad=False)
+            self.small = torch.nn.ParameterList(torch.zeros(2) for _ in range(2000))
+
+    def body() -> None:
+        strategy = ParameterServer(shared_memory=False)
+        torch.manual_seed(strategy.replica)
+        model = Model()
+        plain = torch.optim.Adam(model.small.parameters(), 0.1)
+        model, optimizer = strategy.prepare(model, plain)
+        for parameter in model.small:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+        assert model.small[1999][0].item() == pytest.approx(-0.1)
+        state = optimizer.state_dict()["state"]
+        assert len(state) == 2000
+        assert torch.equal(state[1999]["exp_avg"], torch.full((2,), 1.0 - 0.9)), state[1999]
+        ends = strategy.reduce("max", model.frozen)  # 75 MB of each
+        assert torch.equal(ends, model.frozen), "it is replica 0's everywhere"
+        strategy.close()
+
+    in_roles(2, 1, body)
+
+
+def a_scaler_leaves_out_one_gradient() -> None:
+    """A GradScaler that finds an inf on one worker: that gradient counts as zeros, and nobody waits."""
+
+    def body() -> None:
+        strategy = ParameterServer()
+        model, optimizer = strategy.prepare(
+            *(lambda m: (m, torch.optim.SGD(m.parameters(), 1.0)))(torch.nn.Linear(1, 1))
+        )
+        before = model.bias.item()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        factor = torch.tensor(float("inf") if strategy.replica else 1.0)
+        scaler.scale(model(torch.ones(1, 1)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert model.bias.item() == pytest.approx(before - 0.5), "zeros of the one that has none"
+        strategy.close()
+
+    in_roles(2, 1, body)
 
 
 def a_loaded_state_goes_on() -> None:

@@ -107,7 +107,7 @@ def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
 
 def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
     argv = ["check", "--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config]
-    for program, signum in (("launcher.check.examiner", signal.SIGKILL), ("allreduce.py", signal.SIGINT)):
+    for program, signum in (("launcher.check.examiner", signal.SIGKILL), ("allreduce_speed.py", signal.SIGINT)):
         with started_dtrain(*argv) as process:
 
             def runs(program: str = program) -> bool:

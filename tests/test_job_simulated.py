@@ -72,7 +72,7 @@ from launcher.protocol import (
 from launcher.spec import Command as Program
 from launcher.spec import CommandKind, JobSpec
 
-WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "4000")), 20
+WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000")), 20
 LIMITS = Limits()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0

@@ -84,8 +84,17 @@ def test_numbers_are_reduced_without_a_process_group(nursery: Nursery) -> None:
     nursery.run(5, f"{CASES}:numbers_are_shared")
 
 
-def test_an_evaluator_sees_the_training_to_its_end(nursery: Nursery) -> None:
-    nursery.run(4, f"{CASES}:an_evaluator_sees_it_all")
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"shared_memory": False}])
+def test_an_evaluator_sees_the_training_to_its_end(nursery: Nursery, options: dict[str, object]) -> None:
+    nursery.run(4, f"{CASES}:an_evaluator_sees_it_all", options=options)
+
+
+def test_nothing_is_too_large_or_too_much_for_a_message(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:sizes_have_no_limit")
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:a_scaler_leaves_out_one_gradient")
 
 
 def test_a_state_of_torch_goes_on_here(nursery: Nursery) -> None:

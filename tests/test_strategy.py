@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_strategy_cases import Setting, check_mean, check_reduce
 from ddp_world import Nursery
 from hypothesis import given
@@ -48,6 +49,14 @@ def test_losses_and_metrics_are_those_of_the_global_batch(nursery: Nursery) -> N
 
 
 # ---- the dial ----
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """Close the group that a strategy in this process has joined."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

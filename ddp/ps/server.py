@@ -97,7 +97,10 @@ class Server:
         self._memory = SharedSegment(size) if can_share else None
         memory = self._memory.tensor if self._memory is not None else torch.zeros(size, dtype=torch.uint8)
         self._shards = Shards(optimizer, plan.parameters, list(self._chunks.values()), memory)
-        self._means = {chunk.index: torch.empty(chunk.numel, dtype=chunk.dtype) for chunk in self._chunks.values()}
+        self._means = {  # of one chunk at a time: memory that stays in the cache
+            dtype: torch.empty(max(c.numel for c in self._chunks.values() if c.dtype == dtype), dtype=dtype)
+            for dtype in {chunk.dtype for chunk in self._chunks.values()}
+        }
         self.pace = Pace(
             self._settings.mode,
             plan.workers,
@@ -120,6 +123,7 @@ class Server:
         self._gathered = 0  # rounds of gather that are over
         self._last_gather: list[tuple[torch.Tensor, ...]] = []
         self._stop = self._is_warned = False
+        self._ticked = 0.0
         self._sparse = set(plan.sparse) & set(self._chunks)  # chunks of which gradients are rows
 
     # ---- the loop ----
@@ -166,7 +170,8 @@ class Server:
             while not self._stop and not self.pace.is_over:
                 poller.wait(_TICK_S)
                 self._receive_all()
-                self._tick(began)
+                if self._is_warned or time.monotonic() - self._ticked > _TICK_S / 5:
+                    self._tick(began)
             self._say_good_bye(poller)
         for line in self.statistics.lines(name=self.name, ran_s=time.monotonic() - began):
             print(line, flush=True)
@@ -200,7 +205,7 @@ class Server:
                 self._handle(peer, message)
 
     def _tick(self, began: float) -> None:
-        now = time.monotonic()
+        now = self._ticked = time.monotonic()
         heard = {address: peer.heard_s for address, peer in self._endpoint.peers.items()}
         for replica, peer in self._workers.items():
             member = self.pace.members[replica]
@@ -431,7 +436,7 @@ class Server:
     def _make(self, chunk: Chunk, gradients: Sequence[Gradient], groups: list[dict[str, Any]]) -> None:
         """Make one step of the optimizer on a chunk."""
         began = time.monotonic()
-        gradient = average(chunk, gradients, self._means[chunk.index])
+        gradient = average(chunk, gradients, self._means[chunk.dtype][: chunk.numel])
         changed = self._shards.step({chunk.index: gradient}, groups=groups)[chunk.index]
         self._versions[chunk.index] += 1
         self.statistics.steps += 1

@@ -52,7 +52,8 @@ class ParameterServer(Strategy):
       `snapshot_every` steps. With it, a server that dies is started again by dtrain (`--max-restarts`) and goes on from
       its last snapshot, and so does a whole run that is started again. Without, its failure ends the attempt.
     - `encrypt`: all traffic, by CURVE; it is authenticated in any case.
-    - `shared_memory=False`: use the network within a host too. `chunk_mb`: how much travels at once.
+    - `shared_memory=False`: use the network within a host too. `chunk_mb`: how much travels at once
+      (by itself an eighth of the model, from 1 to 16).
     - `lost_after_s`: a worker that is silent so long is not waited for (in "sync" mode it is, for `timeout_s`, unless
       there are backup workers). A worker that fails does not stop the others in modes "async" and "bounded" and with
       backup workers; restarted, it begins where training is: its loaders leave out what the others have done.
@@ -78,7 +79,7 @@ class ParameterServer(Strategy):
         shared_memory: bool = True,
         snapshots: str | os.PathLike[str] | None = None,
         snapshot_every: int = 100,
-        chunk_mb: float = 4.0,
+        chunk_mb: float | None = None,
         lost_after_s: float = 10.0,
         timeout_s: float = 300.0,
     ) -> None:
