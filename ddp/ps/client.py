@@ -109,7 +109,7 @@ class Client:
         sizes = [plan.partition.bytes(server) for server in range(part.servers)]
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
         largest = max((chunk.nbytes for chunk in plan.partition.chunks), default=1)
-        self._window = _WINDOW if shares else min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))
+        self._window = min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))  # where tensors go by the network
         self._losses: Losses = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._failure: DdpError | None = None
@@ -282,8 +282,14 @@ class Client:
 
     def _make_room(self, server: int) -> None:
         """Wait while so much is under way that a server's answers would be dropped, or come late for all else."""
-        if len(self._links[server].outstanding) >= self._window:
-            self._wait(lambda: len(self._links[server].outstanding) < self._window)
+
+        def has_room() -> bool:
+            link = self._links[server]
+            is_near = link.may_share and link.values is not None
+            return len(link.outstanding) < (_WINDOW if is_near else self._window)
+
+        if not has_room():
+            self._wait(has_room)
 
     def _staging(self, chunk: Chunk, *, shared: bool) -> torch.Tensor:
         """Where a gradient (numel,) waits until the server has it."""
