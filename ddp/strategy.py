@@ -214,10 +214,10 @@ class Strategy(ABC):
 
         `per_sample_loss` is (samples, ...); what follows the samples is averaged first. It is multiplied by `weights`
         (samples,), summed, and divided by the length of the global batch, which is that of the batch that a loader of
-        this strategy has handed out last, unless `global_batch_size` says otherwise; without either, that of this batch
-        times the replicas. (As tf.nn.compute_average_loss; the weights do not change the divisor.) The sum over the
-        replicas, `strategy.reduce("sum", loss)`, is the loss of the global batch, also when shares are unequal, and
-        micro-batches of a share add up to it.
+        this strategy has handed out last, unless `global_batch_size` says otherwise; without a loader, or with more
+        losses than this replica's share, their number times the replicas. (As tf.nn.compute_average_loss; the weights
+        do not change the divisor.) The sum over the replicas, `strategy.reduce("sum", loss)`, is the loss of the global
+        batch, also when shares are unequal, and micro-batches of a share add up to it.
 
         Its gradient is that times the number of replicas, because strategies average the gradients of the replicas:
         after `backward()` and averaging stands the gradient of the global mean.
@@ -232,13 +232,19 @@ class Strategy(ABC):
             if weights.shape != losses.shape:
                 raise ArgumentError(f"mean(): {len(losses)} losses, but weights of shape {tuple(weights.shape)}")
             losses = losses * weights.to(losses)
-        size = global_batch_size or self._batch_size or len(losses) * self.replicas
+        size = global_batch_size or self._global_size(len(losses))
         if size < len(losses):
             raise ArgumentError(
                 f"mean(): {len(losses)} losses of this replica, but a global batch of {size}: pass global_batch_size"
             )
         scaled: torch.Tensor = _ScaledGradient.apply(losses.sum() / size, self.replicas)  # type: ignore[no-untyped-call]  # torch's
         return scaled
+
+    def _global_size(self, own: int) -> int:
+        """The length of the global batch of which this replica has `own` samples, or a micro-batch of so many."""
+        size = self._batch_size or 0
+        share = size // self.replicas + (self.replica < size % self.replicas)
+        return size if own <= share else own * self.replicas  # else they come from somewhere else
 
     def reduce(self, operation: str, value: Any) -> Any:
         """Return the "sum", "mean", "max" or "min" of a value over the replicas, the same on each of them.
