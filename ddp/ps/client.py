@@ -82,6 +82,11 @@ class _Link:
     touched: float = 0.0
     is_asking: bool = False
 
+    @property
+    def contact(self) -> tuple[int, int, int]:
+        """Changes whenever something that was sent before may have been lost."""
+        return self.life, self.meetings, self.endpoint.connections
+
 
 class Client:
     """See the module. `step` is the number of the next step; `statistics` what this side has counted.
@@ -226,10 +231,14 @@ class Client:
             self._known_extras = {}
             self.give_extras()
         for chunk in self.plan.partition.of(link.index):
-            flat = torch.empty(chunk.numel, dtype=chunk.dtype)
-            torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
-            self._send(link, Message("value", {"chunk": chunk.index}, (flat,)))
+            self._send(link, self._value_of(chunk))
         self._send(link, Message("ready"))
+
+    def _value_of(self, chunk: Chunk) -> Message:
+        """What this replica has of a chunk."""
+        flat = torch.empty(chunk.numel, dtype=chunk.dtype)
+        torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
+        return Message("value", {"chunk": chunk.index}, (flat,))
 
     def _is_known(self, link: _Link) -> None:
         """Go on with a server that has what it needs: give it what its earlier life has not answered."""
@@ -368,9 +377,7 @@ class Client:
             self.finish()
             self.give_extras()
             for chunk in self.plan.partition.chunks:
-                flat = torch.empty(chunk.numel, dtype=chunk.dtype)
-                torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
-                self._request(chunk.server, Message("value", {"chunk": chunk.index}, (flat,)), "taken")
+                self._request(chunk.server, self._value_of(chunk), "taken")
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes that each replica gives, of those that train, in their order. Every one must call it."""
@@ -415,14 +422,13 @@ class Client:
         number = self._requests
         message = Message(message.kind, {**message.facts, "request": number}, message.tensors)
         self._send(self._links[server], message)
-        asked = self._links[server].meetings, self._links[server].connections, self._links[server].life
+        asked = self._links[server].contact
 
         def has_come() -> bool:
             nonlocal asked
             link = self._links[server]
-            now = link.meetings, link.endpoint.connections, link.life
-            if link.is_ready and asked != now:
-                asked = now
+            if link.is_ready and asked != link.contact:
+                asked = link.contact
                 self._send(link, message)
             answer = link.answers.get(kind)
             return answer is not None and answer.facts.get("request") == number

@@ -146,7 +146,8 @@ class Pace:
         return self.members[replica].clock - self._slowest() <= self.staleness
 
     def _slowest(self, besides: int | None = None) -> int:
-        clocks = [m.clock for replica, m in enumerate(self.members) if m.is_active and replica != besides]
+        """The smallest clock of those that train; for one that joins, of the others that are there already."""
+        members = [member for member in self.members if member.is_active]
         if besides is not None:
-            clocks = [m.clock for r, m in enumerate(self.members) if m.is_active and m.has_joined and r != besides]
-        return min(clocks, default=0)
+            members = [member for member in members if member.has_joined and member is not self.members[besides]]
+        return min((member.clock for member in members), default=0)

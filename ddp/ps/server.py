@@ -219,8 +219,7 @@ class Server:
         if self._life > 1 and now - began > self._settings.lost_after_s and not self.pace.waits_for_all:
             for member in self.pace.members:  # those that were left out in an earlier life never come
                 member.is_lost = member.is_lost or not member.has_joined
-        silent = not self._workers and now - began > self._settings.timeout_s
-        if silent:
+        if not self._workers and now - began > self._settings.timeout_s:
             raise ParameterServerError(f"{self.name}: no worker has come within {self._settings.timeout_s:g} s")
 
     def _say_good_bye(self, poller: Poller) -> None:
@@ -296,7 +295,6 @@ class Server:
             step = self.pace.join(peer.replica, done=done, sync_step=min(self._made.values(), default=-1) + 1)
         facts = {
             "step": step,
-            "life": self._life,
             "is_filled": self._is_filled,
             "gathered": self._gathered,
             "memory": None if self._memory is None else self._memory.ticket,
@@ -420,8 +418,7 @@ class Server:
             now = time.monotonic()
             if chunk is last:  # of a step, one wait counts
                 for replica, each in held.items():
-                    waited = self.statistics.waited_s
-                    waited[replica] = waited.get(replica, 0.0) + now - each.since
+                    self.statistics.add_wait(replica, now - each.since)
             self.statistics.staleness[0] += len(held)
             self._make(chunk, [held[replica].gradient for replica in sorted(held)], held[min(held)].groups)
             self._made[chunk.index] = step
@@ -465,8 +462,7 @@ class Server:
         deferred, self._deferred = self._deferred, []
         for peer, index, step, since in deferred:
             if self.pace.may_go_on(peer.replica):
-                waited = self.statistics.waited_s
-                waited[peer.replica] = waited.get(peer.replica, 0.0) + time.monotonic() - since
+                self.statistics.add_wait(peer.replica, time.monotonic() - since)
                 self._answer(peer, index, step)
             else:
                 self._deferred.append((peer, index, step, since))

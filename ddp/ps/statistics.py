@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +31,10 @@ class Statistics:
     apply_s: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
     waited_s: dict[int, float] = field(default_factory=dict)
+
+    def add_wait(self, replica: int, seconds: float) -> None:
+        """Count how long an answer to a replica was held back."""
+        self.waited_s[replica] = self.waited_s.get(replica, 0.0) + seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it in what JSON knows: the keys of `staleness` and `waited_s` become texts."""
@@ -71,14 +74,6 @@ def histogram(staleness: Counter[int]) -> str:
         if count:
             shares.append(f"{_range(low, high)}: {count / total:.0%}".replace("%", " %"))
     return ", ".join(shares)
-
-
-def merged(parts: Iterable[dict[str, Any]]) -> Counter[int]:
-    """Return the staleness of all servers together, of what `as_dict` gave."""
-    total: Counter[int] = Counter()
-    for part in parts:
-        total.update({int(steps): count for steps, count in part["staleness"].items()})
-    return total
 
 
 def _range(low: int, high: int | None) -> str:
