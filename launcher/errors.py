@@ -1,16 +1,16 @@
-"""The launcher's errors. Only cli.py prints them and exits.
+"""The launcher's errors. Only cli/main.py prints them and exits.
 
 DtrainError                 exit code 1
 ├── UsageError              what was typed or configured cannot be run: exit code 2
 │   ├── PlacementError      the workers do not fit on the hosts
-│   ├── HostListError       a list of hosts is wrong, at one column (hostranges.py)
+│   ├── HostListError       a list of hosts is wrong, at one column (hosts/ranges.py)
 │   └── PlaceTakenError     another command of the same run is node 0
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named
 ├── StoreError              the rendezvous store could not be opened, or was lost
-├── JoinError               this node, started by hand, could not take part in the run (join.py)
+├── JoinError               this node, started by hand, could not take part in the run (cli/run_node.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
-    └── HandshakeError      nodes did not prove to each other that they belong together (handshake.py)
+    └── HandshakeError      nodes did not prove to each other that they belong together (transport/tcp/handshake.py)
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Hello:
     python: str
     hostname: str
     pid: int
-    trace: str  # what another agent on this host needs to find what this one leaves; see traces.py
+    trace: str  # what another agent on this host needs to find what this one leaves; see agent/leftovers.py
     time: float  # this host's monotonic clock, as in every `time` below
 
 

@@ -14,7 +14,7 @@ HEAVY = {"torch", "numpy", "ddp"}
 FAT = {"asyncio", "click", "http", "multiprocessing", "paramiko", "psutil", "pynvml", "rich", "ssl", "unittest"}
 LAUNCHER = sorted((ROOT / "launcher").rglob("*.py"))
 DDP = sorted((ROOT / "ddp").rglob("*.py"))
-STORE = "store.py"  # runs in a process of its own
+STORE = "store_process.py"  # runs in a process of its own
 
 
 def _imports(file: Path) -> Iterator[str]:
@@ -45,7 +45,7 @@ def test_ddp_never_names_the_launcher() -> None:
 
 
 def test_nothing_of_the_launcher_imports_the_store() -> None:
-    assert [file.name for file in LAUNCHER if "launcher.store" in set(_imports(file))] == []
+    assert [file.name for file in LAUNCHER if "launcher.agent.store_process" in set(_imports(file))] == []
 
 
 def _loaded(statement: str) -> set[str]:
@@ -59,21 +59,21 @@ def _loaded(statement: str) -> set[str]:
 def test_importing_the_launcher_loads_no_torch() -> None:
     files = [file for file in LAUNCHER if file.stem not in ("__init__", "__main__", "bootstrap")]  # the last two run
     modules = ", ".join(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
-    assert "launcher.agent" in modules
+    assert "launcher.agent.main" in modules
     assert not _loaded(f"import {modules}") & HEAVY
 
 
 def test_the_agent_s_imports_are_lean() -> None:
-    assert not _loaded("import launcher.agent") & FAT
+    assert not _loaded("import launcher.agent.main") & FAT
 
 
 def test_a_worker_s_first_code_imports_nothing_of_the_launcher() -> None:
-    assert not any(name.startswith("launcher") for name in _imports(ROOT / "launcher" / "bootstrap.py"))
+    assert not any(name.startswith("launcher") for name in _imports(ROOT / "launcher/agent/bootstrap.py"))
 
 
 def test_the_command_line_and_the_controller_are_quick_to_load() -> None:
     # paramiko takes 0.2 s, rich 0.1 s: they are imported where a run needs them.
-    loaded = _loaded("import launcher.cli, launcher.controller")
+    loaded = _loaded("import launcher.cli.main, launcher.controller.controller")
     assert not loaded & {"asyncio", "paramiko", "psutil", "pynvml", "rich.table", "cryptography"}
 
 

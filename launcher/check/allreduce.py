@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.check.facts import HostFacts
-from launcher.hosts import Host
-from launcher.roles import Roles
-from launcher.spec import Command, CommandKind, JobSpec, new_run_id
+from launcher.hosts.host import Host
+from launcher.placement.job_spec import Command, CommandKind, JobSpec, new_run_id
+from launcher.placement.roles import Roles
 
 __all__ = ["Measured", "allreduce_spec", "measure_allreduce"]
 
@@ -77,11 +77,11 @@ def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFac
 
 def measure_allreduce(spec: JobSpec, backend: str) -> Measured:
     """Run it to its end. Blocks; from the main thread only, for the signals."""
-    from launcher.console import Console
-    from launcher.controller import Controller
-    from launcher.logfiles import LogFiles
-    from launcher.output import OutputThread
-    from launcher.report import report
+    from launcher.controller.controller import Controller
+    from launcher.output.console import Console
+    from launcher.output.logfiles import LogFiles
+    from launcher.output.report import report
+    from launcher.output.writer import OutputThread
 
     began = time.monotonic()
     logs = LogFiles(Path(os.devnull), lambda _: None)

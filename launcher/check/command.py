@@ -28,11 +28,11 @@ from launcher.check.hosts import host_findings
 from launcher.check.link import HostLink
 from launcher.check.pairs import Way, pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
+from launcher.cli.request import Request
 from launcher.errors import DtrainError, HostError
-from launcher.hosts import Host, HostKind, own_name
-from launcher.orders import prepare
-from launcher.request import Request
-from launcher.spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.hosts.host import Host, HostKind, own_name
+from launcher.job.orders import prepare
+from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 
 __all__ = ["run_check"]
 

@@ -86,14 +86,14 @@ class _Examiner:
             targets = [read(Target, target) for target in question["targets"]]
             return write([vars(found) for found in dial(targets, question["token"].encode(), question["limit_s"])])
         if asked == "sockets":
-            from launcher.network import socket_interfaces
+            from launcher.machine.network import socket_interfaces
 
             return write(socket_interfaces(question["master_addr"], question["interfaces"]))
         raise ValueError(f"{asked!r} is not known")
 
     def _listen(self, question: Mapping[str, Any]) -> Listening:
         from launcher.check.examiner_network import listen
-        from launcher.network import choose_address
+        from launcher.machine.network import choose_address
 
         interfaces, towards = question["interfaces"], question["towards"]
         address = question["address"] or choose_address(interfaces, towards, self._reached_at)

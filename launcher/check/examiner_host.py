@@ -15,12 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launcher import __version__, routes
+from launcher import __version__
+from launcher.agent.host_facts import find_facts
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.examiner_packages import code_digest, find_packages, folder_of
 from launcher.check.facts import Disk, HostFacts, Interface, Limit
 from launcher.errors import DtrainError
-from launcher.facts import find_facts
+from launcher.machine import routes
 from launcher.protocol import Prepare
 
 __all__ = ["disks", "find_host_facts", "interfaces", "limits", "memory", "system_name"]

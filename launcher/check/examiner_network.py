@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
 from launcher.check.facts import Dialled, Listening, Target
-from launcher.routes import interface_of
+from launcher.machine.routes import interface_of
 
 __all__ = ["dial", "listen"]
 

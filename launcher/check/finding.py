@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from launcher.check.facts import Greeting, HostFacts
 from launcher.check.link import Clock
-from launcher.hosts import Host, HostKind
-from launcher.spec import JobSpec
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import JobSpec
 
 __all__ = ["Examined", "Finding", "Severity", "fix_in", "merged", "most_common", "named", "on_host", "size"]
 

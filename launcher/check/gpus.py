@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from launcher.check.facts import Gpu, HostFacts
 from launcher.check.finding import Examined, Finding, Severity, on_host
-from launcher.spec import JobSpec
+from launcher.placement.job_spec import JobSpec
 
 __all__ = ["gpu_findings"]
 

@@ -10,10 +10,10 @@ from launcher.check.facts import HostFacts
 from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, named, on_host, size
 from launcher.check.gpus import gpu_findings
 from launcher.errors import PlacementError
-from launcher.orders import mismatch
-from launcher.placement import HostOffer, place
+from launcher.job.orders import mismatch
+from launcher.placement.job_spec import JobSpec
+from launcher.placement.placement import HostOffer, place
 from launcher.protocol import Hello
-from launcher.spec import JobSpec
 
 __all__ = ["host_findings", "offer"]
 

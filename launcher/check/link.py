@@ -15,10 +15,10 @@ from typing import Any
 
 from launcher.check.facts import FORMAT, GREETING, Greeting, read
 from launcher.errors import HostError, ProtocolError
-from launcher.hosts import Host
+from launcher.hosts.host import Host
+from launcher.placement.job_spec import JobSpec
 from launcher.protocol import MAX_NOISE_BYTES
-from launcher.spec import JobSpec
-from launcher.transport import Stream, connect
+from launcher.transport.connect import Stream, connect
 
 __all__ = ["Clock", "HostLink"]
 

@@ -16,8 +16,8 @@ from launcher.check.allreduce import Measured
 from launcher.check.facts import FORMAT, HostFacts
 from launcher.check.finding import Examined, Finding, Severity, most_common, named, size
 from launcher.check.pairs import Way, summary
-from launcher.console import printable
-from launcher.spec import JobSpec
+from launcher.output.console import printable
+from launcher.placement.job_spec import JobSpec
 
 __all__ = ["Report", "report_as_json", "report_as_text"]
 

@@ -1,1 +1,5 @@
-"""What the tests stand on: real SSH hosts on loopback, real processes, and proof that they are gone."""
+"""Hosts, networks and clusters for the tests, made of real parts on one machine."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]

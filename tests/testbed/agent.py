@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from launcher.processes import find
+from launcher.machine.processes import find
 from launcher.protocol import (
     PREAMBLE,
     Bye,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.outcome import Failure, FailureKind, Outcome
+from launcher.job.outcome import Failure, FailureKind, Outcome
 from launcher.protocol import Evidence
 
 _FAILURE = Failure(

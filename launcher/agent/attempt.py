@@ -1,0 +1,363 @@
+"""One attempt on this host: its workers, what they write, and the store. Owned by main.py, ended by attempt_end.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.agent import temp_folder
+from launcher.agent.run_tag import Mark
+from launcher.agent.store import Rendezvous, StoreProcess
+from launcher.agent.stream_writer import Outbox
+from launcher.agent.worker import Files, Worker
+from launcher.agent.worker_restarts import Succession
+from launcher.errors import DtrainError
+from launcher.machine.network import socket_interfaces
+from launcher.protocol import (
+    Exited,
+    OpenStore,
+    Output,
+    PortsReserved,
+    ReservePorts,
+    RestartWorker,
+    Started,
+    StartWorker,
+    StoreFailed,
+    StoreOpened,
+)
+
+if TYPE_CHECKING:
+    from launcher.machine.numa import Topology
+    from launcher.machine.oom import OomWatch
+
+__all__ = ["Attempt"]
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+READ_BYTES = 1 << 16
+PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
+
+
+class Attempt:
+    """Owns the workers of one attempt and its store, from the first order to `close`."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        folder: str,
+        mark: Mark,
+        selector: selectors.BaseSelector,
+        outbox: Outbox,
+        store_process: StoreProcess,
+        interfaces: Sequence[str],
+        workdir: str,
+        grace_s: float,
+    ) -> None:
+        self.number = number
+        self.workers: dict[int, Worker] = {}  # by rank, the newest of each
+        self.succession = Succession(mark, grace_s=grace_s)
+        self._workdir = workdir
+        self._orders: dict[int, StartWorker] = {}
+        self._lives: dict[int, int] = {}  # how often a rank was started again alone
+        self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
+        self._folder = folder
+        self._mark = mark
+        self._selector = selector
+        self._outbox = outbox
+        self._store: Rendezvous | None = None
+        self._store_process = store_process
+        self._interfaces = interfaces
+        self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
+        self._reserved: list[socket.socket] = []
+        self._topology: tuple[Topology, list[int]] | None = None  # and the NUMA nodes of the GPUs, once they are known
+        self._memory: OomWatch | None = None
+        self._output_bytes = 0
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.status is None]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it ever ran: no worker, and no store that anybody connected to."""
+        return not self.workers and (self._store is None or self._store.listening is not None)
+
+    @property
+    def progress(self) -> int:
+        """A number that changes whenever a worker writes something, makes a step or saves."""
+        return self._output_bytes + sum(self._before) + sum(sum(worker.progress) for worker in self.workers.values())
+
+    def look(self) -> None:
+        """Look around now and then, so that what happened long ago is not taken for the cause of what happens now."""
+        if self._memory is not None:
+            self._memory.look()
+
+    @property
+    def saved(self) -> int:
+        """How many checkpoints its workers said they saved."""
+        return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
+
+    # ---- the store ----
+
+    def open_store(self, message: OpenStore, address: str) -> None:
+        try:
+            self._store = Rendezvous(address, message.port, self._store_process, exact=message.exact)
+        except DtrainError as error:
+            self._outbox.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
+            return
+        assert self._store.listening is not None
+        self._watch(self._store.listening.fileno(), self._first_client)
+        self._outbox.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
+
+    def reserve_ports(self, message: ReservePorts, address: str) -> None:
+        """Bind as many free ports as are wanted, and hold them until a worker is started."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            for _ in range(message.count):
+                self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
+                self._reserved[-1].bind((address, 0))
+        except OSError as error:
+            reason = f"no ports can be had on {address}: {error.strerror}"
+            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            return
+        ports = [reserved.getsockname()[1] for reserved in self._reserved]
+        self._outbox.send(PortsReserved(attempt=self.number, address=address, ports=ports))
+
+    def _release_ports(self) -> None:
+        while self._reserved:
+            self._reserved.pop().close()
+
+    def _first_client(self) -> None:
+        if self._store is None or self._store.listening is None:  # closed since the selector looked
+            return
+        self._selector.unregister(self._store.listening.fileno())
+        self._store.start()
+
+    def store_ended(self, last_words: str) -> None:
+        """Take note that the store's process was reaped."""
+        if self._store is not None and self._store.listening is None:
+            reason = f"the store's process ended: {last_words}"
+            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+
+    def close_store(self, *, keep_process: bool) -> int | None:
+        """Release the store's port; return the pid of its process if that has to be reaped yet."""
+        if self._store is None:
+            return None
+        if self._store.listening is not None:
+            self._selector.unregister(self._store.listening.fileno())
+        killed = self._store.close(keep_process=keep_process)
+        self._store = None
+        return killed
+
+    # ---- the workers ----
+
+    def start(self, message: StartWorker) -> None:
+        """Start a worker, and tell of it."""
+        self._orders[message.rank] = message
+        self._start(message, standing=0)
+
+    def restart(self, message: RestartWorker) -> None:
+        """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
+        worker = self.workers.get(message.rank)
+        if worker is not None and worker.reported:
+            self.succession.take(message)
+
+    def go_on(self) -> None:
+        """Go on with those that are to be started again."""
+        for cleared in self.succession.step():
+            order = cleared.order
+            if cleared.left:
+                left = ", ".join(cleared.left)
+                standing = self.workers[order.rank].standing
+                self._never_started(order.rank, f"what was left of it cannot be ended: {left}", standing)
+                continue
+            old = self.workers[order.rank]
+            first = self._orders[order.rank]
+            env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
+            self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
+            if self._start(replace(first, env=env), standing=old.standing):
+                self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
+                self._release(old)
+
+    def _start(self, message: StartWorker, *, standing: int) -> bool:
+        """Start a worker, and tell of it; return whether it runs."""
+        argv = message.argv
+        if message.through:
+            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
+        self._release_ports()
+        if self._sockets is None:
+            self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
+        sockets = self._sockets if self._interfaces else {}
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
+        files = Files.of(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
+        try:
+            cores = self._cores(message)
+        except DtrainError as error:
+            self._never_started(message.rank, str(error), standing)
+            return False
+        threads = message.defaults.get("OMP_NUM_THREADS")
+        if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
+        if self._memory is None:
+            from launcher.machine.oom import OomWatch  # only where workers are started
+
+            self._memory = OomWatch()
+        try:
+            worker = Worker(
+                message.rank,
+                argv,
+                env,
+                cwd=self._workdir,
+                files=files,
+                mark=self._mark,
+                cores=cores,
+                standing=standing,
+            )
+        except OSError as error:
+            reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
+            self._never_started(message.rank, reason, standing)
+            return False
+        self.workers[message.rank] = worker
+        self._outbox.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
+        if not self._outbox.holding:
+            self._watch_pipes(worker)
+        return True
+
+    def _cores(self, message: StartWorker) -> tuple[int, ...]:
+        """Return the processors that a worker is to be bound to; empty: all that there are."""
+        if not message.numa_binding:
+            return ()
+        from launcher.machine import devices, numa
+
+        if self._topology is None:
+            gpus = devices.find_gpus(os.environ)
+            places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
+            self._topology = numa.read_topology(devices.cores()), places
+        topology, places = self._topology
+        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
+
+    def _never_started(self, rank: int, reason: str, standing: int) -> None:
+        self._outbox.send(
+            Exited(
+                attempt=self.number,
+                rank=rank,
+                pid=0,
+                status=127,
+                ran_s=0.0,
+                provoked=False,
+                killer="",
+                error={"type": "", "message": f"could not be started: {reason}", "where": "", "inside": ""},
+                error_file=None,
+                time=time.monotonic(),
+                standing=standing,
+            )
+        )
+
+    def signal(self, signum: int, *, stop: bool) -> None:
+        for worker in self.running:
+            worker.signal(signum, stop=stop)
+
+    def ended(self, pids: Mapping[int, int]) -> None:
+        """Take note of children that were reaped (pid to wait status), and report what was ours."""
+        for worker in self.running:
+            if worker.pid in pids:
+                worker.ended_with(pids[worker.pid])
+                if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
+                    worker.killer = self._memory.killed(worker.pid)
+        self.report()
+
+    def report(self) -> None:
+        """Report workers that have ended and whose output up to then has been passed on."""
+        for worker in self.workers.values():
+            if worker.status is None or worker.reported:
+                continue
+            self._drain(worker)
+            if not self._outbox.holding or self._outbox.closed:
+                worker.reported = True
+                self._outbox.send(worker.exited(self.number))
+                if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
+                    self.succession.clear(worker)
+
+    @property
+    def reported(self) -> bool:
+        """Whether there is nothing more to tell of it, or nobody to tell it to."""
+        ended = (worker for worker in self.workers.values() if worker.status is not None)
+        return self._outbox.closed or (not self._outbox.holding and all(worker.reported for worker in ended))
+
+    def close(self) -> None:
+        """Pass on what is still to be read, release everything and remove the workers' files."""
+        self.close_store(keep_process=True)
+        self._release_ports()
+        for worker in self.workers.values():
+            self._release(worker)
+        self.workers = {}
+        self._memory = None
+        temp_folder.clear(self._folder, self.number)
+
+    def _release(self, worker: Worker) -> None:
+        self._drain(worker)
+        if not self._outbox.holding:
+            for descriptor in worker.pipes:
+                self._selector.unregister(descriptor)
+        worker.close()
+
+    # ---- what they write ----
+
+    def hold(self, hold: bool) -> None:
+        """Stop or go on reading what the workers write."""
+        for worker in self.workers.values():
+            if hold:
+                for descriptor in worker.pipes:
+                    self._selector.unregister(descriptor)
+            else:
+                self._watch_pipes(worker)
+
+    def _watch_pipes(self, worker: Worker) -> None:
+        for descriptor in worker.pipes:
+            self._watch(descriptor, partial(self._read_pipe, worker, descriptor))
+
+    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def _drain(self, worker: Worker) -> None:
+        for descriptor in list(worker.pipes):
+            for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
+                if self._outbox.holding or not self._read_pipe(worker, descriptor):
+                    break
+
+    def _read_pipe(self, worker: Worker, descriptor: int) -> bool:
+        """Pass on what a worker wrote; return whether there may be more now."""
+        if self._outbox.holding or descriptor not in worker.pipes:  # changed since the selector looked
+            return False
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(descriptor)
+            del worker.pipes[descriptor]
+            os.close(descriptor)
+            return False
+        self._output_bytes += len(data)
+        self._outbox.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
+        return True
+
+
+def _hint(number: int | None) -> str:
+    if number == errno.E2BIG:
+        return "; one argument or variable may have 128 KiB, see --export"
+    if number in (errno.EMFILE, errno.EAGAIN):
+        return "; this user's limits there are too low, see ulimit -n and ulimit -u"
+    if number == errno.ENOSPC:
+        return "; see TMPDIR"
+    return ""

@@ -1,0 +1,90 @@
+"""How an attempt comes to its end on this host: signal its workers, kill them after the grace period, sweep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from launcher.agent.attempt import Attempt
+from launcher.agent.run_tag import Mark
+from launcher.agent.store import StoreProcess
+from launcher.machine.processes import Sweep
+
+__all__ = ["Ending"]
+
+KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
+
+
+class Ending:
+    """One ending, from the first signal until nothing of the run is left here, or no more can be done about it.
+
+    `step` is to be called whenever something happened, and after `pause_s`. It never waits.
+    """
+
+    def __init__(
+        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, grace_s: float
+    ) -> None:
+        self.final = False  # no attempt follows: the store's process is ended as well
+        self._attempt = attempt
+        self._mark = mark
+        self._store_process = store_process
+        self._kill_at = _kill_at(signum, grace_s)
+        self._killed_at: float | None = None
+        self._sweep: Sweep | None = None
+        self._done = False
+        if attempt is not None:
+            attempt.signal(signum, stop=True)
+
+    @property
+    def swept(self) -> int:
+        """How many processes outlived their workers and were ended."""
+        return 0 if self._sweep is None else self._sweep.ended
+
+    @property
+    def left(self) -> list[str]:
+        return [] if self._sweep is None else [process.describe() for process in self._sweep.left]
+
+    def hurry(self, signum: int, grace_s: float) -> None:
+        """Be quicker about it, if that is meant."""
+        self._kill_at = min(self._kill_at, _kill_at(signum, grace_s))
+        if self._sweep is not None and signum == signal.SIGKILL:
+            self._sweep.hurry()
+
+    def pause_s(self, now: float) -> float:
+        if self._done:
+            return 3600.0  # only the controller's reading is waited for, and that wakes us
+        if self._sweep is not None:
+            return self._sweep.pause_s
+        return max(0.0, (self._kill_at if self._killed_at is None else self._killed_at + KILL_WAIT_S) - now)
+
+    def step(self, now: float) -> bool:
+        """Do what is due; return whether it has come to its end."""
+        if self._done:
+            return True
+        running = [] if self._attempt is None else self._attempt.running
+        if now >= self._kill_at and self._killed_at is None:
+            self._killed_at = now
+            for worker in running:
+                worker.signal(signal.SIGKILL, stop=True)
+        if self._sweep is None and (not running or now >= (self._killed_at or now) + KILL_WAIT_S):
+            self._begin_sweep(now, stuck=bool(running))
+        self._done = self._sweep is not None and self._sweep.step()
+        return self._done
+
+    def _begin_sweep(self, now: float, *, stuck: bool) -> None:
+        killed = None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)
+        if self.final:
+            killed = self._store_process.kill() or killed
+        kept = self._store_process.pid
+        self._sweep = self._mark.sweep(
+            ancestor=os.getpid(),
+            grace_s=max(0.0, self._kill_at - now),
+            spare=[pid for pid in (os.getppid(), killed, kept) if pid is not None],
+            kill_wait_s=1.0 if stuck else KILL_WAIT_S,
+            adopted=kept is None,
+        )
+
+
+def _kill_at(signum: int, grace_s: float) -> float:
+    return time.monotonic() + (0.0 if signum == signal.SIGKILL else grace_s)

@@ -1,0 +1,239 @@
+"""The first code of a Python worker: runs the script or module as `__main__`, as plain python would.
+
+Started by the agent as `python -u .../launcher/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
+launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
+it writes the error files for an exception that nobody caught, has a crash print where it happened, and wakes the
+rendezvous store when torch is about to be imported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # the launcher's own folder, before any other import could look there
+
+import builtins
+import importlib.machinery
+import os
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
+    from collections.abc import Callable, Sequence
+    from typing import Any, NoReturn
+
+STACK_SIGNAL = 51  # the same in evidence.py, which says why
+
+
+def main() -> None:
+    kind, target, *args = sys.argv[1:]
+    executable = sys.orig_argv[0] if sys.orig_argv else sys.executable
+    sys.argv = [target, *args]
+    sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
+    _print_stacks()
+    if os.environ.get("RANK") == "0":
+        sys.meta_path.insert(0, _WakeStore())
+    program = _module if kind == "module" else _script
+    try:
+        program(target)()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _fail(error)
+
+
+def _print_stacks() -> None:
+    """Have the interpreter print every thread's stack on a crash, and into the agent's file on its signal.
+
+    That handler runs at once, whoever holds the interpreter, and system calls go on after it (SA_RESTART).
+    """
+    import faulthandler
+
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        faulthandler.enable()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import _signal  # type: ignore[import-not-found]  # built in, no stub; `signal` itself takes 2 ms more
+
+    try:
+        file = os.open(path + ".stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # closed by exec
+        # What the signal finds when the interpreter has taken its handlers down: it must not end the process then.
+        _signal.signal(STACK_SIGNAL, _signal.SIG_IGN)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError) as error:  # the script runs as well without
+        print(f"dtrain: no stack can be asked for: {error}", file=sys.stderr)
+
+
+# ---- running it ----------------------------------------------------------------------------------------------
+
+
+def _script(path: str) -> Callable[[], object]:
+    """Return what runs a file, or a folder or archive with a `__main__.py`."""
+    main = _new_main()
+    if os.path.isdir(path) or _is_archive(path):
+        import runpy
+
+        sys.path.insert(0, os.path.abspath(path))
+        run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # as CPython's own main
+        return lambda: run("__main__", False)
+    full = os.path.abspath(path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main.__file__ = full
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
+    with open(full, "rb") as file:
+        source = file.read()
+
+    def run_file() -> None:
+        exec(compile(source, full, "exec", dont_inherit=True), main.__dict__)
+
+    return run_file
+
+
+def _module(name: str) -> Callable[[], object]:
+    import runpy
+
+    _new_main()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+    return lambda: run(name, True)
+
+
+def _new_main() -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None, __cached__=None)
+    if sys.version_info < (3, 14):
+        module.__dict__.update(__annotations__={})
+    _keep.append(sys.modules["__main__"])
+    sys.modules["__main__"] = module
+    return module
+
+
+_keep: list[types.ModuleType] = []  # this module must outlive its place in sys.modules
+
+
+def _is_archive(path: str) -> bool:
+    if path.endswith((".py", ".pyw")) or not os.path.isfile(path):
+        return False
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+# ---- when it fails -------------------------------------------------------------------------------------------
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Report an uncaught exception and end as plain python does, without a frame of this file."""
+    import _signal
+
+    try:  # torch's DataLoader has a handler that raises wherever it finds us, when one of its workers was killed
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    except RuntimeError as reason:  # it just did: this is why the other failed
+        error = reason
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        _write_error_files(error)
+    except Exception as problem:  # a full disk, or an exception that cannot be shown, must not hide the traceback
+        print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
+    hook = sys.excepthook
+    try:
+        hook(type(error), error, trace)
+    except SystemExit:
+        raise
+    except BaseException as problem:
+        print("Error in sys.excepthook:", problem, file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+    # Raised again for its way of ending (status 1, or death by SIGINT), but already printed.
+    sys.excepthook = lambda *_: None
+    raise error
+
+
+def _write_error_files(error: BaseException) -> None:
+    """Write torch elastic's error file (unless its own `record` did) and beside it the facts for the report."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+    import time
+    import traceback
+
+    name = type(error).__qualname__
+    # At most so many frames and characters: a recursion error has a thousand times more, and takes seconds to format.
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-100))[-100_000:]
+    message = _text(error)[:10_000]
+    where, inside = _position(error)
+    facts = {
+        "type": name,
+        "message": message,
+        "where": where,
+        "inside": inside,
+        "time": repr(time.monotonic()),
+    }
+    with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(facts, file)
+    if not os.path.exists(path):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump({"message": {"message": f"{name}: {message}", "extraInfo": extra}}, file)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text cannot be had: {type(problem).__name__}>"
+
+
+def _position(error: BaseException) -> tuple[str, str]:
+    """Return `file:line in function` of the deepest frame of the user's own code, and the function that raised.
+
+    Not the user's own are installed packages, the standard library and what this file belongs to.
+    """
+    import sysconfig
+    import traceback
+
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}", ""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1000)
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
+    installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+    own = [f for f in frames if not (f.filename.startswith(foreign) or any(part in f.filename for part in installed))]
+    for frame in reversed(own or frames):
+        return f"{frame.filename}:{frame.lineno} in {frame.name}", frames[-1].name
+    return "", ""
+
+
+# ---- the store -----------------------------------------------------------------------------------------------
+
+
+class _WakeStore:
+    """Finds no module: on the first import of torch it knocks at the store's port and takes itself away.
+
+    The store's process imports torch as well, which takes seconds. It starts at the first connection, so a knock now
+    lets both imports run side by side, and a script without torch never costs a store.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)
+        import socket
+
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        try:
+            socket.create_connection((address, int(port or "")), timeout=1).close()
+        except (OSError, ValueError):  # the script chose another address: init_process_group will tell
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Where the workers of this host stand: what the kernel says of each, and its stacks. Called by the agent.
+
+A Python worker writes its stacks itself when it gets STACK_SIGNAL (see bootstrap.py), which disturbs it for about a
+millisecond and needs neither rights nor the interpreter's lock. For one that does not answer (stopped, stuck in the
+kernel, or with no such handler) py-spy is asked where it is installed, then the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.agent.worker import spawn
+from launcher.protocol import Evidence
+
+__all__ = ["STACK_SIGNAL", "Collection", "Subject"]
+
+# Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
+# the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
+STACK_SIGNAL = 51
+
+ANSWER_S = 1.0  # an answer to the signal is waited for so long, or half of the limit
+QUIET_S = 0.1  # a stack whose file has not grown for so long is whole; most are known to be by their last line
+MAX_BYTES = 64 << 10
+SPAWNS_PER_STEP = 4  # each takes 2 ms or so
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+# How the last line of a worker's main thread begins; it ends with `in <module>`.
+_LAST_LINE = f'  File "{Path(__file__).with_name("bootstrap.py")}", line '.encode()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A worker that is to be looked at. `stack_file` is where it writes its stacks when it is asked."""
+
+    attempt: int
+    rank: int
+    pid: int
+    stack_file: Path
+
+
+class Collection:
+    """One look at all workers: `step` until it returns what was found, every `pause_s`; never longer than `limit_s`.
+
+    The subjects are children of this process that it has not reaped, so that their pids are their own until
+    `reaped` says otherwise.
+    """
+
+    def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float) -> None:
+        now = time.monotonic()
+        self.pause_s = 0.005
+        self._end = now + limit_s
+        self._answers_until = now + min(limit_s / 2, ANSWER_S)
+        self._spied: set[int] = set()  # pids of every py-spy, ended or not
+        self._looks = [look for look in (_Look.at(number, subject) for subject in subjects) if look is not None]
+        for look in self._looks:  # after all are read: the signal would wake them
+            look.ask()
+
+    def step(self) -> list[Evidence] | None:
+        """Return an Evidence for each worker that was alive, or None if there is something to wait for."""
+        now = time.monotonic()
+        spawns = SPAWNS_PER_STEP
+        for look in self._looks:
+            look.read(now)
+            if look.asked and now >= self._answers_until:
+                look.give_up_answer()
+            if look.wants_py_spy and spawns and now < self._end:
+                spawns -= 1
+                if (pid := look.spy()) is not None:
+                    self._spied.add(pid)
+        if any(look.is_waiting for look in self._looks) and now < self._end:
+            self.pause_s = min(1.5 * self.pause_s, 0.02, max(0.0, self._end - now))
+            return None
+        return [look.result() for look in self._looks]
+
+    def reaped(self, pid: int) -> bool:
+        """Take note that this child was reaped; return whether it was a py-spy and no worker."""
+        for look in self._looks:
+            look.reaped(pid)
+        return pid in self._spied
+
+    def close(self) -> None:
+        """End what still runs."""
+        for look in self._looks:
+            look.close()
+
+
+class _Look:
+    """One worker: first it is asked, then py-spy, then the kernel."""
+
+    def __init__(self, subject: Subject, found: Evidence, *, answers: bool) -> None:
+        self._subject = subject
+        self._found = found
+        self._answers = answers
+        self._size = self._began_at = _size(subject.stack_file)
+        self._grew = 0.0
+        self._is_gone = False
+        self._spy = 0  # the pid of its py-spy, while that runs
+        self._output = -1  # what that writes to
+        self.asked = False
+        self.wants_py_spy = False
+        self._stack = b""
+
+    @classmethod
+    def at(cls, number: int, subject: Subject) -> _Look | None:
+        """Read what the kernel says; None if the worker has ended."""
+        stat = _read(subject.pid, "stat")
+        fields = stat.rpartition(b")")[2].split()
+        if not fields or fields[0] in (b"Z", b"X"):
+            return None
+        state = fields[0].decode()
+        waits_in = _read(subject.pid, "wchan").decode("ascii", "replace")
+        found = Evidence(
+            number=number,
+            attempt=subject.attempt,
+            rank=subject.rank,
+            pid=subject.pid,
+            state=state,
+            waits_in="" if waits_in == "0" else waits_in,
+            rss_bytes=int(fields[21]) * _PAGE_BYTES,
+            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
+            stack="",
+        )
+        # One that is stopped would answer when it goes on again, which is too late.
+        return cls(subject, found, answers=state not in ("T", "t") and _handles(subject))
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.asked or self.wants_py_spy or self._spy != 0
+
+    def ask(self) -> None:
+        if self._answers:
+            with contextlib.suppress(OSError):  # it has become another user's
+                os.kill(self._subject.pid, STACK_SIGNAL)
+                self.asked = True
+        self.wants_py_spy = not self.asked
+
+    def read(self, now: float) -> None:
+        """See how far the answer is."""
+        if not self.asked:
+            return
+        size = _size(self._subject.stack_file)
+        if size > self._size:
+            self._size, self._grew = size, now
+            self._stack = _read_end(self._subject.stack_file, self._began_at)
+            last = self._stack.rpartition(_LAST_LINE)[2]
+            if last.endswith(b" in <module>\n") and last.count(b"\n") == 1:
+                self.asked = False
+        elif self._stack and now - self._grew > QUIET_S:
+            self.asked = False
+
+    def give_up_answer(self) -> None:
+        self.asked = False
+        self.wants_py_spy = not self._stack and not self._is_gone
+
+    def spy(self) -> int | None:
+        """Start py-spy, if it is there, and return its pid."""
+        self.wants_py_spy = False
+        program = _find_py_spy()
+        if self._is_gone or program is None:
+            return None
+        path = f"{self._subject.stack_file}.py-spy"
+        # Not stopping the process: one that is to be looked at is never changed. It has stood there for a while.
+        argv = [program, "dump", "--pid", str(self._subject.pid), "--nonblocking", "--full-filenames"]
+        try:
+            with contextlib.ExitStack() as opened:
+                self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                os.unlink(path)
+                nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                opened.callback(os.close, nowhere)
+                self._spy = spawn(argv, os.environ, cwd="/", stdout=self._output, stderr=nowhere)
+        except OSError:  # the disk is full, no more processes: there is still what the kernel says
+            return None
+        return self._spy
+
+    def reaped(self, pid: int) -> None:
+        if pid == self._subject.pid:
+            self._is_gone = True
+            if self.asked:
+                self.asked = False
+                self._stack = _read_end(self._subject.stack_file, self._began_at)
+            self.wants_py_spy = False
+        elif pid == self._spy:
+            self._spy = 0
+            self._stack = os.pread(self._output, MAX_BYTES, 0)
+
+    def result(self) -> Evidence:
+        stack = self._stack
+        if not stack and not self._is_gone and self._found.state == "D":
+            stack = _read(self._subject.pid, "stack")  # for root only
+        return replace(self._found, stack=stack.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        self.asked = self.wants_py_spy = False
+        if self._spy:
+            os.kill(self._spy, signal.SIGKILL)  # reaped by the agent, as any child
+            self._spy = 0
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
+
+
+def _handles(subject: Subject) -> bool:
+    """Say whether a worker writes its stacks on the signal: it has a handler, and that file open."""
+    for line in _read(subject.pid, "status").splitlines():
+        if line.startswith(b"SigCgt:") and not int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1:
+            return False
+    path = os.path.realpath(subject.stack_file)
+    folder = f"/proc/{subject.pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:  # ended meanwhile, or another user's
+        return False
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{folder}/{name}") == path:
+                return True
+    return False
+
+
+def _find_py_spy() -> str | None:
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    if os.access(beside, os.X_OK):
+        return beside
+    from shutil import which  # slow to import, and seldom needed
+
+    return which("py-spy")
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read(MAX_BYTES) or b""
+    except OSError:  # ended meanwhile, or not for this user to read
+        return b""
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _read_end(path: Path, start: int) -> bytes:
+    """Return what a file holds from `start`; of more than MAX_BYTES the end, where the main thread is."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = max(start, size - MAX_BYTES)
+            file.seek(first)
+            data = file.read(MAX_BYTES)
+    except OSError:
+        return b""
+    if first > start:
+        data = b"(the newest threads are left out)\n\n" + (data.partition(b"\n\n")[2] or data)
+    return data

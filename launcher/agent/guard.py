@@ -1,0 +1,119 @@
+"""The guard: the agent's parent, which outlives it and ends what it leaves.
+
+It is the same program as the agent, forked before anything else. As a subreaper it becomes the parent of every process
+of the run on this host when the agent dies, whatever killed it. It also ends an agent that hangs or was stopped, once
+the controller cannot want it any more: the lease is over, or the controller's end of the stream is closed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import time
+
+from launcher.agent.lease import Limits
+from launcher.agent.run_tag import Mark
+from launcher.machine import processes
+
+__all__ = ["guard", "reap"]
+
+BLIND_S = 5.0  # so long after the controller's end it should have noticed
+LOOK_S = 1.0
+_ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
+
+
+def guard(agent: int, mark: Mark, limits: Limits) -> int:
+    """Wait for the agent, then end whatever of the run is still there; return the agent's exit status."""
+    controller = os.dup(0)  # only to see that it has been closed
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):  # the controller must see the agent's end, not wait for ours
+        os.dup2(nothing, stream)
+    status = _Watch(agent, limits, controller).wait()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # nobody is there to pass it on to
+    os.close(controller)
+    if status == 0:
+        return 0
+    sweep = mark.sweep(ancestor=os.getpid(), grace_s=0)
+    while not sweep.step():
+        time.sleep(sweep.pause_s)
+        reap()
+    reap()
+    mark.remove()
+    return status if status > 0 else 128 - status
+
+
+def reap() -> dict[int, int]:
+    """Collect every child that has ended: pid -> wait status."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = status
+
+
+class _Watch:
+    """Waits for the agent's end, and sees to it that there is one. Sleeps unless there is a lease to look after."""
+
+    def __init__(self, agent: int, limits: Limits, controller: int) -> None:
+        self._agent = agent
+        self._limits = limits
+        self._controller = controller
+        self._closed_at: float | None = None
+        self._wake, wake_write = os.pipe()
+        for descriptor in (self._wake, wake_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
+
+    def wait(self) -> int:
+        """Return the agent's exit status, or minus the signal that ended it; an agent that will not die counts too."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._controller, select.POLLRDHUP)
+        while (status := reap().get(self._agent)) is None:
+            if self._must_go():
+                os.kill(self._agent, signal.SIGKILL)
+                return -signal.SIGKILL
+            for descriptor, events in poll.poll(self._pause_ms()):
+                if descriptor == self._wake:
+                    os.read(self._wake, 1 << 12)
+                elif events & _ENDED:
+                    self._closed_at = time.monotonic()
+                    poll.unregister(self._controller)
+        return os.waitstatus_to_exitcode(status)
+
+    def _must_go(self) -> bool:
+        """Say whether the agent is overdue, which it still must be after a moment: all of us may have been stopped."""
+        if not self._overdue():
+            return False
+        time.sleep(min(0.2, 0.5 * self._limits.late_s) if self._closed_at is None else 0.2)
+        return self._overdue()
+
+    def _overdue(self) -> bool:
+        now = time.monotonic()
+        if 0 < self._limits.lease_end < now - self._limits.late_s:
+            return True
+        if self._closed_at is None:
+            return False
+        process = processes.find(self._agent)
+        if process is not None and process.state == "T":
+            return True
+        return now > (self._limits.ending_by or self._closed_at + BLIND_S)
+
+    def _pause_ms(self) -> int | None:
+        """Return how long to sleep, None for until something happens."""
+        end = self._limits.lease_end
+        if self._closed_at is None and end == 0:
+            return None
+        late = end + self._limits.late_s - time.monotonic()
+        if end == 0 or not math.isfinite(late):
+            late = LOOK_S
+        return int(1000 * min(LOOK_S, max(0.01, late)))

@@ -1,0 +1,89 @@
+"""Whether a job can start on this host, and what the host has for it: the answer to Prepare."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from launcher.errors import DtrainError, UsageError
+from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS
+from launcher.machine import devices
+from launcher.machine.network import choose_address
+from launcher.protocol import Facts, Prepare
+
+__all__ = ["find_facts"]
+
+
+def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
+    """Return the host's facts; `problems` and `left` are what was found before. Binds us to our part of the cores."""
+    workdir = Path(message.workdir)
+    slots, machine = os.environ.pop(AGENT_SLOTS, ""), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
+    problems = [*problems]
+    if not workdir.is_dir():
+        problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
+    elif message.script is not None and not (workdir / message.script).exists():
+        problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
+    if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
+        problems.append(_why_not(message.program))
+    if message.interfaces:
+        try:
+            choose_address(message.interfaces, "", None)
+        except DtrainError as error:
+            problems.append(str(error))
+    gpus = devices.Gpus()
+    try:
+        gpus = devices.find_gpus(os.environ)
+    except UsageError as error:
+        problems.append(str(error))
+    cores, limit = devices.divide(devices.cores(), _cpu_limit(), message.part, message.parts)
+    if message.parts > 1:
+        os.sched_setaffinity(0, cores)
+    count = _slots(slots, len(gpus.ids), limit)
+    if count == 0:
+        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was said there, but it has no GPU for a worker")
+    return Facts(
+        gpus=list(devices.share(gpus.ids, message.part, message.parts)),
+        gpu_variable=gpus.variable,
+        # What SLURM counts as given to us is certain, too.
+        gpus_verified=gpus.verified or (bool(gpus.ids) and os.environ.get("SLURM_GPUS_ON_NODE") == str(len(gpus.ids))),
+        cores=list(cores),
+        cpu_limit=limit,
+        problems=problems,
+        time=time.monotonic(),
+        left=left,
+        slots=count,
+        machine=machine,
+    )
+
+
+def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:
+    """Read `4:1`, `gpu:2`: how many workers were asked for on this host, and how many GPUs each is to have."""
+    word, _, gpus_each = said.partition(":")
+    by_gpu = gpus // int(gpus_each or 1)
+    counts = {"": None, "gpu": by_gpu, "cpu": cpu_limit, "auto": by_gpu if gpus else cpu_limit}
+    return counts[word] if word in counts else int(word)
+
+
+def _why_not(program: str) -> str:
+    if os.sep in program:
+        return f"the program {program} cannot be executed there; is it there, and executable (chmod +x)?"
+    return f"the program {program} is not in PATH there"
+
+
+def _cpu_limit() -> int:
+    """Return how many processors may be busy at a time: where SLURM confines nobody, what it gave all the same."""
+    limit = devices.cpu_limit()
+    if "SLURM_CPUS_ON_NODE" not in os.environ:
+        return limit
+    from launcher.hosts.slurm_allocation import cpu_limit
+
+    return min(limit, cpu_limit(os.environ) or limit)
+
+
+def _executable(program: str, workdir: Path) -> bool:
+    import shutil  # slow to import, and seldom needed
+
+    if os.sep in program:
+        return os.access(workdir / program, os.X_OK)
+    return shutil.which(program, path=os.environ.get("PATH")) is not None

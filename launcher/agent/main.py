@@ -1,0 +1,386 @@
+"""The agent: starts, watches and stops the workers of one host, and reports. It decides nothing.
+
+Started by the controller as `python -m launcher.agent`, on this machine or through SSH, with the protocol's stream on
+its standard input and output. It lives through all attempts of a run. End of its input means that the controller is
+gone: stop everything; so does a lease that has run out (lease.py). Single-threaded, one selector. Its parent is a
+guard: the same program, forked before anything else, which inherits every process of the run when the agent dies,
+whatever killed it, and ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from launcher import __version__
+from launcher.agent import temp_folder
+from launcher.agent.attempt import READ_BYTES, Attempt
+from launcher.agent.attempt_end import Ending
+from launcher.agent.evidence_round import Inquiry
+from launcher.agent.guard import guard, reap
+from launcher.agent.host_facts import find_facts
+from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
+from launcher.agent.leftovers import Cleaning, Trace
+from launcher.agent.run_tag import Mark
+from launcher.agent.store import StoreProcess
+from launcher.agent.stream_writer import Outbox
+from launcher.agent.suspension import Suspension
+from launcher.errors import ProtocolError
+from launcher.hosts.host import AGENT_WORKDIR
+from launcher.machine import processes
+from launcher.machine.network import choose_address
+from launcher.protocol import (
+    PREAMBLE,
+    PROTOCOL,
+    Bye,
+    Collect,
+    Decoder,
+    EndAttempt,
+    Heartbeat,
+    Hello,
+    Message,
+    OpenStore,
+    Prepare,
+    ReservePorts,
+    RestartWorker,
+    SignalWorkers,
+    StartWorker,
+    Stop,
+    Suspend,
+    Swept,
+)
+
+FLUSH_S = 5.0
+
+
+def main() -> None:
+    processes.adopt_orphans()
+    processes.raise_file_limit()
+    mark, limits, parent = Mark.new(), Limits(), os.getpid()
+    guarded = os.fork()
+    if guarded:
+        os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
+    processes.adopt_orphans()
+    processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
+    for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
+        os.environ.pop(secret, None)
+    status = 1
+    try:
+        status = Agent(mark, limits).run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+class Agent:
+    """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
+
+    def __init__(self, mark: Mark, limits: Limits) -> None:
+        self._mark = mark
+        self._limits = limits
+        self._guard = os.getppid()
+        self._selector = selectors.DefaultSelector()
+        self._decoder = Decoder()
+        self._outbox = Outbox(1, self._selector, self._hold)
+        self._lease = Lease(limits)
+        self._prepared: Prepare | None = None
+        # Read before the user's own exports can change it: "client address, port, server address, port".
+        self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
+        self._folder = ""  # for the workers' files, once it is made
+        self._store_process = StoreProcess()
+        self._attempt: Attempt | None = None
+        self._cleaning: Cleaning | None = None  # what goes on...
+        self._suspension: Suspension | None = None
+        self._inquiry = Inquiry(self._outbox)
+        self._ending: Ending | None = None
+        self._ending_attempt: int | None = None  # to be answered with Swept when that is done
+        self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
+        self._left: list[str] = []
+        self._done = False
+        self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
+        self._terminated = False
+
+    # ---- the loop ----
+
+    def run(self) -> int:
+        """Serve until stopped and swept; return 0 if nothing is left here."""
+        wake_read, wake_write = os.pipe()
+        for descriptor in (0, 1, wake_read, wake_write):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._told_to_end)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
+            signal.signal(signum, lambda *_: None)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, lambda *_: None)
+        self._watch(0, self._read_controller)
+        self._watch(wake_read, lambda: self._children_ended(wake_read))
+        self._outbox.put(PREAMBLE)
+        self._outbox.send(
+            Hello(
+                protocol=PROTOCOL,
+                version=__version__,
+                python="{}.{}.{}".format(*sys.version_info[:3]),
+                hostname=socket.gethostname(),
+                pid=os.getpid(),
+                trace=str(Trace.ours(self._mark)),
+                time=time.monotonic(),
+            )
+        )
+        try:
+            while not self._done:
+                for key, _ in self._selector.select(self._pause_s()):
+                    key.data()
+                self._on_time(time.monotonic())
+            self._outbox.flush(FLUSH_S)
+        finally:
+            self._mark.remove()
+            if os.getppid() == self._guard:
+                os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
+        return 1 if self._left else 0
+
+    def _told_to_end(self, *_: object) -> None:
+        self._terminated = True
+
+    def _pause_s(self) -> float:
+        now = time.monotonic()
+        pauses = [self._next_heartbeat - now, self._lease.end - now]
+        pauses += [work.pause_s for work in (self._cleaning, self._suspension, self._inquiry) if work is not None]
+        if self._ending is not None and self._cleaning is None:
+            pauses.append(self._ending.pause_s(now))
+        elif self._attempt is not None and self._suspension is None:
+            pauses.append(self._attempt.succession.pause_s)
+        return max(0.0, min(pauses))
+
+    def _on_time(self, now: float) -> None:
+        """Do what is due, and go on with whatever goes on."""
+        if now >= self._lease.end:
+            self._lease.used_up(now)
+            self._exit(signal.SIGKILL, 0.0, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
+        if self._terminated:
+            self._terminated = False
+            lost = os.getppid() != self._guard
+            self._exit(signal.SIGTERM, self._grace_s, "its guard was killed" if lost else "somebody sent it SIGTERM")
+        if now >= self._next_heartbeat:
+            self._beat(now)
+        if self._cleaning is not None and self._cleaning.step():
+            self._cleaned(self._cleaning)
+        if self._suspension is not None:
+            self._suspension.step()
+        self._inquiry.step()
+        if self._attempt is not None:
+            self._attempt.report()
+            if self._ending is None and self._suspension is None and now < self._lease.end:
+                self._attempt.go_on()
+        if self._ending is not None and self._cleaning is None and self._ending.step(now):
+            self._ended(self._ending)
+
+    def _beat(self, now: float) -> None:
+        self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
+        if self._attempt is not None:
+            self._attempt.look()
+        if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
+            attempt = self._attempt
+            progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
+            self._outbox.send(Heartbeat(time=now, progress=progress, saved=saved))
+
+    @property
+    def _grace_s(self) -> float:
+        return 0.0 if self._prepared is None else self._prepared.grace_s
+
+    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def _hold(self, hold: bool) -> None:
+        if self._attempt is not None:
+            self._attempt.hold(hold)
+
+    def _children_ended(self, wake_read: int) -> None:
+        try:
+            os.read(wake_read, READ_BYTES)
+        except BlockingIOError:
+            return
+        ended = self._inquiry.without_helpers(reap())
+        store = self._store_process.pid
+        last_words = self._store_process.ended(ended[store]) if store in ended else None
+        if self._attempt is not None:
+            if last_words is not None:
+                self._attempt.store_ended(last_words)
+            self._attempt.ended(ended)
+
+    # ---- the controller's stream ----
+
+    def _read_controller(self) -> None:
+        try:
+            data = os.read(0, READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(0)
+            self._outbox.close()
+            self._exit(signal.SIGTERM, self._grace_s, "the controller is gone")
+            return
+        try:
+            for message in self._decoder.feed(data):
+                self._obey(message)
+        except ProtocolError as error:
+            print(f"dtrain agent: {error}", file=sys.stderr)
+            self._exit(signal.SIGTERM, self._grace_s, str(error))
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            self._lease.beat(message.time, time.monotonic())
+        elif isinstance(message, Prepare):
+            self._prepare(message)
+        elif isinstance(message, OpenStore | ReservePorts | StartWorker):
+            self._begin(message)
+        elif isinstance(message, RestartWorker):
+            if self._attempt is not None and self._attempt.number == message.attempt and self._ending is None:
+                self._attempt.restart(message)
+        elif isinstance(message, SignalWorkers):
+            if self._attempt is not None:
+                self._attempt.signal(message.signum, stop=False)
+        elif isinstance(message, Suspend):
+            self._suspend(message.suspended)
+        elif isinstance(message, Collect):
+            self._inquiry.begin(message, None if self._ending is not None else self._attempt)
+        elif isinstance(message, EndAttempt):
+            self._end_attempt(message)
+        elif isinstance(message, Stop):
+            self._exit(message.signum, message.grace_s, "")
+
+    # ---- what it is told ----
+
+    def _prepare(self, message: Prepare) -> None:
+        self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
+        self._lease.begin(message.lease_s, time.monotonic())
+        self._next_heartbeat = time.monotonic()
+        os.environ.update(message.export)
+        self._cleaning = Cleaning(message.clean)
+
+    def _cleaned(self, cleaning: Cleaning) -> None:
+        """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
+        assert self._prepared is not None
+        self._cleaning = None
+        problems = []
+        try:
+            self._folder = temp_folder.make_folder(self._mark.value)
+        except OSError as error:
+            problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
+        if self._mark.cgroup is not None:
+            self._mark.cgroup.make()
+        self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
+        facts = find_facts(self._prepared, problems=problems, left=cleaning.left)
+        self._lease.renew(
+            time.monotonic()
+        )  # before it is told, so that it never begins later than the controller knows
+        self._outbox.send(facts)
+
+    def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
+        """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
+        assert self._prepared is not None
+        if self._ending is not None or time.monotonic() >= self._lease.end:  # after a thaw, that is looked at later
+            return
+        if self._attempt is None:
+            self._attempt = Attempt(
+                message.attempt,
+                folder=self._folder,
+                mark=self._mark,
+                selector=self._selector,
+                outbox=self._outbox,
+                store_process=self._store_process,
+                interfaces=self._prepared.interfaces,
+                workdir=self._prepared.workdir,
+                grace_s=self._prepared.grace_s,
+            )
+        if isinstance(message, OpenStore):
+            self._attempt.open_store(message, self._address(message))
+        elif isinstance(message, ReservePorts):
+            self._attempt.reserve_ports(message, self._address(message))
+        else:
+            self._attempt.start(message)
+
+    def _address(self, message: OpenStore | ReservePorts) -> str:
+        """Return this host's address for the others, whether or not it was told."""
+        assert self._prepared is not None
+        return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
+
+    def _suspend(self, suspended: bool) -> None:
+        if suspended and self._suspension is None and self._ending is None:
+            self._lease.rest()
+            self._suspension = Suspension(self._members)
+            self._suspension.step()
+        elif not suspended:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._suspension is not None:
+            self._suspension.release()
+            self._suspension = None
+            self._lease.renew(time.monotonic())
+
+    def _members(self) -> list[processes.Process]:
+        store = self._store_process.pid
+        return self._mark.members(ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store])
+
+    # ---- the end of an attempt, and of the agent ----
+
+    def _end_attempt(self, message: EndAttempt) -> None:
+        self._ending_attempt = message.attempt
+        if self._ending is None and (self._attempt is None or self._attempt.idle):
+            self._close_attempt()
+            self._outbox.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
+            self._ending_attempt = None
+            return
+        self._end(message.signum, message.grace_s)
+
+    def _exit(self, signum: int, grace_s: float, reason: str) -> None:
+        """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
+        if self._reason is None:
+            self._reason = reason
+        self._limits.ending_by = time.monotonic() + grace_s + ENDS_WITHIN_S
+        if self._cleaning is not None:
+            self._cleaning.hurry()
+        self._end(signum, grace_s)
+
+    def _end(self, signum: int, grace_s: float) -> None:
+        self._inquiry.stop()
+        if self._attempt is not None:
+            self._attempt.succession.stop()
+        if self._ending is not None:
+            self._ending.hurry(signum, grace_s)
+        else:
+            self._ending = Ending(self._attempt, self._mark, self._store_process, signum=signum, grace_s=grace_s)
+        self._ending.final = self._reason is not None
+        self._go_on()  # after the signal, which is then the first thing that they see
+
+    def _ended(self, ending: Ending) -> None:
+        """Answer, once all of it is told; then wait for the next attempt, or exit."""
+        if self._attempt is not None and not self._attempt.reported and not self._lease.over:
+            return  # the controller reads slowly
+        saved = 0 if self._attempt is None else self._attempt.saved
+        swept, self._left = ending.swept, ending.left
+        swept += 0 if self._attempt is None else self._attempt.succession.swept
+        self._close_attempt()
+        self._ending = None
+        if self._ending_attempt is not None:
+            self._outbox.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
+            self._ending_attempt, swept = None, 0
+        if self._reason is not None:
+            self._store_process.kill()  # if it was to be kept when the ending began
+            self._outbox.send(Bye(swept=swept, left=self._left, reason=self._reason))
+            self._done = True
+
+    def _close_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None

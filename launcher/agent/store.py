@@ -1,0 +1,176 @@
+"""The agent's side of the rendezvous store: binds its port, starts store_process.py at the first connection, ends it.
+
+Every attempt has a store of its own, with nothing in it and on a new socket; the process behind them is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+
+from launcher.agent.worker import spawn
+from launcher.errors import StoreError
+
+__all__ = ["Rendezvous", "StoreProcess", "holder"]
+
+RELEASE_S = 0.3  # to close a store; in that time the agent does nothing else
+
+_BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
+
+
+class StoreProcess:
+    """The process of store_process.py, kept for the stores of later attempts: it has torch's extension imported.
+
+    Owned by the agent. `pid` is None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self._control: socket.socket | None = None
+        self._complaints: int | None = None  # the read end of its stderr
+
+    def serve(self, listening: socket.socket) -> None:
+        """Have it serve a store on this socket, in place of any that it served before; do not wait for it."""
+        if self.pid is None:
+            self._start()
+        assert self._control is not None
+        with contextlib.suppress(OSError):  # it has just died, which is told when it is reaped
+            socket.send_fds(self._control, [b"s"], [listening.fileno()])
+
+    def release(self) -> bool:
+        """Have it close the store and its port; return whether it did, for which it gets RELEASE_S."""
+        if self._control is None:
+            return False
+        try:
+            self._control.send(b"r")
+            while answer := self._control.recv(1):
+                if answer == b"r":
+                    return True
+        except OSError:  # too slow, for it is still importing, or dead
+            pass
+        return False
+
+    def ended(self, wait_status: int) -> str:
+        """Return why it ended by itself, once it was reaped: its last words, if it had any."""
+        assert self._complaints is not None
+        try:
+            text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
+        except BlockingIOError:
+            text = ""
+        self._forget()
+        if text:
+            return text.splitlines()[-1]
+        status = os.waitstatus_to_exitcode(wait_status)
+        if status >= 0:
+            return f"it ended with status {status}"
+        from launcher.job.secondary_failures import signal_name  # what it imports is no agent's business but here
+
+        return f"it was killed by {signal_name(-status)}"
+
+    def kill(self) -> int | None:
+        """Kill it, a child not reaped yet, and return the pid to be reaped: it may be stuck in the kernel."""
+        killed = self.pid
+        if killed is not None:
+            os.kill(killed, signal.SIGKILL)
+            self._forget()
+        return killed
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(RELEASE_S)
+        self._complaints, complaints_write = os.pipe()
+        try:
+            self.pid = spawn(
+                [sys.executable, "-m", "launcher.agent.store_process"],
+                {**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd="/",
+                stdin=theirs.fileno(),
+                stdout=complaints_write,
+                stderr=complaints_write,
+            )
+        finally:
+            theirs.close()
+            os.close(complaints_write)
+        os.set_blocking(self._complaints, False)
+
+    def _forget(self) -> None:
+        assert self._control is not None
+        assert self._complaints is not None
+        self._control.close()
+        os.close(self._complaints)
+        self.pid = self._control = self._complaints = None
+
+
+class Rendezvous:
+    """A bound and listening socket, which the store's process gets at the first connection.
+
+    `listening` is None from then on.
+    """
+
+    def __init__(self, address: str, port: int, process: StoreProcess, *, exact: bool) -> None:
+        self.listening: socket.socket | None = _bind(address, port, exact=exact)
+        self.address, self.port = self.listening.getsockname()[:2]
+        self._process = process
+
+    def start(self) -> None:
+        """Hand the socket to the store's process."""
+        assert self.listening is not None
+        self._process.serve(self.listening)
+        self.listening.close()
+        self.listening = None
+
+    def close(self, *, keep_process: bool) -> int | None:
+        """Release the port; return the pid of a process that was killed for it and is to be reaped."""
+        served = self.listening is None
+        if self.listening is not None:
+            self.listening.close()
+            self.listening = None
+        if keep_process and (not served or self._process.release()):
+            return None
+        return self._process.kill()
+
+
+def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for candidate in [port] if exact else [port, 0]:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((address, candidate))
+            listening.listen(_BACKLOG)
+            return listening
+        except OSError as error:
+            listening.close()
+            if error.errno == errno.EADDRINUSE and candidate != 0 and not exact:
+                continue
+            raise StoreError(_why(address, candidate, error)) from error
+    raise AssertionError("port 0 is never in use")
+
+
+def _why(address: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {address} is in use by {holder(port)}; name another with --master-port, or leave it out"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"no interface here has the address {address}; name one that the other hosts reach with --master-addr"
+    return f"cannot listen on {address}, port {port}: {error.strerror}"
+
+
+def holder(port: int) -> str:
+    """Say which process listens on a port, as far as that can be known."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return "a process of another user"
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+            try:
+                return f"pid {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
+            except psutil.Error:  # ended meanwhile, or another user's
+                return f"pid {connection.pid}"
+    return "a process of another user"

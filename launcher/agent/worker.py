@@ -1,0 +1,270 @@
+"""One worker process, as its agent knows it: started here, its pipes and files, how far it is, how it ended.
+
+The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
+run's mark, dies with its agent, and has nothing inherited but its three standard streams.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.agent.run_tag import Mark
+from launcher.machine import processes
+from launcher.protocol import Exited
+
+__all__ = ["Files", "Worker", "spawn"]
+
+_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/progress.py
+_STANDINGS = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
+
+
+def spawn(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    cwd: str,
+    stdout: int,
+    stderr: int,
+    keep: Sequence[int] = (),
+    stdin: int | None = None,
+    mark: Mark | None = None,
+    number: int = 0,
+    cores: Sequence[int] = (),
+) -> int:
+    """Start a program in a session of its own and return its pid; it is killed when this process ends.
+
+    It is bound to the processors `cores` if any are given.
+    `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, with its `number` as a
+    worker, but for the variables, which `env` has to hold. Raises OSError if it cannot be executed.
+    """
+    parent = os.getpid()
+    failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
+    pid = os.fork()
+    if pid == 0:
+        try:
+            processes.die_with_parent(parent)
+            if mark is not None:
+                mark.put_on(number)
+            if cores:
+                os.sched_setaffinity(0, cores)
+            _become(argv, env, cwd, (stdin, stdout, stderr), keep)
+        except OSError as error:
+            os.write(failed_write, f"{error.errno}".encode())
+        finally:
+            os._exit(127)
+    os.close(failed_write)
+    with os.fdopen(failed_read, "rb") as failed:
+        errno = failed.read()
+    if errno:
+        os.waitpid(pid, 0)
+        raise OSError(int(errno), os.strerror(int(errno)), argv[0])
+    return pid
+
+
+def _become(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    streams: tuple[int | None, int, int],
+    keep: Sequence[int],
+) -> None:
+    os.setsid()
+    processes.restore_file_limit()
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+    stdin, stdout, stderr = streams
+    os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in keep:
+        os.set_inheritable(descriptor, True)
+    os.chdir(cwd)
+    os.execvpe(argv[0], list(argv), dict(env))
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one worker in the agent's folder. Their names begin with the attempt's number."""
+
+    error: Path
+
+    @classmethod
+    def of(cls, folder: str, attempt: int, rank: int, life: int = 0) -> Files:
+        """`life` counts how often the worker was started again alone: what the dead one wrote is not taken for its."""
+        return cls(Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json"))
+
+    @property
+    def facts(self) -> Path:
+        return self.error.with_name(self.error.name + ".facts")
+
+    @property
+    def stack(self) -> Path:
+        return self.error.with_name(self.error.name + ".stack")
+
+    @property
+    def progress(self) -> Path:
+        return self.error.with_name(self.error.name + ".progress")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What tells the worker of them."""
+        return {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
+
+
+class Worker:
+    """A running or ended worker. The agent reads `pipes` (descriptor to stream number) until they end."""
+
+    def __init__(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        cwd: str,
+        files: Files,
+        mark: Mark,
+        cores: Sequence[int] = (),
+        standing: int = 0,
+    ) -> None:
+        """`standing` is that of the worker whose place it takes, until it says its own."""
+        self.rank = rank
+        self.files = files
+        self.number = mark.number_worker()
+        self.provoked = False  # whether the agent has signalled it
+        self.killer = ""
+        self.status: int | None = None
+        self.reported = False
+        self.ended = 0.0
+        self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.pwrite(self._progress, _PROGRESS.pack(0, 0, standing), 0)
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        self.pipes = {out_read: 1, err_read: 2}
+        self.began = time.monotonic()
+        variables = {**files.variables, **mark.variables}
+        try:
+            self.pid = spawn(
+                argv,
+                {**env, **variables},
+                cwd=cwd,
+                stdout=out_write,
+                stderr=err_write,
+                mark=mark,
+                number=self.number,
+                cores=cores,
+            )
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+        for descriptor in self.pipes:
+            os.set_blocking(descriptor, False)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many steps it made and how many checkpoints it saved, as far as it says so."""
+        steps, saved, _ = self._said()
+        return steps, saved
+
+    @property
+    def standing(self) -> int:
+        """Whether it is an ordinary worker (0), or its failure does not end the attempt, as far as it says so."""
+        standing = self._said()[2]
+        return standing if standing in _STANDINGS else 0
+
+    def _said(self) -> tuple[int, int, int]:
+        # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
+        data = os.pread(self._progress, _PROGRESS.size, 0)
+        steps, saved, standing = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
+        return steps, saved, standing
+
+    def ended_with(self, wait_status: int) -> None:
+        self.status = os.waitstatus_to_exitcode(wait_status)
+        self.ended = time.monotonic()
+
+    def signal(self, signum: int, *, stop: bool) -> None:
+        """Signal the worker itself, not its children: they are the worker's to end, and swept after it."""
+        if self.status is None:  # not reaped yet, so the pid is still its own
+            os.kill(self.pid, signum)
+            self.provoked |= stop
+            if stop and signum != signal.SIGKILL and (process := processes.find(self.pid)) and process.state in "Tt":
+                os.kill(self.pid, signal.SIGCONT)  # stopped by somebody, it could not obey
+
+    def exited(self, attempt: int) -> Exited:
+        """Return the report of its end; call once its status is known and its pipes are drained."""
+        assert self.status is not None
+        facts = _read_json(self.files.facts)
+        text = _read_text(self.files.error)
+        steps, saved = self.progress
+        return Exited(
+            attempt=attempt,
+            rank=self.rank,
+            pid=self.pid,
+            status=self.status,
+            ran_s=self.ended - self.began,
+            provoked=self.provoked,
+            killer=self.killer,
+            error=facts or _elastic_error(text),
+            error_file=text,
+            time=_raised_at(facts, self.ended),
+            standing=self.standing,
+            steps=steps,
+            saved=saved,
+        )
+
+    def close(self) -> None:
+        """Release its descriptors; nothing can be asked of it afterwards."""
+        for descriptor in [*self.pipes, self._progress]:
+            os.close(descriptor)
+        self.pipes = {}
+
+
+def _raised_at(facts: Mapping[str, str] | None, ended: float) -> float:
+    try:
+        raised = float(facts["time"]) if facts else ended
+    except (KeyError, ValueError):  # a script may write there what it likes
+        return ended
+    return raised if raised <= ended else ended
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_bytes()[: 1 << 20].decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return None
+
+
+def _read_json(path: Path) -> dict[str, str] | None:
+    text = _read_text(path)
+    try:
+        return {str(k): str(v) for k, v in json.loads(text).items()} if text else None
+    except (ValueError, AttributeError):  # cut short by a full disk, or killed while writing
+        return None
+
+
+def _elastic_error(text: str | None) -> dict[str, str] | None:
+    """Read what torch elastic's `record` wrote: `message` is a string, or holds one."""
+    try:
+        message = json.loads(text)["message"] if text else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    if isinstance(message, dict):
+        message = message.get("message")
+    if not isinstance(message, str):
+        return None
+    name, _, rest = message.partition(": ")
+    return {"type": name, "message": rest, "where": "", "inside": ""}

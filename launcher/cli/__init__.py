@@ -1,0 +1,1 @@
+"""What the user types: options in, one command of `dtrain`, an exit code. Start at main.py."""

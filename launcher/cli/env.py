@@ -1,0 +1,240 @@
+"""`dtrain env`: what a bug report needs to say of this machine, and nothing that must not be published.
+
+Values of environment variables and settings are shown only where their names are known to be harmless; of the others
+only the names. In all texts the home folder becomes `~`, and user, host and addresses are replaced.
+"""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher import __version__
+from launcher.check.examiner_gpus import find_cards
+from launcher.check.examiner_host import SHA_DIGITS, disks, interfaces, limits, memory, system_name
+from launcher.check.examiner_packages import code_digest, find_packages, version_of
+from launcher.check.facts import Interface
+from launcher.check.finding import size
+from launcher.machine import devices
+
+__all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
+
+FORMAT = 1
+ASK_S = 5.0
+WITHHELD = "(set)"
+_PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
+             "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
+_PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version")}
+
+_RELEVANT = re.compile(
+    r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
+    r"|PMIX?|UCX|FI|CONDA|APPTAINER|SINGULARITY|KUBERNETES)_\w+|PYTHON[A-Z]+|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH"
+    r"|LD_PRELOAD|VIRTUAL_ENV|LANG|LC_ALL|TMPDIR|SSH_AUTH_SOCK"
+)
+_HARMLESS = re.compile(
+    r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
+    r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
+    r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
+    r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
+    r"|NTASKS_PER_NODE|GPUS_ON_NODE|GPUS_PER_NODE|GPUS_PER_TASK|RESTART_COUNT|JOB_CPUS_PER_NODE)"
+    r"|DTRAIN_(?:NNODES|NPROC_PER_NODE|GPUS_PER_PROC|OVERSUBSCRIBE|SIMULATE|MAX_RESTARTS|GROW|INTERFACE|MASTER_PORT"
+    r"|\w+_S|VIRTUAL_LOCAL_RANK|PASS_LOCAL_RANK|REQUEUE|ENV_FOR)"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LANG|LC_ALL"
+)
+_VALUE = re.compile(r"[A-Za-z0-9_.,:;+=^@*()/ -]{0,120}")
+_SETTINGS = re.compile(
+    r"nnodes|nproc_per_node|gpus_per_proc|oversubscribe|simulate|max_restarts|grow|interface|master_port|\w+_s"
+    r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
+)
+
+
+def run_env(*, as_json: bool) -> int:
+    """Print the report. Blocks for a few programs that are asked for their versions."""
+    found = collect(os.environ)
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else env_as_text(found))
+    sys.stdout.flush()
+    return 0
+
+
+def collect(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the report as data; `format` 1, to which fields may be added."""
+    packages = find_packages()
+    driver = find_cards()
+    total, free = memory()
+    report = {
+        "format": FORMAT,
+        "versions": {
+            "dtrain": f"{__version__} ({code_digest()[:SHA_DIGITS]})",
+            "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "torch": packages.torch,
+            "CUDA of torch": packages.torch_cuda,
+            "NCCL": packages.nccl,
+            "CUDA driver": driver.version and f"{driver.version} (CUDA {driver.cuda})",
+            "numpy": packages.numpy,
+            **{name: version_of(name) for name in _PACKAGES},
+            **{name: _version(*words) for name, words in _PROGRAMS.items()},
+        },
+        "system": {
+            "system": system_name(),
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "C library": " ".join(platform.libc_ver()),
+            "container": _container(env),
+            "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
+            "user": "root" if os.getuid() == 0 else "not root",
+        },
+        "hardware": {
+            "processors": f"{os.cpu_count()}, {len(devices.cores())} to be used, {devices.cpu_limit()} at a time",
+            "memory": f"{size(total)}, {size(free)} free",
+            "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.cards],
+            **{disk.what: f"{size(disk.total_bytes)}, {size(disk.free_bytes)} free" for disk in disks(Path.cwd())},
+        },
+        "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
+        "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
+        "variables": variables(env),
+        "settings": _settings(),
+    }
+    cleaned: dict[str, Any] = scrub(report)
+    return cleaned
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the relevant variables; the values of those that are harmless, and look it."""
+    shown = {}
+    for name in sorted(env):
+        if _RELEVANT.fullmatch(name):
+            harmless = _HARMLESS.fullmatch(name) and _VALUE.fullmatch(env[name])
+            shown[name] = env[name] if harmless else WITHHELD
+    return shown
+
+
+def env_as_text(report: Mapping[str, Any]) -> str:
+    lines = []
+    for title, section in report.items():
+        if not isinstance(section, dict) or not section:
+            continue
+        lines.append(f"{title}:")
+        for name, value in section.items():
+            if value not in (None, "", []):
+                text = "; ".join(value) if isinstance(value, list) else str(value)
+                lines.append(f"  {name}: {text}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- nothing that must not be published ----------------------------------------------------------------------
+
+
+def scrub(value: Any) -> Any:
+    """Return the same data without the home folder, the names of user and host, and addresses, wherever they stand."""
+    replaced = _replacements()
+
+    def clean(text: str) -> str:
+        for pattern, new in replaced:
+            text = pattern.sub(new, text)
+        return text
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {clean(name): walk(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return clean(value) if isinstance(value, str) else value
+
+    return walk(value)
+
+
+def _replacements() -> list[tuple[re.Pattern[str], str]]:
+    home = os.path.expanduser("~").rstrip("/")
+    found = [(re.compile(rf"{re.escape(home)}(?=/|\b)"), "~")] if len(home) > 1 else []
+    found.append((re.compile(r"/(home|Users)/[^/\s:,;]+"), r"/\1/USER"))
+    host = socket.gethostname()
+    for words, new in (({_user(), os.environ.get("LOGNAME", "")}, "USER"), ({host, host.partition(".")[0]}, "HOST")):
+        known = [word for word in words if len(word) > 2 and word not in ("root", "localhost")]  # others are any word
+        found += [
+            (re.compile(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"), new)
+            for word in sorted(known, key=len, reverse=True)
+        ]
+    found.append((re.compile(r"(?<![0-9.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9.])"), "ADDRESS"))
+    return found
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a number without a name
+        return ""
+
+
+def _kind(address: str) -> str:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    kind = "loopback" if parsed.is_loopback else "private" if parsed.is_private else "public"
+    return f"{kind} IPv{parsed.version}"
+
+
+def _settings() -> dict[str, str]:
+    """Return the settings files' keys in force here; the values of those that are harmless."""
+    from launcher.cli.main import cli
+    from launcher.cli.settings import read_settings
+
+    known = {param.name for command in cli.commands.values() for param in command.params if param.name}
+    settings = read_settings(Path.cwd(), known)
+    return {
+        name: str(value) if _SETTINGS.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
+        for name, value in settings.values.items()
+    }
+
+
+# ---- single facts --------------------------------------------------------------------------------------------
+
+
+def _version(program: str, option: str) -> str | None:
+    """Return the line in which a program says its version; None if it is not there, or does not say it."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, option], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, start_new_session=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not say: {type(error).__name__}"
+    said = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    return next((line[:120] for line in said if re.search(r"[0-9]\.[0-9]", line)), None)
+
+
+def _container(env: Mapping[str, str]) -> str:
+    hints = [
+        hint
+        for hint, here in (
+            ("docker", Path("/.dockerenv").exists()),
+            ("podman", Path("/run/.containerenv").exists()),
+            ("apptainer", "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env),
+            ("kubernetes", "KUBERNETES_SERVICE_HOST" in env),
+            ("systemd-nspawn or lxc", env.get("container") in ("systemd-nspawn", "lxc")),
+        )
+        if here
+    ]
+    return ", ".join(hints) or "none seen"
+
+
+def _interface(interface: Interface) -> str:
+    """Describe an interface without its addresses."""
+    speed = f"; {interface.speed_mbit} Mbit/s" if interface.speed_mbit else ""
+    return f"{', '.join(map(_kind, interface.addresses))}; MTU {interface.mtu}{speed}"
+
+
+def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:
+    return f"lost: {lost}" if lost else f"{name or 'unknown'}{f', {size(memory_bytes)}' if memory_bytes else ''}"
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number < 0 else str(number)

@@ -1,0 +1,74 @@
+"""What `dtrain run --node-rank K` does on a node that is not node 0: it lends this node to the run.
+
+Called by the command line. Dials the door of node 0, has an agent started when node 0 wants one, carries what they say
+to each other, and ends as the run ends. It decides nothing about the run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from launcher.transport.tcp.dial import JoinError, Stopped, Verdict, dial
+from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp.relay import Relay
+from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.signals import Signals
+
+__all__ = ["JoinError", "join"]
+
+_SECRET = "DTRAIN_TOKEN"
+
+
+def join(
+    find: Meeting | Callable[[], Meeting | None],
+    *,
+    greeting: Greeting,
+    agent_command: Sequence[str],
+    deadline: float,
+    rejoin_s: float,
+    tell: Callable[[str], None],
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
+
+    `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
+    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. Blocks; must
+    be called from the main thread, for the signals. Raises JoinError.
+    """
+    environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
+    certain = isinstance(find, Meeting)
+    look: Callable[[], Meeting | None] = (lambda: find) if isinstance(find, Meeting) else find
+    broke = ""
+    with Signals() as signals:
+        while True:
+            try:
+                link = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
+            except Stopped:
+                return 128 + signals.stops[0]
+            except JoinError as error:
+                if not broke:
+                    raise
+                raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
+            if isinstance(link, Verdict):
+                return _ended(link, tell)
+            tell(_welcome(link.host, link.node_rank, again=bool(broke)))
+            end = Relay(link, agent_command, env=environment, signals=signals).run()
+            if signals.stops:
+                return 128 + signals.stops[0]
+            if isinstance(end, Verdict):
+                return _ended(end, tell)
+            broke = end.reason
+            tell(f"the connection to node 0 ({link.host}) broke: {broke}; dialling again for {rejoin_s:g} s")
+            deadline = time.monotonic() + rejoin_s
+
+
+def _welcome(host: str, node_rank: int, *, again: bool) -> str:
+    return f"joined {host} as node rank {node_rank}{' again' if again else ''}; its terminal shows the run"
+
+
+def _ended(verdict: Verdict, tell: Callable[[str], None]) -> int:
+    if verdict.text:
+        tell(verdict.text)
+    return verdict.exit_code

@@ -1,0 +1,180 @@
+"""`dtrain sbatch`: a batch script for SLURM that runs `dtrain run`, shown or submitted.
+
+    dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SCRIPT [ARGS]
+
+Everything after `--` is what would follow `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
+script instead of submitting it. With `--requeue` the job is told by USR1 two minutes before its end, `dtrain run` gets
+--requeue as well, and the output of all its lives goes into one file. Called by main.py with the words as typed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher import __version__
+from launcher.errors import DtrainError, UsageError
+
+__all__ = ["USAGE", "batch_script", "run_sbatch"]
+
+USAGE = """\
+Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SCRIPT [ARGS]...
+
+  Submit a job to SLURM that runs SCRIPT on all its nodes, as dtrain run does.
+
+  dtrain sbatch --nodes=2 --gpus-per-node=4 --time=4:00:00 -- train.py --lr 1e-3
+  dtrain sbatch --nodes=2 --requeue --print -- --max-restarts 3 train.py
+
+  --print shows the script instead of submitting it. With --requeue, USR1 reaches every worker two minutes before
+  the job's end; once a checkpoint is saved, the job is queued again.
+"""
+AHEAD_S = 120  # the time from USR1 to the end of the job
+_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]~^-]+")
+_SHORT = {"-A": "account", "-C": "constraint", "-G": "gpus", "-J": "job-name", "-M": "clusters", "-e": "error",
+          "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
+_VARIABLES = {"time": "TIMELIMIT"}  # of an option that is called otherwise
+
+
+def run_sbatch(words: Sequence[str]) -> int:
+    """Show or submit the job that the words ask for; return the exit code, which is sbatch's. Blocks while it runs.
+
+    Raises UsageError for words that make no job, DtrainError where there is no sbatch.
+    """
+    ours, theirs = _divide(words)
+    if {"-h", "--help"} & set(ours):
+        print(USAGE, end="")
+        return 0
+    options = [word for word in ours if word != "--print"]
+    script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
+    if len(options) < len(ours):
+        sys.stdout.flush()
+        os.write(1, script)
+        return 0
+    return _submit(script, options)
+
+
+def batch_script(options: Sequence[str], words: Sequence[str], *, dtrain: Sequence[str]) -> str:
+    """Return a script with sbatch's `options` that runs `dtrain run WORDS`; `dtrain` is what that is here."""
+    names = _named(options)
+    if not words:
+        raise UsageError("nothing to run: name a script after --, as in `dtrain sbatch --nodes=2 -- train.py`")
+    if "wrap" in names:
+        raise UsageError("--wrap is what dtrain sbatch does by itself; name what it is to run after --")
+    added = [] if "job-name" in names else [f"--job-name={_job_name(words)}"]
+    run = list(words)
+    if "requeue" in names:
+        if "open-mode" not in names:
+            added.append("--open-mode=append")
+        if "signal" not in names:
+            added.append(f"--signal=B:USR1@{_ahead_s(names.get('time'))}")
+        run.insert(0, "--requeue")
+    lines = ["#!/bin/bash"]
+    for word in [*options, *added]:
+        if word == ":":  # between the parts of a heterogeneous job
+            lines.append("#SBATCH hetjob")
+        elif word.startswith("-") or lines[-1] in ("#!/bin/bash", "#SBATCH hetjob"):
+            lines.append(f"#SBATCH {_directive(word)}")
+        else:
+            lines[-1] += f" {_directive(word)}"
+    lines += [
+        f"# Written by dtrain {__version__} (dtrain sbatch).",
+        "",
+        "# exec: SLURM's signals to the batch script, such as USR1 ahead of the end, are then dtrain's.",
+        f"exec {shlex.join([*dtrain, 'run', *run])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    before = list(words)
+    if "--" in before:
+        at = before.index("--")
+        return before[:at], before[at + 1 :]
+    if {"-h", "--help"} & set(before):
+        return before, []
+    raise UsageError(
+        "write -- between the options of sbatch and what dtrain is to run, as in "
+        "`dtrain sbatch --nodes=2 -- train.py`; see dtrain sbatch --help"
+    )
+
+
+def _named(options: Sequence[str]) -> dict[str, str | None]:
+    """Return the options that were given, by their long names, with what seems to be their value."""
+    found: dict[str, str | None] = {}
+    for at, word in enumerate(options):
+        following = options[at + 1] if at + 1 < len(options) else None
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals else following
+        elif word[:2] in _SHORT:
+            found[_SHORT[word[:2]]] = word[2:] or following
+    return found
+
+
+def _directive(word: str) -> str:
+    """Write a word as sbatch reads it in a #SBATCH line, which is not as a shell would."""
+    if any(character in word for character in "\n\r\0"):
+        raise UsageError(f"{word!r}: an option of sbatch cannot have more than one line")
+    if _SAFE.fullmatch(word):
+        return word
+    head, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if not re.fullmatch(r"[A-Za-z0-9-]*", head):
+        head, equals, value = "", "", word
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{head}{equals}"{escaped}"'
+
+
+def _job_name(words: Sequence[str]) -> str:
+    """Return a name for the job: the script's, as far as it can be told from its ending."""
+    script = next((word for word in words if word.endswith(".py")), "dtrain")
+    return re.sub(r"[^A-Za-z0-9._-]", "_", Path(script).stem) or "dtrain"
+
+
+def _ahead_s(limit: str | None) -> int:
+    """Return how many seconds before the end of the job USR1 is to come: not in the first half of a short one."""
+    limit_s = _limit_s(limit or "")
+    return AHEAD_S if limit_s is None else max(1, min(AHEAD_S, limit_s // 2))
+
+
+def _limit_s(text: str) -> int | None:
+    """Read a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for what is none of these."""
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
+    if match is None:
+        return None
+    days, *rest = (int(group) if group else None for group in match.groups())
+    numbers = [number for number in rest if number is not None]
+    if days is not None or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((((days or 0) * 24 + hours) * 60) + minutes) * 60 + seconds
+
+
+def _dtrain() -> list[str]:
+    """Return the words that start this dtrain on another machine, whatever its PATH and working directory are."""
+    typed = Path(sys.argv[0])
+    if typed.name == "dtrain":
+        return [str(typed.absolute())]
+    beside = Path(sys.executable).with_name("dtrain")
+    return [str(beside)] if os.access(beside, os.X_OK) else [sys.executable, "-m", "launcher"]
+
+
+def _submit(script: bytes, options: Sequence[str]) -> int:
+    import subprocess
+
+    try:
+        return subprocess.run(["sbatch"], input=script, env=_without_defaults(os.environ, options)).returncode
+    except OSError as error:
+        raise DtrainError(
+            f"sbatch cannot be run here ({error.strerror}); type this where SLURM is, or write the script with --print"
+        ) from error
+
+
+def _without_defaults(env: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
+    """Return the environment without the defaults for options that were typed: to sbatch they outweigh its script."""
+    typed = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in _named(options)}
+    return {name: value for name, value in env.items() if name not in typed}

@@ -1,0 +1,133 @@
+"""torchrun's command line: what its options are here, and the command `dtrain-torchrun` with its defaults.
+
+`dtrain run` takes the same words. `dtrain-torchrun` differs from it where torchrun does: one worker a host unless said
+otherwise, several nodes are started by hand, and PET_* variables are its options' defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from launcher.errors import UsageError
+
+__all__ = ["AS_TORCHRUN", "defaults", "main", "translate"]
+
+AS_TORCHRUN = "torchrun"  # the click context's object, in `dtrain-torchrun`
+
+# What has no meaning here, and why.
+_WITHOUT_MEANING = {
+    "monitor_interval": "the end of a worker is noticed at once",
+    "start_method": "workers are programs of their own",
+    "event_log_handler": "see --error-json for how a run ended",
+    "logs_specs": "all output is kept in --log-dir",
+    "local_addr": "addresses come from the routes between the hosts; see --interface",
+    "duplicate_stdout_filters": "all output is kept in --log-dir, for grep",
+    "duplicate_stderr_filters": "all output is kept in --log-dir, for grep",
+}
+_BACKENDS = ("static", "c10d")
+_SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are waited for
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def main() -> NoReturn:
+    """Run `dtrain run` as torchrun; the entry of the console script `dtrain-torchrun`."""
+    from launcher.cli.main import main_as
+
+    main_as(AS_TORCHRUN)
+
+
+def defaults(environment: Mapping[str, str], known: Mapping[str, bool], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's.
+
+    `known` are the names of the options, and whether each is a flag.
+    """
+    values: dict[str, Any] = {"nproc_per_node": "1", **settings}
+    for variable, value in environment.items():
+        name = variable.removeprefix("PET_").lower()
+        if variable.startswith("PET_") and name in known and name != "export":  # which is none of torchrun's
+            values[name] = value == "1" if known[name] else [value] if name == "role" else value
+    return values
+
+
+def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options with torchrun's words in ours, and what is to be said once of those without a meaning."""
+    ours = dict(options)
+    said = [
+        f"--{name.replace('_', '-')} has no meaning here: {reason}"
+        for name, reason in _WITHOUT_MEANING.items()
+        if options.get(name) is not None
+    ]
+    if options["standalone"]:
+        ours.update(nnodes=(1, 1), node_rank=None, rdzv_endpoint=None, rdzv_backend=None)
+        return _timeouts(ours), said
+    backend = (options["rdzv_backend"] or "static").lower()
+    if backend not in _BACKENDS:
+        raise UsageError(f"--rdzv-backend {backend} is not there; dtrain holds the rendezvous itself: leave it out")
+    if options["rdzv_endpoint"]:
+        host, port = _endpoint(options["rdzv_endpoint"])
+        ours["master_addr"] = options["master_addr"] or host
+        ours["master_port"] = options["master_port"] or port or None
+        ours["any_port"] = port == 0
+    for key, value in _conf(options["rdzv_conf"]).items():
+        if key in _SECONDS:
+            ours["start_timeout_s"] = _seconds(key, value)
+        elif key == "is_host":
+            ours["rdzv_is_host"] = value.lower() in ("1", "true", "t", "yes", "y")
+        elif key == "last_call_timeout":
+            ours["last_call_s"] = _seconds(key, value)
+        elif key != "rank":
+            said.append(f"--rdzv-conf {key} has no meaning here")
+        elif re.fullmatch("[0-9]{1,6}", value):
+            ours["node_rank"] = int(value)
+        else:
+            raise UsageError(f"--rdzv-conf rank={value}: it must be the number of this node, from 0")
+    return _timeouts(ours), said
+
+
+def _timeouts(options: dict[str, Any]) -> dict[str, Any]:
+    if options["shutdown_timeout"] is not None:
+        options["grace_s"] = options["shutdown_timeout"]
+    if options["rdzv_id"] not in (None, "none") and not options.get("run_id"):
+        options["run_id"] = re.sub(r"^[^A-Za-z0-9]", "rdzv-", re.sub(r"[^A-Za-z0-9._-]", "-", options["rdzv_id"]))[:128]
+    names = options["signals_to_handle"]
+    if names is not None:
+        chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())
+        for name in chosen:
+            if name not in SIGNALS:
+                raise UsageError(f"--signals-to-handle {name} is not among: {', '.join(SIGNALS)}")
+        options["signals"] = chosen
+    return options
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.%\w]+)\](?::(\d+))?|([^:\s]+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise UsageError(f"--rdzv-endpoint is {text!r}; write HOST:PORT")
+    ipv6, port6, host, port = match.groups()
+    number = port6 or port
+    return ipv6 or host, int(number) if number else None
+
+
+def _conf(text: str | None) -> dict[str, str]:
+    pairs = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        key, equals, value = item.strip().partition("=")
+        if not equals:
+            raise UsageError(f"--rdzv-conf: {item.strip()!r} is not KEY=VALUE")
+        pairs[key] = value
+    return pairs
+
+
+def _seconds(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf {key}={value}: it must be a number of seconds") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""What SLURM says in the environment: the allocation, the step that this process is a task of, and the job.
+
+Read from variables alone, so that it works in a container that has none of SLURM's commands; pure, but for `step_title`
+and `requeue` at the end. sources.py makes hosts of it, transport/srun.py starts agents there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.errors import UsageError
+from launcher.hosts.host import Host, HostKind
+from launcher.hosts.ranges import MAX_HOSTS, expand
+
+__all__ = [
+    "Allocation",
+    "Node",
+    "Step",
+    "cpu_limit",
+    "find_allocation",
+    "find_step",
+    "hosts_of",
+    "is_cancelled",
+    "requeue",
+    "restart_count",
+    "slurm_run_id",
+    "step_title",
+]
+
+_BATCH, _EXTERN, _INTERACTIVE = 0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA  # numbers of steps that are none of srun's
+_SCONTROL_S = 30.0
+_INSTEAD = "pass SLURM's own variables on as they are, or name the hosts with --hosts"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the allocation. `tasks` is None where the user did not ask for several on a node.
+
+    `group` is the part of a heterogeneous job that it belongs to; None in any other job.
+    """
+
+    name: str
+    tasks: int | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The job step that this process is a task of: one of `tasks` that srun started on `nodes`.
+
+    `interactive`: a shell with a terminal, which stands for the whole allocation.
+    """
+
+    job: str
+    rank: int
+    tasks: int
+    node_rank: int
+    local_rank: int
+    nodes: tuple[str, ...]
+    tasks_per_node: tuple[int, ...]
+    interactive: bool
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes that this process may use: the job's, or those of the `step` that it is a task of.
+
+    `here` is the node that it runs on; None on a login node. A `step` of several tasks runs dtrain as often.
+    """
+
+    job: str
+    nodes: tuple[Node, ...]
+    here: str | None = None
+    step: Step | None = None
+
+
+def find_allocation(env: Mapping[str, str], title: str | None = None) -> Allocation | None:
+    """Return the allocation in which this process runs; `title` is step_title's answer. None outside of SLURM.
+
+    Raises UsageError, naming variable and value, where the variables are no SLURM's or contradict each other.
+    """
+    job = _job(env)
+    if job is None:
+        return None
+    here = env.get("SLURMD_NODENAME") or None
+    step = find_step(env, title)
+    if step is not None and not step.interactive:
+        asked = len(step.nodes) < step.tasks
+        counts = zip(step.nodes, step.tasks_per_node, strict=True)
+        return Allocation(job, tuple(Node(name, tasks if asked else None) for name, tasks in counts), here, step)
+    if "SLURM_HET_SIZE" in env or "SLURM_PACK_SIZE" in env:
+        size = _number(env, "SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+        nodes = [node for group in range(min(size, MAX_HOSTS)) for node in _nodes(env, group, strict=True)]
+    else:
+        nodes = _nodes(env, None, strict=step is None)
+    twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"the SLURM job {job} has the node {twice[0]} twice; ask for parts that share no node, "
+            f"or name the hosts with --hosts"
+        )
+    return Allocation(job, tuple(nodes), here)
+
+
+def hosts_of(allocation: Allocation) -> tuple[Host, ...]:
+    """Return the allocation's nodes as hosts, with as many slots as the user asked for tasks, if it was several a node.
+
+    The only node, if we are on it, needs no srun: what its processes may use is what this one may.
+    """
+    alone = [node.name for node in allocation.nodes] == [allocation.here]
+    kind = HostKind.LOCAL if alone else HostKind.SRUN
+    return tuple(Host(node.name, kind, slots=node.tasks, max_slots=0) for node in allocation.nodes)
+
+
+def find_step(env: Mapping[str, str], title: str | None = None) -> Step | None:
+    """Return the step of srun (or salloc) that this process is a task of; None in a batch script, or outside of SLURM.
+
+    A job that was submitted from within a step inherits that step's variables. The `title` of the slurmstepd above this
+    process tells them apart; without it, variables that do not fit together are taken for inherited ones.
+    """
+    job = _job(env)
+    if job is None or not env.get("SLURM_STEP_NODELIST"):
+        return None
+    kind = "" if title is None else title.rpartition(".")[2]
+    number = _number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    if kind in ("batch", "extern") or (not kind and number in (_BATCH, _EXTERN)):
+        return None
+    interactive = kind == "interactive" if kind else number == _INTERACTIVE
+    nodes = _names(env, "SLURM_STEP_NODELIST")
+    counts = _counts(env, "SLURM_STEP_TASKS_PER_NODE", nodes)
+    step = Step(
+        job=job,
+        rank=_number(env, "SLURM_PROCID"),
+        tasks=sum(counts),
+        node_rank=_number(env, "SLURM_NODEID"),
+        local_rank=_number(env, "SLURM_LOCALID"),
+        nodes=nodes,
+        tasks_per_node=counts,
+        interactive=interactive or bool(env.get("SLURM_PTY_PORT")),
+    )
+    return step if kind or _fits(step, env) else None
+
+
+def _fits(step: Step, env: Mapping[str, str]) -> bool:
+    """Say whether a step's variables may be those of this process's own step."""
+    if step.node_rank >= len(step.nodes) or env.get("SLURMD_NODENAME") != step.nodes[step.node_rank]:
+        return False
+    here = env.get("SLURM_GTIDS", "").split(",")  # the ranks of the tasks on this node
+    return len(here) == step.tasks_per_node[step.node_rank] and str(step.rank) in here
+
+
+# ---- the job -------------------------------------------------------------------------------------------------
+
+
+def slurm_run_id(env: Mapping[str, str]) -> str | None:
+    """Return a run id for the job, which it keeps when it is requeued: `slurm-1234`, in an array `slurm-1200_7`."""
+    job = _job_name(env)
+    return None if job is None else f"slurm-{job}"
+
+
+def restart_count(env: Mapping[str, str]) -> int:
+    """Return how often SLURM has started the job again."""
+    return _number(env, "SLURM_RESTART_COUNT") if _job(env) and "SLURM_RESTART_COUNT" in env else 0
+
+
+def cpu_limit(env: Mapping[str, str]) -> int | None:
+    """Return how many processors of this node SLURM gives to the step, or the batch script, that we are in.
+
+    Not every SLURM confines its jobs to what it gives them. None outside of SLURM.
+    """
+    if not env.get("SLURMD_NODENAME") or not re.fullmatch(r"0*[1-9][0-9]{0,5}", env.get("SLURM_CPUS_ON_NODE", "")):
+        return None
+    return int(env["SLURM_CPUS_ON_NODE"])
+
+
+def _job(env: Mapping[str, str]) -> str | None:
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
+    if job and not re.fullmatch(r"[0-9]{1,10}", job):
+        raise UsageError(f"SLURM_JOB_ID is {job!r}, which is no job's number; {_INSTEAD}")
+    return job or None
+
+
+def _job_name(env: Mapping[str, str]) -> str | None:
+    """Return the job's id as SLURM's commands take it: the number alone may mean all of an array."""
+    array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
+    job = _job(env)
+    if job is not None and re.fullmatch("[0-9]{1,10}", array) and re.fullmatch("[0-9]{1,10}", task):
+        return f"{array}_{task}"
+    return job
+
+
+# ---- variables -----------------------------------------------------------------------------------------------
+
+
+def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[Node]:
+    """Return the nodes of the job, or of a part of a heterogeneous one.
+
+    Not `strict` in an interactive step, where the numbers of nodes and tasks are those of the step.
+    """
+    suffix = "" if group is None else _suffix(env, group)
+    variable = "SLURM_JOB_NODELIST" + suffix
+    if group is None and variable not in env:
+        variable = "SLURM_NODELIST"  # SLURM's own older name
+    names = _names(env, variable)
+    if not strict:
+        return [Node(name) for name in names]
+    number = f"SLURM_JOB_NUM_NODES{suffix}"
+    if number in env and _number(env, number) != len(names):
+        raise UsageError(f"{number} is {env[number]}, but {variable}={env[variable]} has {len(names)}; {_INSTEAD}")
+    counts = _counts(env, f"SLURM_TASKS_PER_NODE{suffix}", names)
+    asked = any(f"SLURM_{name}{suffix}" in env for name in ("NTASKS", "NTASKS_PER_NODE"))
+    # Where nobody asked for tasks, SLURM counts processors.
+    several = asked and len(names) < sum(counts)
+    return [Node(name, count if several else None, group) for name, count in zip(names, counts, strict=True)]
+
+
+def _suffix(env: Mapping[str, str], group: int) -> str:
+    older = f"_PACK_GROUP_{group}"
+    return older if "SLURM_HET_SIZE" not in env else f"_HET_GROUP_{group}"
+
+
+def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    text = env.get(variable, "")
+    if text in ("", "(null)"):
+        job = _job(env)
+        raise UsageError(f"SLURM_JOB_ID is {job}, but {variable} is {text or 'not set'}; {_INSTEAD}")
+    try:
+        names = expand(text)
+    except UsageError as error:
+        raise UsageError(f"{variable}={text}: {error}; {_INSTEAD}") from error
+    return names
+
+
+def _counts(env: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Read `4(x2),2`: the tasks of each node; one each where nothing is said."""
+    text = env.get(variable, "")
+    if not text:
+        return (1,) * len(names)
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"0*([1-9][0-9]{0,5})(?:\(x0*([1-9][0-9]{0,5})\))?", item)
+        if match is None:
+            raise UsageError(
+                f"{variable} is {text!r}; it must be tasks by node, as in 4(x2),2. {_INSTEAD.capitalize()}"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+        if len(counts) > MAX_HOSTS:
+            break
+    if len(counts) != len(names):
+        raise UsageError(f"{variable}={text} tells of {len(counts)} nodes, there are {len(names)}; {_INSTEAD}")
+    return tuple(counts)
+
+
+def _number(env: Mapping[str, str], *variables: str) -> int:
+    variable = next((name for name in variables if name in env), variables[0])
+    text = env.get(variable, "")
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise UsageError(
+            f"{variable} is {repr(text) if text else 'not set'}; it must be a number. {_INSTEAD.capitalize()}"
+        )
+    return int(text)
+
+
+# ---- what is not in variables --------------------------------------------------------------------------------
+
+
+def step_title() -> str | None:
+    """Return which step this process belongs to, as the slurmstepd above it says: `17.0`, `17.batch`.
+
+    None where none is above it, or a container hides it.
+    """
+    from launcher.machine.processes import ancestors
+
+    for pid in ancestors(os.getpid()):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                match = re.match(rb"slurmstepd: \[([0-9][^\]\s]*\.[a-z0-9]+)\]", file.read(200))
+        except OSError:  # hidden, or ended meanwhile
+            continue
+        if match is not None:
+            return match[1].decode()
+    return None
+
+
+def is_cancelled(env: Mapping[str, str]) -> bool:
+    """Say whether somebody has cancelled the job, as far as scontrol knows. Blocks."""
+    problem, said = _scontrol(["--oneliner", "show", "job", _job_name(env) or ""])
+    return problem is None and "JobState=CANCELLED" in said
+
+
+def requeue(env: Mapping[str, str]) -> str | None:
+    """Have SLURM start the job again, which also ends it as it runs now; return why that failed, or None. Blocks."""
+    job = _job_name(env)
+    return "this is no SLURM job: SLURM_JOB_ID is not set" if job is None else _scontrol(["requeue", job])[0]
+
+
+def _scontrol(words: list[str]) -> tuple[str | None, str]:
+    """Run scontrol; return why that failed, or None, and what it said."""
+    import subprocess
+
+    typed = " ".join(["scontrol", *words])
+    try:
+        done = subprocess.run(
+            ["scontrol", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SCONTROL_S,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"scontrol cannot be run here ({error.strerror}); type where it can: {typed}", ""
+    except subprocess.TimeoutExpired:
+        return f"`{typed}` did not answer within {_SCONTROL_S:g} s", ""
+    said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"status {done.returncode}"]
+    problem = None if done.returncode == 0 else f"`{typed}` failed: {said[-1]}"
+    return problem, done.stdout.decode("utf-8", "replace")

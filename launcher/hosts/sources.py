@@ -1,0 +1,185 @@
+"""Which hosts a run has: from the one source that was given, never a silent localhost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import DtrainError, UsageError
+from launcher.hosts.host import Host, HostKind, own_name, parse_hosts
+
+__all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "in_slurm", "wait_for_discovery"]
+
+_SOURCES = (
+    "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
+    "a SLURM allocation, --node-rank K --master-addr A typed on each node, or --simulate to divide this machine"
+)
+DISCOVERY_S = 10.0  # that a discovery script may take; and the pause before it is asked again while too few are known
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What was given; at most one of `listed`, `hostfile`, `script` and `simulate`.
+
+    `environment` may hold a SLURM allocation; empty where none is to be used.
+    """
+
+    listed: str | None = None
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    script: str | None = None
+    simulate: bool = False
+    environment: Mapping[str, str] | None = None
+
+
+def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bool = False) -> tuple[Host, ...]:
+    """Return the hosts of a run from what was given; `nnodes` is the least and the most that are wanted.
+
+    With `spares`, hosts that are named beyond the most are kept, to step in for others. Reads a host file, and asks
+    a discovery script once. Raises UsageError where more hosts are wanted than any source names.
+    """
+    least, most = nnodes or (None, None)
+    _check_one(sources)
+    if sources.simulate:
+        if most is None:
+            raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
+        return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=most) for part in range(most))
+    found = _named_hosts(sources)
+    if found is None:
+        if least is not None and least > 1:
+            raise UsageError(f"--nnodes {least}, but no hosts are known. Name them: {_SOURCES}")
+        return (Host(own_name(), HostKind.LOCAL),)
+    hosts, where = found
+    if least is not None and least > len(hosts):
+        names = ", ".join(host.name for host in hosts)
+        raise UsageError(f"--nnodes {least}, but only {len(hosts)} hosts are {where}: {names}")
+    return hosts if spares else hosts[:most]
+
+
+def in_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether this is a job of SLURM."""
+    return bool(environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID"))
+
+
+def _check_one(sources: Sources) -> None:
+    given = {
+        "--hosts": sources.listed is not None,
+        "--hostfile": sources.hostfile is not None,
+        "--hosts-script": sources.script is not None,
+        "--simulate": sources.simulate,
+    }
+    names = [name for name, present in given.items() if present]
+    if len(names) > 1:
+        value = f", which are: {sources.listed}" if sources.listed is not None else ""
+        why = "--simulate divides this machine; " if sources.simulate else ""
+        raise UsageError(f"{why}{' and '.join(names)} cannot be used together{value}; hosts come from one source")
+    if (sources.include or sources.exclude) and names[:1] not in ([], ["--hosts"], ["--hostfile"]):
+        raise UsageError(
+            f"--include and --exclude choose from --hosts, --hostfile or this machine, not from {names[0]}"
+        )
+
+
+def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
+    """Return the hosts that a source names, and how to say that it does."""
+    if sources.listed is not None:
+        if not sources.listed.strip():
+            raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
+        return _filtered(parse_hosts(sources.listed), sources), "named"
+    if sources.hostfile is not None:
+        from launcher.hosts.hostfile import read_hostfile
+
+        return _filtered(read_hostfile(sources.hostfile), sources), f"in {sources.hostfile}"
+    if sources.script is not None:
+        return discover(sources.script), f"named by {sources.script}"
+    if sources.environment is not None and in_slurm(sources.environment):
+        from launcher.hosts.slurm_allocation import find_allocation, hosts_of, step_title
+
+        allocation = find_allocation(sources.environment, step_title())
+        if allocation is not None:
+            return _filtered(hosts_of(allocation), sources), "in the SLURM allocation"
+    if sources.include or sources.exclude:
+        return _filtered((Host(own_name(), HostKind.LOCAL),), sources), "left"
+    return None
+
+
+def _filtered(hosts: tuple[Host, ...], sources: Sources) -> tuple[Host, ...]:
+    if not sources.include and not sources.exclude:
+        return hosts
+    from launcher.hosts.include_exclude import filter_hosts
+
+    return filter_hosts(hosts, include=sources.include, exclude=sources.exclude)
+
+
+# ---- hosts that come and go ----------------------------------------------------------------------------------
+
+
+def discover(command: str, over: threading.Event | None = None) -> tuple[Host, ...]:
+    """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
+
+    The command's words are split as a shell would; no shell runs it. It is killed, with what it has started, when it
+    takes too long or the run is `over`. Raises DtrainError if it fails.
+    """
+    from launcher.hosts.hostfile import parse_discovered
+
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--hosts-script {command!r} cannot be read: {error}") from error
+    if not words:
+        raise UsageError("--hosts-script is empty; name a program that prints HOST:SLOTS lines")
+    words[0] = os.path.expanduser(words[0])
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UsageError(f"--hosts-script: {words[0]} cannot be run: {error.strerror}") from error
+    with process:
+        answer = _answer(process, over)
+        if answer is None:
+            raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s")
+    text, complaint = (data.decode("utf-8", "replace") for data in answer)
+    if process.returncode != 0:
+        said = complaint.strip().splitlines()
+        raise DtrainError(
+            f"--hosts-script: {command} ended with {process.returncode}: {said[-1] if said else 'no message'}"
+        )
+    return parse_discovered(text, command=command)
+
+
+def _answer(process: subprocess.Popen[bytes], over: threading.Event | None) -> tuple[bytes, bytes] | None:
+    """Return what a program has written, once it has ended; None if it had to be killed."""
+    deadline = time.monotonic() + DISCOVERY_S
+    answer = None
+    try:
+        while answer is None and time.monotonic() < deadline and not (over is not None and over.is_set()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                answer = process.communicate(timeout=0.1)
+    finally:
+        if answer is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
+    return answer
+
+
+def wait_for_discovery(command: str, least: int, limit_s: float) -> None:
+    """Wait until a discovery script names as many hosts as are needed. Raises UsageError if it does not in time."""
+    deadline = time.monotonic() + limit_s
+    while len(hosts := discover(command)) < least:
+        if time.monotonic() >= deadline:
+            names = ", ".join(host.name for host in hosts) or "none"
+            raise UsageError(f"--hosts-script: {least} hosts are needed, {command} names {len(hosts)}: {names}")
+        time.sleep(1.0)

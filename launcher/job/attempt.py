@@ -1,0 +1,182 @@
+"""One attempt as the job sees it: who takes part, how far its workers have come, what failed. Pure; owned by job.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.job.cause import looks_like_consequence
+from launcher.job.outcome import Failure, FailureKind
+from launcher.placement.placement import Placement
+from launcher.protocol import Evidence, Exited, PortsReserved, Started, StoreOpened
+
+__all__ = ["AttemptState", "choose_members", "failure_of"]
+
+
+class AttemptState:
+    """`members` in the order of their node ranks; the first of them holds the store."""
+
+    def __init__(self, number: int, members: tuple[str, ...], placement: Placement, *, began: float) -> None:
+        self.number = number
+        self.members = members
+        self.placement = placement
+        self.began = began
+        self.stopped_at: float | None = None  # when its workers were told to end
+        self.grown_for = ""  # the other host that the next one can use, if it ends for that
+        self.started: set[int] = set()
+        self.stopped: set[int] = set()  # ranks that ended because they were told to
+        self.failures: list[Failure] = []  # before it was stopped, in the order of their news
+        self.victims: list[Failure] = []  # after that
+        self.left_out: list[Failure] = []  # of processes that the others went on without
+        self.evidence: tuple[Evidence, ...] = ()
+        self.saved = 0  # checkpoints
+        self.progressed_at = began
+        self.store: StoreOpened | None = None
+        self.ports: dict[str, PortsReserved] = {}
+        self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
+        self.first_root_at: float | None = None  # of the first failure that is no mere consequence
+        self._ended: set[int] = set()
+        # Those that have not ended well, and are not left out.
+        self._needed = {worker.rank for worker in placement.workers if worker.needed}
+        self._unfinished = dict(zip(members, placement.per_host, strict=True))
+        self._ended_well = False  # one of those that the run waits for
+        self._restarts: dict[int, int] = {}  # of single ranks
+        self._progress: dict[str, int] = {}
+        self._saved: dict[str, int] = {}
+        self._provoked_at: dict[str, float] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self.placement.world_size
+
+    @property
+    def all_started(self) -> bool:
+        return len(self.started) == self.world_size
+
+    @property
+    def finished(self) -> bool:
+        """Whether every worker that the run waits for has ended by itself and well, or is left out.
+
+        One that was stopped has not ended well.
+        """
+        return not self._needed
+
+    @property
+    def any_ended(self) -> bool:
+        return bool(self._ended)
+
+    def needs(self, host: str) -> bool:
+        """Whether the loss of a host is one: its workers have not ended well, or it holds the store."""
+        return host in self._unfinished and (host == self.members[0] or self._unfinished[host] > 0)
+
+    def take_start(self, started: Started, now: float) -> None:
+        self.started.add(started.rank)
+        self.progressed_at = now
+
+    def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:
+        """Note the end of a worker; `at` is its time on the controller's clock."""
+        if exited.rank in self._ended:
+            return
+        self.started.add(exited.rank)
+        self._ended.add(exited.rank)
+        self.progressed_at = now
+        if exited.provoked:
+            self.stopped.add(exited.rank)
+            self._provoked_at.setdefault(host, at)
+        elif exited.status == 0:
+            self._ended_well |= exited.rank in self._needed
+            self._needed.discard(exited.rank)
+            self._unfinished[host] -= 1
+
+    # ---- single processes ----
+
+    def can_go_on_without(self, rank: int) -> bool:
+        """Whether another one that the run waits for is alive, comes back, or has ended well."""
+        return self._ended_well or bool(self._needed - {rank})
+
+    def leave_out(self, failure: Failure) -> None:
+        """Go on without a worker that has failed."""
+        assert failure.rank is not None
+        self.left_out.append(failure)
+        self._needed.discard(failure.rank)
+        self._unfinished[failure.host] -= 1
+
+    def start_again(self, rank: int, now: float) -> int:
+        """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
+        self._ended.discard(rank)
+        self.progressed_at = now
+        self._restarts[rank] = self._restarts.get(rank, 0) + 1
+        return self.number + self._restarts[rank]
+
+    # ---- progress and failures ----
+
+    def take_progress(self, host: str, progress: int, now: float) -> None:
+        if self._progress.get(host) != progress:
+            self._progress[host] = progress
+            self.progressed_at = now
+
+    def take_saved(self, host: str, saved: int) -> bool:
+        """Note how many checkpoints a host's workers have saved; return whether there are more than before."""
+        before, self._saved[host] = self._saved.get(host, 0), saved
+        return saved > before
+
+    def provoked_at(self, host: str) -> float | None:
+        """Return when the first of a host's workers ended because its agent made it."""
+        return self._provoked_at.get(host)
+
+    def failure(self, kind: FailureKind, host: str, message: str, at: float) -> Failure:
+        """Return what is no worker's failure; of another than a host, `host` may be empty."""
+        ran_s = max(0.0, at - self.began)
+        return Failure(kind=kind, host=host, attempt=self.number, message=message, at=at, ran_s=ran_s)
+
+    def take_failure(self, failure: Failure) -> None:
+        """Note what failed by itself before the attempt was stopped."""
+        self.failures.append(failure)
+        self.stopped.discard(-1 if failure.rank is None else failure.rank)
+        if not looks_like_consequence(failure):
+            known = self.first_root_at
+            self.first_root_at = failure.at if known is None else min(known, failure.at)
+
+
+def choose_members(previous: Sequence[str], ready: Sequence[str], most: int) -> tuple[str, ...]:
+    """Return the hosts of the next attempt, of those that are ready, in the order of their node ranks.
+
+    Who took part before stays, in the same order. A newcomer takes the place of a host that is missing, so that the
+    others keep theirs; more newcomers follow behind.
+
+    >>> choose_members(["a", "b", "c"], ["b", "c", "d"], 3)
+    ('d', 'b', 'c')
+    """
+    stays = set(ready) & set(previous)
+    newcomers = [name for name in ready if name not in stays][: max(0, most - len(stays))]
+    waiting = iter(newcomers)
+    places = (name if name in stays else next(waiting, None) for name in previous)
+    members = [name for name in places if name is not None]
+    return (*members, *waiting)[:most]
+
+
+def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure:
+    """Return what the bad end of a worker was."""
+    error = exited.error
+    if exited.pid == 0:
+        kind = FailureKind.NEVER_STARTED
+    elif error is not None:
+        kind = FailureKind.RAISED
+    else:
+        kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
+    said = error or {}
+    return Failure(
+        kind=kind,
+        host=host,
+        at=at,
+        ran_s=exited.ran_s,
+        attempt=attempt,
+        rank=exited.rank,
+        pid=exited.pid,
+        status=exited.status,
+        error_type=said.get("type", ""),
+        message=said.get("message", ""),
+        where=said.get("where", ""),
+        inside=said.get("inside", ""),
+        killer=exited.killer,
+        provoked=exited.provoked,
+    )

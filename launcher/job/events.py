@@ -1,0 +1,134 @@
+"""What the job is told and what it tells: events in, commands out. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from launcher.hosts.host import Host
+from launcher.protocol import Command as AgentCommand
+from launcher.protocol import Evidence, Report
+
+__all__ = [
+    "Close", "Command", "Connected", "Discovered", "Event", "Keep", "Lost", "Notice", "Open", "Said", "Signalled",
+    "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
+]  # fmt: skip
+
+# ---- events --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A stream to a host is open; `our_address` is this machine's address as that host sees it.
+
+    `link` is the number of the Open that led to it, here and below: what an older link still says is ignored.
+    """
+
+    host: str
+    link: int
+    our_address: str | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a host's agent, other than output."""
+
+    host: str
+    link: int
+    message: Report
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A host could not be reached, or its stream has ended; `reason` is for a person."""
+
+    host: str
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What a host says is not read at the moment, since our output is behind: its silence means nothing."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Slept:
+    """This process did not run for so long (Ctrl-Z, a suspended machine): no silence in that time means anything."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """The hosts that there are now, all of them, says the user's discovery script."""
+
+    hosts: tuple[Host, ...]
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """Somebody signalled dtrain."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = Connected | Said | Lost | Unread | Discovered | Slept | Signalled | Tick
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Open:
+    """Connect to a host and start an agent there; what becomes of it is told with this `link`, counted from 1."""
+
+    host: str
+    link: int
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to a host's agent, on its newest link."""
+
+    host: str
+    message: AgentCommand
+
+
+@dataclass(frozen=True)
+class Close:
+    """Give a host's newest link up: close its stream, or stop trying to open it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Say something to the user while the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep the evidence of one collection in the run's folder; `asked`: somebody wants to see it now."""
+
+    attempt: int
+    number: int
+    world_size: int
+    evidence: tuple[Evidence, ...]
+    asked: bool
+
+
+@dataclass(frozen=True)
+class SuspendSelf:
+    """Stop this process as Ctrl-Z does, once everything told is written."""
+
+
+Command: TypeAlias = Open | Tell | Close | Notice | Keep | SuspendSelf

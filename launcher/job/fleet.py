@@ -1,0 +1,271 @@
+"""All hosts of a run: which are connected, lost, tried again, and where workers may still live. Pure; owned by job.py.
+
+A remote host holds a lease: its agent kills its workers and ends when LEASE of the timeout T (--heartbeat-timeout-s) is
+over since the newest heartbeat that it has heard was sent. A heartbeat carries that time by the host's own clock, never
+later than it was (HostClock.theirs), so how long it was under way does not matter, nor how far apart the clocks are. It
+goes out only to a host that was itself heard within ANSWERS of T. So a host that has been silent for T has certainly
+lost its lease before, and needs not be reached to know that its workers are gone:  ANSWERS + LEASE + FENCE = 1, where
+FENCE is what the killing may take, and how far clocks may drift apart in two minutes. Where a stream ends, the last
+heartbeat may just have been sent: LEASE + FENCE of T later at most. A link on which the least delays of both ways come
+near LEASE of T cannot hold a lease.
+
+Nothing here costs more with the number of hosts than a heap does, but for the rounds of heartbeats.
+"""
+
+from __future__ import annotations
+
+import heapq
+import signal
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from launcher.agent.lease import heartbeat_pause_s
+from launcher.hosts.host import Host
+from launcher.job.events import Close, Command, Open, Tell
+from launcher.job.host_state import HostClock, HostPhase, HostState
+from launcher.protocol import Bye, Facts, Heartbeat, Stop, Suspend, Swept
+
+__all__ = ["Fleet"]
+
+BEAT, ANSWERS, LEASE, FENCE = 0.1, 0.2, 0.6, 0.2  # parts of the heartbeat timeout
+BEAT_AT_LEAST_S = 5.0  # however long that is
+LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
+RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
+STEADY_S = 2.0  # who was ready for less is not tried at once for ever
+NEVER = float("inf")
+_ON_THEIR_WAY = (HostPhase.CONNECTING, HostPhase.GREETING, HostPhase.CHECKING)
+
+
+class Fleet:
+    """`states` in the order in which the user named the hosts; `busy` are the names of those with `attempt` set."""
+
+    def __init__(self, hosts: Iterable[Host], *, timeout_s: float, join_s: float, now: float) -> None:
+        self.states = {host.name: HostState(host, heard=now) for host in hosts}
+        self.busy: set[str] = set()
+        self.coming: set[str] = set()  # the names of those that are on their way at the first try to reach them
+        self.used: set[str] = set()  # ever busy
+        self.dropped: set[str] = set()  # no longer wanted
+        self.left: dict[str, list[str]] = {}  # processes that could not be ended
+        self.swept = 0  # processes that outlived their workers and were ended
+        self.timeout_s = timeout_s
+        self.lease_s = LEASE * timeout_s
+        self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
+        self.quiet_s = 2 * heartbeat_pause_s(self.lease_s)  # who says nothing for so long is no longer there
+        self._join_s = max(join_s, timeout_s)  # for a host to be ready; a look at its devices may take long
+        self._counts = Counter({HostPhase.AWAY: len(self.states)})
+        self._retries: list[tuple[float, str]] = []  # heaps; what no longer holds is dropped when it comes up
+        self._fences: list[tuple[float, str]] = []
+
+    def __iter__(self) -> Iterator[HostState]:
+        return iter(self.states.values())
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def count(self, *phases: HostPhase) -> int:
+        return sum(self._counts[phase] for phase in phases)
+
+    def ready(self) -> list[HostState]:
+        return [state for state in self if state.phase is HostPhase.READY]
+
+    def move(self, state: HostState, phase: HostPhase) -> None:
+        self._counts[state.phase] -= 1
+        self._counts[phase] += 1
+        state.phase = phase
+        if phase in _ON_THEIR_WAY and state.tries <= 1 and state.wanted:
+            self.coming.add(state.name)
+        else:
+            self.coming.discard(state.name)
+
+    def add(self, host: Host, now: float) -> HostState:
+        """Take in a host that was not known before."""
+        state = self.states[host.name] = HostState(host, heard=now)
+        self._counts[HostPhase.AWAY] += 1
+        return state
+
+    def want(self, state: HostState) -> None:
+        """Use a host again that was dropped."""
+        state.wanted = True
+        state.strikes = state.tries = 0
+        self.dropped.discard(state.name)
+
+    def drop(self, state: HostState) -> None:
+        """Use a host no more; it is still tried again until what it may have left is gone."""
+        state.wanted = False
+        self.dropped.add(state.name)
+        self.coming.discard(state.name)
+
+    def dismiss(self, state: HostState) -> list[Command]:
+        """Tell a host on which no worker runs to end."""
+        self.move(state, HostPhase.LEAVING)
+        return [Tell(state.name, Stop(signum=signal.SIGTERM, grace_s=0.0))]
+
+    # ---- workers that may live there ----
+
+    def occupy(self, state: HostState, attempt: int) -> None:
+        """Note that from now on processes of an attempt may live on a host."""
+        state.attempt = attempt
+        self.busy.add(state.name)
+        self.used.add(state.name)
+
+    def vacate(self, state: HostState) -> None:
+        """Note that it is certain that none do."""
+        state.attempt = None
+        state.fenced_at = None
+        self.busy.discard(state.name)
+
+    # ---- links ----
+
+    def open(self, state: HostState) -> Command:
+        state.link += 1
+        state.tries += 1
+        state.retry_at = None
+        state.clock = HostClock()  # it may have been started anew
+        self.move(state, HostPhase.CONNECTING)
+        return Open(state.name, state.link)
+
+    def connected(self, state: HostState, our_address: str | None, now: float) -> None:
+        state.our_address, state.heard = our_address, now
+        self.move(state, HostPhase.GREETING)
+
+    def greeted(self, state: HostState, trace: str) -> None:
+        state.trace = trace
+        state.rests_until = None
+        self.move(state, HostPhase.CHECKING)
+
+    def checked(self, state: HostState, facts: Facts) -> None:
+        """Note that a host is ready: what lost agents had left there, this one has ended before it answered."""
+        state.facts = facts
+        state.traces.clear()
+        state.tries = 0
+        state.ready_at = state.heard
+        state.reason = ""
+        self.vacate(state)
+        self.move(state, HostPhase.READY)
+
+    def said_swept(self, state: HostState, swept: Swept) -> None:
+        """Take the end of an attempt on a host."""
+        self.swept += swept.swept
+        self.vacate(state)
+        if swept.left:
+            self.left[state.name] = swept.left
+            self.drop(state)  # what cannot be ended must not meet the next attempt
+
+    def could_not_clean(self, state: HostState, facts: Facts) -> None:
+        """Note that a new agent has looked for what lost ones left, and cannot be used."""
+        state.traces.clear()
+        self.vacate(state)
+        if facts.left:
+            self.left.setdefault(state.name, []).extend(facts.left)
+            self.drop(state)
+
+    def lost(self, state: HostState, reason: str, now: float) -> list[Command]:
+        """Give a link up; what is behind it is to be cleaned up by the next agent there, or fenced by its lease."""
+        if state.attempt is not None and state.trace:
+            state.traces.append(state.trace)
+        if state.attempt is not None and state.fenced_at is None:
+            state.fenced_at = self._fence(state, now)
+            heapq.heappush(self._fences, (state.fenced_at, state.name))
+        return self._left(state, reason)
+
+    def _fence(self, state: HostState, now: float) -> float:
+        if not state.leased:
+            return now + LOCAL_FENCE_S
+        if state.rests_until is not None:
+            return NEVER
+        return max(now, min(now + (LEASE + FENCE) * self.timeout_s, state.heard + self.timeout_s))
+
+    def said_bye(self, state: HostState, bye: Bye) -> list[Command]:
+        """Take the end of an agent that has swept its host."""
+        self.swept += bye.swept
+        if bye.left:
+            self.left[state.name] = bye.left
+            self.drop(state)
+        if not state.traces:  # otherwise it ended before it could clean up after another
+            self.vacate(state)
+        return self._left(state, bye.reason)
+
+    def _left(self, state: HostState, reason: str) -> list[Command]:
+        state.trace = ""
+        state.reason = reason
+        state.facts = None
+        self.move(state, HostPhase.AWAY)
+        return [Close(state.name)]
+
+    def try_again(self, state: HostState, now: float) -> None:
+        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment."""
+        if state.ready_at is not None:
+            state.flights = state.flights + 1 if now - state.ready_at < STEADY_S else 0
+            state.ready_at = None
+        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flights - 1), len(RETRIES_S) - 1)]
+        heapq.heappush(self._retries, (state.retry_at, state.name))
+
+    def retries(self, now: float) -> list[Command]:
+        """Try those hosts again whose time has come."""
+        commands = []
+        while (at := self.next_retry()) is not None and at <= now:
+            commands.append(self.open(self.states[heapq.heappop(self._retries)[1]]))
+        return commands
+
+    def next_retry(self) -> float | None:
+        while self._retries:
+            at, name = self._retries[0]
+            state = self.states[name]
+            if state.phase is HostPhase.AWAY and state.retry_at == at:
+                return at
+            heapq.heappop(self._retries)
+        return None
+
+    # ---- time ----
+
+    def heartbeats(self, now: float) -> list[Command]:
+        """Renew the leases of the hosts that answer."""
+        return [
+            Tell(state.name, Heartbeat(time=state.clock.theirs(now)))
+            for state in self
+            if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s
+        ]
+
+    def silent(self, now: float) -> list[HostState]:
+        """Return the connected hosts that were not heard for too long."""
+        return [
+            state
+            for state in self
+            if state.connected
+            and now - state.heard
+            >= (self._join_s if state.phase in (HostPhase.GREETING, HostPhase.CHECKING) else self.timeout_s)
+        ]
+
+    def fence(self, now: float) -> None:
+        """Note which lost hosts' workers are certainly gone by now. When that was remains known."""
+        while (at := self.next_fence()) is not None and at <= now:
+            state = self.states[heapq.heappop(self._fences)[1]]
+            state.attempt = None
+            self.busy.discard(state.name)
+
+    def next_fence(self) -> float | None:
+        while self._fences:
+            at, name = self._fences[0]
+            state = self.states[name]
+            if state.attempt is not None and state.fenced_at == at:
+                return at
+            heapq.heappop(self._fences)
+        return None
+
+    def never_fenced(self) -> list[str]:
+        """Return the lost hosts of which nothing but a look there will say that their workers are gone."""
+        return [name for name in sorted(self.busy) if self.states[name].fenced_at == NEVER]
+
+    def suspend(self, suspended: bool, now: float) -> list[Command]:
+        """Have the processes of all hosts stopped where they are, or go on; their leases rest meanwhile."""
+        commands: list[Command] = []
+        for state in self:
+            if state.greeted:
+                state.rests_until = NEVER if suspended else now + FENCE * self.timeout_s
+                commands.append(Tell(state.name, Suspend(suspended=suspended)))
+        return commands
+
+    def slept(self, seconds: float) -> None:
+        """Take a time out of the reckoning in which nobody listened."""
+        for state in self:
+            state.heard += seconds

@@ -1,0 +1,257 @@
+"""Which hosts can be used, and when an attempt can begin with them. Pure; owned by job.py.
+
+A run of fixed size waits until every host has answered, and begins only with all of them. An elastic one, and any
+attempt after the first, begins with the hosts it can have: once enough are ready, those on their way have a last call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from launcher.errors import PlacementError
+from launcher.hosts.host import Host
+from launcher.job.attempt import AttemptState
+from launcher.job.events import Command, Notice, Tell
+from launcher.job.fleet import Fleet
+from launcher.job.host_state import HostPhase, HostState
+from launcher.job.orders import mismatch, prepare
+from launcher.job.outcome import Failure, FailureKind
+from launcher.job.progress_messages import some
+from launcher.placement.job_spec import JobSpec
+from launcher.placement.placement import Placement, place
+from launcher.protocol import Facts, Hello
+
+__all__ = ["Gathering", "Verdict", "fit", "misfits"]
+
+LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
+STRIKES = 2  # a host that ends so many attempts in a row is left out
+
+
+class Verdict(Enum):
+    WAIT = auto()
+    BEGIN = auto()
+    TOO_FEW = auto()  # and there will not be more in time
+
+
+class Gathering:
+    """`previous` are the members of the attempt before; `problems` why hosts could not be used, by name.
+
+    `closed`: there will be no other attempt.
+    """
+
+    def __init__(self, spec: JobSpec, fleet: Fleet, now: float) -> None:
+        self.problems: dict[str, str] = {}
+        self.previous: tuple[str, ...] = ()
+        self.closed = False
+        self._spec = spec
+        self._fleet = fleet
+        self._not_before = now
+        self.until = now + spec.start_timeout_s
+        self._enough_since: float | None = None
+
+    def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
+        """Begin anew, after an attempt."""
+        self.previous = previous
+        self.problems.clear()
+        self._not_before = now + delay_s
+        self.until = self._not_before + self._spec.start_timeout_s
+        self._enough_since = None
+
+    @property
+    def _fixed(self) -> bool:
+        return not self._spec.elastic and not self.previous
+
+    # ---- hosts that join ----
+
+    def greeted(self, state: HostState, hello: Hello) -> list[Command]:
+        """Ask a host whether the job can start there."""
+        if state.phase is not HostPhase.GREETING:
+            return []
+        problem = mismatch(self._spec, hello)
+        self._fleet.greeted(state, hello.trace)
+        if problem is not None:
+            return self.unusable(state, problem)
+        lease_s = self._fleet.lease_s if state.leased else 0.0
+        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, clean=state.traces))]
+
+    def checked(self, state: HostState, facts: Facts) -> list[Command]:
+        """Take the answer; the host is READY if it can be used."""
+        if state.phase is not HostPhase.CHECKING:
+            return []
+        if facts.left or facts.problems:
+            self._fleet.could_not_clean(state, facts)
+            left = [f"processes of an earlier attempt cannot be ended: {', '.join(facts.left)}"] if facts.left else []
+            return self.unusable(state, "; ".join([*left, *facts.problems]))
+        self._fleet.checked(state, facts)
+        self.problems.pop(state.name, None)
+        return self._fleet.dismiss(state) if self.closed or not state.wanted else []
+
+    def unusable(self, state: HostState, reason: str) -> list[Command]:
+        """Note why a host that has joined cannot be used; it is told to end at once."""
+        state.reason = self.problems[state.name] = reason
+        return [*self._fleet.dismiss(state), *self.say_unusable(state, reason)]
+
+    def say_unusable(self, state: HostState, reason: str) -> list[Command]:
+        """Say that a host cannot be used, where the run goes on without it; once."""
+        if self.closed or self._fixed or state.tries > 1:
+            return []
+        return [Notice(f"{state.name} cannot be used for now: {reason}")]
+
+    def leave_out(self, attempt: AttemptState, cause: Failure | None) -> list[Command]:
+        """Count which hosts ended attempts; dismiss those that did so too often in a row, if others are enough."""
+        failed = {failure.host for failure in attempt.failures if failure.kind is FailureKind.HOST_LOST}
+        failed |= {cause.host} if cause is not None else set()
+        commands: list[Command] = []
+        for state in map(self._fleet.states.__getitem__, attempt.members):
+            state.strikes = state.strikes + 1 if state.name in failed else 0
+            if not state.wanted and state.phase is HostPhase.READY and state.attempt is None:
+                commands += self._fleet.dismiss(state)
+            others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
+            if state.strikes >= STRIKES and state.wanted and others >= self._spec.min_hosts:
+                commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
+        return commands
+
+    def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
+        """Count it against a host if an attempt was ended for it, and it is not there for the next one."""
+        if not name or name in members:
+            return []
+        state = self._fleet.states[name]
+        state.strikes += 1
+        if state.strikes < STRIKES or not state.wanted:
+            return []
+        return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
+
+    def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
+        """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""
+        problems = misfits(self._spec, states)
+        if self._possible - len(problems) < self._spec.min_hosts:
+            return []
+        self.problems.update(problems)
+        return [c for name, why in problems.items() for c in self._leave_out(self._fleet.states[name], why)]
+
+    def _leave_out(self, state: HostState, why: str) -> list[Command]:
+        self._fleet.drop(state)
+        state.reason = why
+        notice = Notice(f"{state.name} is left out from now on: {why}")
+        if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
+            return [notice, *(self._fleet.dismiss(state) if state.attempt is None else [])]
+        if state.phase is HostPhase.AWAY and not state.dirty:
+            self._fleet.move(state, HostPhase.OUT)
+        return [notice]
+
+    def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
+        """Take in who is there now: newcomers are tried, who is no longer named is used in no further attempt."""
+        if self.closed:
+            return []
+        named = {host.name: host for host in hosts}
+        commands: list[Command] = []
+        for state in list(self._fleet):
+            if state.name not in named and state.wanted:
+                commands += self._leave_out(state, "it is no longer named by --hosts-script")
+        for host in hosts:
+            state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
+            if state.link == 0:
+                commands.append(self._fleet.open(state))
+                continue
+            state.host = host  # its slots may be others
+            if not state.wanted:
+                self._fleet.want(state)
+                if state.phase in (HostPhase.OUT, HostPhase.AWAY):
+                    self._fleet.move(state, HostPhase.AWAY)
+                    self._fleet.try_again(state, now)
+        return commands
+
+    # ---- when to begin ----
+
+    @property
+    def _possible(self) -> int:
+        return len(self._fleet) - len(self._fleet.dropped)
+
+    def decide(self, now: float) -> Verdict:
+        fleet, least = self._fleet, self._spec.min_hosts
+        if now < self._not_before:
+            return Verdict.WAIT
+        ready = fleet.count(HostPhase.READY)
+        if self._fixed:
+            if fleet.coming and now < self.until:
+                return Verdict.WAIT
+            return Verdict.BEGIN if ready == len(fleet) else Verdict.TOO_FEW
+        if ready < least:
+            self._enough_since = None
+            return Verdict.WAIT if self._possible >= least and now < self.until else Verdict.TOO_FEW
+        if self._enough_since is None:
+            self._enough_since = now
+        if ready == self._possible or not fleet.coming or now >= self._last_call() or self._first_choice(ready):
+            return Verdict.BEGIN
+        return Verdict.WAIT
+
+    def deadlines(self) -> list[float]:
+        return [self.until, self._not_before, self._last_call()]
+
+    def slept(self, seconds: float) -> None:
+        """Take a time out of the reckoning in which nobody listened."""
+        self.until += seconds
+        if self._enough_since is not None:
+            self._enough_since += seconds
+
+    def _last_call(self) -> float:
+        if self._enough_since is None:
+            return self.until
+        again, asked = bool(self.previous), self._spec.last_call_s
+        return min(self.until, self._enough_since + (LAST_CALL_S[again] if asked is None or again else asked))
+
+    def _first_choice(self, ready: int) -> bool:
+        """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""
+        most = min(self._spec.max_hosts, self._possible)
+        if ready < most:
+            return False
+        first = self.previous or tuple(self._fleet.states)[:most]
+        return len(first) == most and all(self._fleet.states[name].phase is HostPhase.READY for name in first)
+
+    # ---- why not ----
+
+    def why_not_ready(self) -> dict[str, str]:
+        """Return, by host, why the run cannot begin."""
+        limit = f"{self._spec.start_timeout_s:g} s (--start-timeout-s)"
+        reasons = dict(self.problems)
+        for state in self._fleet:
+            if state.phase is HostPhase.CONNECTING:
+                reasons.setdefault(state.name, f"was not reached within {limit}")
+            elif state.phase in (HostPhase.GREETING, HostPhase.CHECKING):
+                reasons.setdefault(state.name, f"did not answer within {limit}")
+        return reasons
+
+    def why_not_again(self) -> str:
+        """Say why there is no further attempt."""
+        ready, least = self._fleet.count(HostPhase.READY), self._spec.min_hosts
+        missing = [
+            f"{state.name}: {state.reason or 'it did not answer'}"
+            for state in self._fleet
+            if state.phase is not HostPhase.READY
+        ]
+        limit = f"{self._spec.start_timeout_s:g} s (--start-timeout-s)"
+        return f"{ready} of at least {least} hosts were ready for another attempt within {limit}: {some(missing)}"
+
+
+def fit(spec: JobSpec, states: Sequence[HostState]) -> Placement:
+    """Place the workers. Raises PlacementError."""
+    return place(
+        [state.offer() for state in states],
+        nproc=spec.nproc,
+        gpus_per_proc=spec.gpus_per_proc,
+        oversubscribe=spec.oversubscribe,
+        isolate=spec.virtual_local_rank,
+        roles=spec.roles,
+    )
+
+
+def misfits(spec: JobSpec, states: Sequence[HostState]) -> dict[str, str]:
+    """Return, by host, why the workers meant for it do not fit there."""
+    problems = {}
+    for state in states:
+        try:
+            fit(spec, [state])
+        except PlacementError as error:
+            problems[state.name] = str(error).removeprefix(f"{state.name}: ")
+    return problems

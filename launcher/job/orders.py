@@ -1,0 +1,158 @@
+"""What an agent is told to make a job start on its host, and whether it is fit to be told. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from launcher import __version__
+from launcher.hosts.host import Host, HostKind
+from launcher.job.events import Tell
+from launcher.job.host_state import HostState
+from launcher.placement.ecosystems import ecosystem_environment, serving_ranks
+from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
+from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.placement.placement import Placement
+from launcher.protocol import PROTOCOL, Hello, OpenStore, PortsReserved, Prepare, ReservePorts, StartWorker, StoreOpened
+
+__all__ = ["mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
+
+
+def mismatch(spec: JobSpec, hello: Hello) -> str | None:
+    """Return why an agent cannot work with this controller, or None."""
+    python = spec.python
+    if hello.protocol != PROTOCOL or hello.version != __version__:
+        fix = f"{python} -m pip install dtrain=={__version__}"
+        return f"has dtrain {hello.version}, here it is {__version__}; install the same there: {fix}"
+    here = "{}.{}.{}".format(*sys.version_info[:3])
+    if spec.command.kind is not CommandKind.PROGRAM and _minor(hello.python) != _minor(here):
+        return f"{python} is Python {hello.python}, here it is {here}; name a Python {_minor(here)} with --python"
+    return None
+
+
+def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) -> Prepare:
+    command = spec.command
+    return Prepare(
+        run_id=spec.run_id,
+        workdir=str(spec.workdir),
+        script=command.target if command.kind is CommandKind.SCRIPT else None,
+        program=command.target if command.kind is CommandKind.PROGRAM else None,
+        export={} if host.kind is HostKind.JOINED else dict(spec.export),  # who typed the command there said it there
+        grace_s=spec.grace_s,
+        lease_s=lease_s,
+        clean=list(clean),
+        part=host.part,
+        parts=host.parts,
+        interfaces=list(spec.interfaces),
+    )
+
+
+def open_store(spec: JobSpec, hosts: Sequence[HostState], attempt: int) -> OpenStore:
+    """Return the order for the first of an attempt's hosts: to listen where the others reach it."""
+    address = spec.master_addr if spec.master_addr is not None else _address(spec, hosts[0], hosts)
+    return OpenStore(
+        attempt=attempt,
+        address=address,
+        towards=_another(hosts[0], hosts),
+        port=spec.master_port or DEFAULT_PORT,
+        exact=spec.master_port is not None,
+    )
+
+
+def reserve_ports(
+    spec: JobSpec, hosts: Sequence[HostState], placement: Placement, attempt: int
+) -> dict[str, ReservePorts]:
+    """Return, by host, the orders to find ports for the workers that others connect to."""
+    serving = set(serving_ranks(spec.env_for, placement))
+    counts = Counter(worker.host for worker in placement.workers if worker.rank in serving)
+    return {
+        state.name: ReservePorts(
+            attempt=attempt,
+            address=_address(spec, state, hosts),
+            towards=_another(state, hosts),
+            count=counts[state.name],
+        )
+        for state in hosts
+        if counts[state.name]
+    }
+
+
+def _address(spec: JobSpec, state: HostState, hosts: Sequence[HostState]) -> str:
+    """Return a host's address as the others reach it; empty: what its agent finds."""
+    if spec.interfaces:
+        return ""
+    if not any(other.host.remote for other in hosts):
+        return "127.0.0.1"
+    if state.host.remote:
+        return ""
+    return next((other.our_address for other in hosts if other.our_address), "127.0.0.1")
+
+
+def _another(state: HostState, hosts: Sequence[HostState]) -> str:
+    return next((other.name for other in hosts if other.name != state.name), "")
+
+
+def start_workers(
+    spec: JobSpec,
+    placement: Placement,
+    store: StoreOpened,
+    ports: Mapping[str, PortsReserved],
+    attempt: int,
+    *,
+    run_key: str,
+) -> Iterator[Tell]:
+    """Yield the order to start each worker, for the agent of its host."""
+    addresses = _addresses(spec, placement, ports)
+    roles = roles_in_order(placement)
+    for worker in placement.workers:
+        command = spec.command_of(worker.role)
+        env = worker_environment(
+            placement,
+            worker,
+            roles=roles,
+            run_key=run_key,
+            run_id=spec.run_id,
+            attempt=attempt,
+            max_restarts=spec.first_attempt + spec.max_restarts,
+            elastic=spec.elastic,
+            signals=spec.signals,
+            master_addr=store.address,
+            master_port=store.port,
+        )
+        env |= ecosystem_environment(spec.env_for, placement, worker, addresses)
+        args = command.args
+        if spec.pass_local_rank:
+            args = (f"--local-rank={worker.local_rank}", *args)
+        if spec.virtual_local_rank or (worker.bound and len(worker.gpus) == 1):
+            env["LOCAL_RANK"] = "0"  # cuda:LOCAL_RANK is its own
+        start = StartWorker(
+            rank=worker.rank,
+            attempt=attempt,
+            through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
+            argv=[command.target, *args],
+            env=env,
+            defaults=worker_defaults(worker),
+            local_rank=worker.local_rank,
+            numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
+            gpu=worker.gpu_place,
+            beside=worker.local_world_size,
+        )
+        yield Tell(worker.host, start)
+
+
+def _addresses(spec: JobSpec, placement: Placement, ports: Mapping[str, PortsReserved]) -> dict[int, str]:
+    """Return `host:port` by rank for the workers that others connect to."""
+    left = {host: iter(reserved.ports) for host, reserved in ports.items()}
+    addresses = {}
+    serving = set(serving_ranks(spec.env_for, placement))
+    for worker in placement.workers:
+        if worker.rank in serving:
+            address = ports[worker.host].address
+            shown = f"[{address}]" if ":" in address else address
+            addresses[worker.rank] = f"{shown}:{next(left[worker.host])}"
+    return addresses
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,1 @@
+"""What this machine is: processes, control groups, GPUs, processors, network. Knows nothing of runs."""

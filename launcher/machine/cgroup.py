@@ -1,0 +1,120 @@
+"""A control group for the workers of this host: what they start stays in it, whatever it does to itself.
+
+Made below the agent's own group of the unified hierarchy (cgroup v2), so that every limit of that still holds. Where
+there is none, or this user may not make one, everything here does nothing: the mark has other ways (agent/run_tag.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["Cgroup"]
+
+_NAME = re.compile(r"dtrain-[0-9a-f]{16}")
+
+
+class Cgroup:
+    """A group by its folder, which need not exist."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def below_ours(cls, name: str) -> Cgroup | None:
+        """Return the group of this name below this process's own, not made yet; None where there can be none."""
+        try:
+            own = _own_folder()
+        except (OSError, ValueError, IndexError):
+            return None
+        if own is None or _text(f"{own}/cgroup.type").strip() not in ("", "domain"):  # the root has no type
+            return None
+        return cls(f"{own}/{name}")
+
+    @classmethod
+    def named(cls, path: str, name: str) -> Cgroup | None:
+        """Return the group at `path`, which came from elsewhere; None unless it is such a group of ours."""
+        if not _NAME.fullmatch(name) or os.path.basename(path) != name or os.path.realpath(path) != path:
+            return None
+        if not os.path.exists(f"{os.path.dirname(path)}/cgroup.procs"):  # not in the unified hierarchy
+            return None
+        return cls(path)
+
+    def make(self) -> None:
+        try:
+            if os.access(f"{os.path.dirname(self.path)}/cgroup.procs", os.W_OK):
+                os.mkdir(self.path, 0o755)
+        except OSError:  # no right to, or too many
+            return
+
+    def enter(self) -> None:
+        """Move this process into it; called between fork and exec."""
+        _write(f"{self.path}/cgroup.procs", "0")
+
+    def pids(self) -> set[int]:
+        """Return the members, those of nested groups too. One that only other pid namespaces see is left out."""
+        found: set[int] = set()
+        for folder in self._folders():
+            found.update(int(word) for word in _text(f"{folder}/cgroup.procs").split() if word.isdigit())
+        found.discard(0)
+        return found
+
+    def kill(self) -> None:
+        """Kill every member at once, where the kernel can (Linux 5.14)."""
+        _write(f"{self.path}/cgroup.kill", "1")
+
+    def remove(self) -> None:
+        """Remove it and the groups in it; those that still have members stay."""
+        for folder in reversed(self._folders()):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                continue
+
+    def _folders(self) -> list[str]:
+        return [folder for folder, _, _ in os.walk(self.path)]
+
+
+def _own_folder() -> str | None:
+    """Return the folder of this process's own group."""
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+        own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
+    if own is None or "/.." in own:  # outside of what this namespace shows
+        return None
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            mount, _, filesystem = line.partition(" - ")
+            if not filesystem.startswith("cgroup2 "):
+                continue
+            root, point = (_unescaped(field) for field in mount.split(" ")[3:5])
+            inside = own if root == "/" else own.removeprefix(root)
+            folder = (point + inside).rstrip("/")
+            if (root == "/" or inside != own) and os.path.exists(f"{folder}/cgroup.procs"):
+                return folder
+    return None
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except OSError:  # not there, or removed meanwhile
+        return ""
+
+
+def _write(path: str, text: str) -> None:
+    """Write to a file of the kernel's that must be there: opening never makes one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, text.encode())
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)

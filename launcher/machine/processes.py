@@ -1,0 +1,270 @@
+"""Processes of this host, each known by pid and start time; who descends from whom; and how they are ended.
+
+Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
+processes is its last act in every run. Never signals a pid whose start time was not checked just before. Which
+processes belong to a run is agent/run_tag.py's to say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by its identity; `start` is its start time in clock ticks since boot."""
+
+    pid: int
+    start: int
+    parent: int = field(compare=False)
+    group: int = field(compare=False)
+    state: str = field(compare=False)
+    name: str = field(compare=False)
+
+    def describe(self) -> str:
+        return f"pid {self.pid} ({self.name}, state {self.state})"
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends (Linux subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; ends it now if `parent` already did."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child."""
+    global _file_limit
+    _file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_file_limit[1], _file_limit[1]))
+
+
+def restore_file_limit() -> None:
+    if _file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _file_limit)
+
+
+_file_limit: tuple[int, int] | None = None
+
+
+def brand(number: int) -> None:
+    """Give this process and all that it will ever start a number that they cannot lose by accident.
+
+    It is the soft limit of a resource that no kernel counts any more, which goes through every fork and exec. A
+    cleared environment, a session of its own or another parent do not change it, and it needs no right to set.
+    """
+    try:
+        _, hard = resource.getrlimit(_RLIMIT_LOCKS)
+        if hard == resource.RLIM_INFINITY:
+            resource.setrlimit(_RLIMIT_LOCKS, (number, hard))
+    except (OSError, ValueError):  # a kernel that is none of Linux's own
+        return
+
+
+def brand_of(pid: int) -> int:
+    """Return the number that a process has by `brand`; without one, what means no limit."""
+    try:
+        return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
+    except (OSError, ValueError):  # another user's, or ended meanwhile
+        return resource.RLIM_INFINITY
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl({option}, {value}): {os.strerror(errno)}")
+
+
+def find(pid: int) -> Process | None:
+    """Return the process with this pid, or None; a zombie is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except OSError:  # ended meanwhile
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold blanks and parentheses
+    fields = rest.split()
+    if fields[0] in "ZX":
+        return None
+    return Process(
+        pid=pid, start=int(fields[19]), parent=int(fields[1]), group=int(fields[2]), state=fields[0], name=name
+    )
+
+
+def everything() -> Iterator[Process]:
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    for pid in sorted(pids, reverse=True):  # the youngest first: they are the soonest gone
+        process = find(pid)
+        if process is not None:
+            yield process
+
+
+def childless() -> bool:
+    """Say whether this process has no child, not even a zombie; a subreaper then has no descendant at all."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def related(
+    *, ancestor: int | None, ours: Callable[[Process], bool], spare: Iterable[int] = (), also: Iterable[int] = ()
+) -> list[Process]:
+    """Return the living descendants of `ancestor`, the processes that are `ours`, and the descendants of those.
+
+    The pids in `also` are ours as well. Those in `spare` and the ancestor itself are left out, not what they started.
+    """
+    processes = {process.pid: process for process in everything()}
+    for pid in also:
+        if pid not in processes and (process := find(pid)) is not None:  # younger than our look at them all
+            processes[pid] = process
+    spared, known = {ancestor, *spare}, {*also}
+    roots = {pid for pid, process in processes.items() if pid not in spared and (pid in known or ours(process))}
+    above = roots if ancestor is None else roots | {ancestor}
+    return [
+        process
+        for pid, process in processes.items()
+        if pid not in spared and (pid in roots or _descends(process, above, processes))
+    ]
+
+
+def _descends(process: Process, above: set[int], processes: dict[int, Process]) -> bool:
+    seen = set()
+    at: Process | None = process
+    while at is not None and at.pid not in seen:
+        if at.parent in above:
+            return True
+        seen.add(at.pid)
+        at = processes.get(at.parent)
+    return False
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the pids of a process's parent, of that one's parent, and so on."""
+    found: list[int] = []
+    at = find(pid)
+    while at is not None and at.parent > 0 and at.parent not in found:
+        found.append(at.parent)
+        at = find(at.parent)
+    return found
+
+
+def has_variable(process: Process, variable: bytes) -> bool:
+    """Say whether a process was started with `variable` (NAME=value) in its environment."""
+    if process.state == "D":  # its memory may be locked, and reading from it would wait with it
+        return False
+    try:
+        with open(f"/proc/{process.pid}/environ", "rb") as file:
+            return variable in file.read().split(b"\0")
+    except OSError:  # another user's, or ended meanwhile
+        return False
+
+
+def lives(process: Process) -> bool:
+    """Say whether a process is still there, and no other one has got its pid."""
+    now = find(process.pid)
+    return now is not None and now.start == process.start
+
+
+def send(process: Process, signum: int) -> bool:
+    """Signal a process if it is still the same one; return whether it was."""
+    if not lives(process):
+        return False
+    try:
+        os.kill(process.pid, signum)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it changed its user: it cannot be signalled, and will be reported as left
+        return True
+    return True
+
+
+def kill_group(process: Process) -> None:
+    """Kill all of a process's group, for one that forks and exits faster than single pids can be found.
+
+    To be called only for a process just seen, and that started in a session of ours: no stranger is in its group then.
+    """
+    if process.group in (0, os.getpgrp()):
+        return
+    try:
+        os.killpg(process.group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+class Sweep:
+    """Ends every process that a listing returns: TERM, after the grace period KILL; `step` until it says done.
+
+    The listing is asked again at each step, since a process may have forked meanwhile. It is no snapshot, so an empty
+    one proves nothing: done is when this process, which must be a subreaper, has no children either; the caller reaps
+    them. Where it keeps a child, or what is swept are no descendants of it (`adopted` False), three empty ones must do.
+    `kill_all` is called beside every KILL: it ends at once what it can. What is still there `kill_wait_s` after the
+    first KILL (in state D, or another user's) stays in `left`.
+    """
+
+    def __init__(
+        self,
+        listing: Callable[[], list[Process]],
+        *,
+        grace_s: float,
+        kill_wait_s: float = 5.0,
+        adopted: bool = True,
+        kill_all: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._listing = listing
+        self._kill_at = time.monotonic() + grace_s
+        self._kill_wait_s = kill_wait_s
+        self._adopted = adopted
+        self._kill_all = kill_all
+        self._empty = 0
+        self._told: set[Process] = set()
+        self.left: list[Process] = []
+        self.pause_s = 0.002  # until the next step is worth while
+
+    @property
+    def ended(self) -> int:
+        return len(self._told.difference(self.left))
+
+    def hurry(self) -> None:
+        self._kill_at = min(self._kill_at, time.monotonic())
+        self.pause_s = 0.002
+
+    def step(self) -> bool:
+        """Look once, signal what is there, and return whether there is nothing more to do."""
+        self.left = self._listing()
+        now = time.monotonic()
+        self._empty = 0 if self.left else self._empty + 1
+        if now > self._kill_at + self._kill_wait_s or self._nothing_left():
+            return True
+        if now >= self._kill_at and self.left:
+            self._kill_all()
+        for process in self.left:
+            if now >= self._kill_at:
+                send(process, signal.SIGKILL)
+                kill_group(process)
+            elif process not in self._told:
+                send(process, signal.SIGTERM)
+                send(process, signal.SIGCONT)
+        self._told.update(self.left)
+        self.pause_s = min(2 * self.pause_s, 0.05)
+        return False
+
+    def _nothing_left(self) -> bool:
+        return childless() and not self.left if self._adopted else self._empty >= 3

@@ -1,0 +1,162 @@
+"""How a run ended, as JSON for programs: always written, for a run that went well too. cli/main.py names the file.
+
+One object. Every key is always there; what does not apply is null, an empty list or an empty string.
+
+    version         1; a new number where a key changes its meaning or goes
+    run_id          null where the command could not be run as it was typed
+    exit_code       what dtrain ends with
+    ended           "well", "failed" (see cause), "stopped" (see signal), "not started" (see error)
+    signal          the name of the signal that told dtrain to stop
+    error           why no worker was started: {type, message, hosts: {name: reason}}
+    cause           the first failure that was no consequence of another:
+                    {kind, host, rank, pid, exit_status, signal, killer, error_type, message, where, inside, attempt,
+                    after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
+                    "store lost", "stalled". exit_status is null and signal a name for what a signal killed. where:
+                    "file:line in function" of the user's own code; inside: the function that raised below it
+    victims         what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
+    left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
+    lone_restarts   how often one process alone was started again
+    stopped         workers that dtrain stopped
+    attempts        how many were made
+    gave_up         why no further attempt was made
+    world_size      workers of the last attempt
+    hosts           how many had workers, in any attempt
+    duration_s
+    processes       at the end: {left: {host: [process]}, swept: how many outlived their workers and were ended,
+                    unchecked: {host: reason}}
+    standing        where the ranks stood when the cause was noticed: [{ranks, where, inside, note}]
+    log_folder      of the run; null if it could not be written. Paths are as dtrain was given --log-dir
+    evidence_file   the stacks of all ranks when the cause was noticed
+
+Nothing in it is taken from the environment or the arguments of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import DtrainError, StartError
+from launcher.job.outcome import Failure, FailureKind, Outcome
+from launcher.job.secondary_failures import count_victims, signal_name
+from launcher.output.stacks import groups
+
+__all__ = ["write_error_json", "write_usage_error_json"]
+
+VERSION = 1
+
+
+def write_error_json(path: Path, outcome: Outcome, *, folder: Path | None, evidence_file: Path | None = None) -> None:
+    """Write the end of a run. Raises OSError; whoever reads the file sees all of it or the one before."""
+    _write(path, _of_outcome(outcome, folder, evidence_file))
+
+
+def write_usage_error_json(path: Path, error: DtrainError | str, exit_code: int) -> None:
+    """Write that the command could not be run as it was typed or configured. Raises OSError as `write_error_json`."""
+    never = Outcome(
+        run_id="", exit_code=exit_code, error=error if isinstance(error, DtrainError) else DtrainError(error),
+        signum=None, cause=None, victims=(), stopped=0, world_size=0, hosts=0, attempts=0, gave_up="", evidence=(),
+        swept=0, left=(), unchecked=(), duration_s=0.0,
+    )  # fmt: skip
+    _write(path, {**_of_outcome(never, None, None), "run_id": None})
+
+
+def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "run_id": outcome.run_id,
+        "exit_code": outcome.exit_code,
+        "ended": _ended(outcome),
+        "signal": None if outcome.signum is None else signal_name(outcome.signum),
+        "error": None if outcome.error is None else _of_error(outcome.error),
+        "cause": None if outcome.cause is None else _of_cause(outcome.cause, folder),
+        "victims": {
+            "count": len(outcome.victims),
+            "groups": [
+                {"count": group.count, "kind": group.kind.value, "how": group.how, "ranks": list(group.ranks)}
+                for group in count_victims(outcome.victims)
+            ],
+        },
+        "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
+        "lone_restarts": outcome.lone_restarts,
+        "stopped": outcome.stopped,
+        "attempts": outcome.attempts,
+        "gave_up": outcome.gave_up,
+        "world_size": outcome.world_size,
+        "hosts": outcome.hosts,
+        "duration_s": round(outcome.duration_s, 3),
+        "processes": {
+            "left": {host: list(processes) for host, processes in outcome.left},
+            "swept": outcome.swept,
+            "unchecked": dict(outcome.unchecked),
+        },
+        "standing": [
+            {"ranks": list(group.ranks), "where": group.where, "inside": group.inside, "note": group.note}
+            for group in groups(outcome.evidence)
+        ],
+        "log_folder": None if folder is None else str(folder),
+        "evidence_file": None if folder is None or evidence_file is None else str(evidence_file),
+    }
+
+
+def _ended(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return "not started"
+    if outcome.cause is not None:
+        return "failed"
+    return "well" if outcome.signum is None else "stopped"
+
+
+def _of_error(error: DtrainError) -> dict[str, Any]:
+    hosts = error.reasons if isinstance(error, StartError) else {}
+    return {"type": type(error).__name__, "message": str(error), "hosts": hosts}
+
+
+def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
+    killed = cause.rank is not None and cause.status < 0
+    ended = cause.rank is not None and cause.kind is not FailureKind.NEVER_STARTED and not killed
+    logs = None
+    if folder is not None:
+        attempt = folder / f"attempt_{cause.attempt}"
+        logs = str(attempt if cause.rank is None else attempt / str(cause.rank))
+    return {
+        "kind": cause.kind.value,
+        "host": cause.host or None,
+        "rank": cause.rank,
+        "pid": cause.pid or None,
+        "exit_status": cause.status if ended else None,
+        "signal": signal_name(-cause.status) if killed else None,
+        "killer": cause.killer,
+        "error_type": cause.error_type,
+        "message": cause.message,
+        "where": cause.where,
+        "inside": cause.inside,
+        "attempt": cause.attempt,
+        "after_s": round(cause.ran_s, 3),
+        "log_folder": logs,
+    }
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    data = json.dumps(content, indent=2).encode() + b"\n"
+    if path.exists() and not path.is_file():  # a pipe or /dev/null: a rename would put a file in its place
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no reader: an error, not a wait
+        with open(descriptor, "wb", buffering=0) as stream:
+            if stream.write(data) != len(data):
+                raise BlockingIOError(errno.EAGAIN, "the pipe is full", str(path))
+        return
+    target = Path(os.path.realpath(path))  # a link stays a link
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

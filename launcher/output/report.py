@@ -1,0 +1,286 @@
+"""The last screen of a run: what failed first and where, what followed, what is left, where to look next.
+
+Pure. At most SCREEN_LINES lines or so; what is cut is counted, and is whole in the files named last.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launcher.job.outcome import Failure, FailureKind, Outcome
+from launcher.job.secondary_failures import Victims, count_victims, signal_name
+from launcher.output.console import printable
+from launcher.output.stacks import groups, odd_one_out, one_line
+from launcher.protocol import Evidence
+
+__all__ = ["report"]
+
+SCREEN_LINES = 36
+TAIL_LINES = 12
+MESSAGE_LINES = 4
+GROUPS = 5
+VICTIMS = 3
+HOSTS = 4
+PROCESSES = 6
+_CRASHES: dict[int, str] = {
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGBUS: "bus error",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGILL: "illegal instruction",
+    signal.SIGSYS: "forbidden system call",
+    signal.SIGTRAP: "trap",
+    signal.SIGABRT: "it aborted itself",
+}
+
+
+def report(
+    outcome: Outcome,
+    *,
+    folder: Path | None,
+    tail: Callable[[int, int], list[str]],
+    evidence_file: Path | None = None,
+) -> str:
+    """Return the report, one line where the run went well or was stopped.
+
+    `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's
+    stream (1 or 2); `evidence_file` holds the stacks of the last attempt, where it was written.
+    """
+    if outcome.error is not None:
+        return "\n".join([str(outcome.error), *_scan(outcome)])
+    if outcome.preempted:
+        how = f"ended after {outcome.duration_s:.1f} s to make room (USR1, --requeue)"
+        lines = [f"{how}; exit code {outcome.exit_code}"]
+        if outcome.cause is not None and outcome.cause.status == -signal.SIGUSR1:
+            lines.append("USR1 killed its workers, which do not handle it: only what they saved before is there")
+            lines.append("see ddp.Checkpoint.due, or end with code 75 once it is saved")
+        return "\n".join([*lines, *_scan(outcome)])
+    if outcome.cause is not None:
+        return "\n".join(_failure(outcome, outcome.cause, folder, tail, evidence_file))
+    scan = _scan(outcome)
+    if outcome.signum is not None:
+        how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
+        return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
+    well = f"{_who_ended_well(outcome)} ended well after {outcome.duration_s:.1f} s"
+    if outcome.stopped:
+        well += f", {outcome.stopped} of other roles stopped"
+    if restarts := outcome.attempts - 1 + outcome.lone_restarts:
+        well += f", {_count(restarts, 'restart')}"
+    return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
+
+
+def _who_ended_well(outcome: Outcome) -> str:
+    if outcome.stopped:
+        return _count(outcome.world_size - outcome.stopped, "worker")
+    return "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
+
+
+def _failure(
+    outcome: Outcome,
+    cause: Failure,
+    folder: Path | None,
+    tail: Callable[[int, int], list[str]],
+    evidence_file: Path | None,
+) -> list[str]:
+    """Return the screen; the words of the worker get what room the rest leaves."""
+    before = [_headline(outcome, cause), *_indent(_exception(cause))]
+    consequences, standing = _consequences(outcome), _standing(cause, _of_others(outcome))
+    after = standing + consequences if cause.kind is FailureKind.STALLED else consequences + standing
+    if outcome.signum is not None:
+        after.append(f"then stopped by {signal_name(outcome.signum)}")
+    if outcome.gave_up:
+        after.append(outcome.gave_up)
+    after += _scan(outcome)
+    stream, words = _last_words(cause, tail)
+    after += _next_step(cause, stream, folder, evidence_file)
+    room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
+    said = [f"the last lines of its {_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
+    return [*before, *_indent(said), *_indent(after)]
+
+
+# ---- the cause -----------------------------------------------------------------------------------------------
+
+
+def _headline(outcome: Outcome, cause: Failure) -> str:
+    headline = _what_happened(cause)
+    if outcome.attempts > 1 or cause.attempt:
+        headline = f"attempt {cause.attempt} of run {outcome.run_id}: {headline}"
+    return headline
+
+
+def _what_happened(cause: Failure) -> str:
+    after = f"after {cause.ran_s:.1f} s"
+    message = printable(cause.message)
+    if cause.kind is FailureKind.STALLED:
+        return message
+    if cause.kind is FailureKind.HOST_LOST:
+        return f"host {cause.host} was lost {after}: {message}"
+    if cause.kind is FailureKind.STORE_LOST:
+        return f"the rendezvous store on {cause.host} was lost {after}: {message}"
+    who = f"rank {cause.rank} on {cause.host}"
+    if cause.kind is FailureKind.NEVER_STARTED:
+        return f"{who} {message}"
+    how = f"exited with code {cause.status}"
+    if cause.kind is FailureKind.RAISED:
+        how = "raised an exception"
+    elif cause.status < 0:
+        how = f"was killed by {signal_name(-cause.status)}"
+    if by_whom := _by_whom(cause):
+        how += f" ({by_whom})"
+    return f"{who} (pid {cause.pid}) {how} {after}"
+
+
+def _by_whom(cause: Failure) -> str:
+    if cause.kind is not FailureKind.KILLED:
+        return ""
+    if cause.killer:
+        return printable(cause.killer)
+    if (crash := _CRASHES.get(-cause.status)) is not None:
+        return crash if crash.startswith("it ") else f"it crashed: {crash}"
+    if -cause.status == signal.SIGKILL:
+        return "by somebody else, or by itself: dtrain did not send it, and no out-of-memory kill was seen"
+    if -cause.status in (signal.SIGUSR1, signal.SIGUSR2):
+        return "dtrain passes it on when it is sent one; the script has no handler for it"
+    return "by somebody else, or by itself: dtrain did not send it"
+
+
+def _exception(cause: Failure) -> list[str]:
+    if cause.kind is not FailureKind.RAISED:
+        return []
+    words = [line for line in cause.message.splitlines() if line.strip()]
+    shown = words[:MESSAGE_LINES]
+    if len(words) > len(shown) + 1:
+        shown.append(f"(and {len(words) - len(shown)} more lines)")
+    else:
+        shown = words
+    first = ": ".join(part for part in (cause.error_type, *shown[:1]) if part)
+    lines = [printable(line) for line in (first, *shown[1:]) if line]
+    if cause.where:
+        own = cause.where.rpartition(" in ")[2]
+        inside = f", inside {cause.inside}" if cause.inside and cause.inside != own else ""
+        lines.append(printable(f"at {cause.where}{inside}"))
+    return lines
+
+
+_NAMES = {1: "stdout", 2: "stderr"}
+
+
+def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
+    """Return what the worker wrote last, and on which stream: on stderr if it wrote anything there."""
+    if cause.rank is None or cause.kind is FailureKind.NEVER_STARTED:
+        return 2, []
+    for stream in (2, 1):
+        if words := tail(cause.rank, stream):
+            return stream, words
+    return 2, []
+
+
+# ---- what came of it -----------------------------------------------------------------------------------------
+
+
+def _consequences(outcome: Outcome) -> list[str]:
+    counted = count_victims(outcome.victims)
+    lines = _left_out(outcome)
+    lines += [printable(_victims(group)) for group in counted[:VICTIMS]]
+    if more := sum(group.count for group in counted[VICTIMS:]):
+        lines.append(f"and {more} more in other ways")
+    if outcome.stopped:
+        lines.append(f"{_count(outcome.stopped, 'worker')} stopped by dtrain")
+    return lines
+
+
+def _left_out(outcome: Outcome) -> list[str]:
+    """Say which processes failed while the attempt went on."""
+    ranks = sorted(failure.rank for failure in outcome.left_out if failure.rank is not None)
+    cause = outcome.cause
+    lines = []
+    if cause is not None and any(failure is cause for failure in outcome.left_out):
+        lines.append("the others went on without it, to their end")
+        ranks = [rank for rank in ranks if rank != cause.rank]
+    if ranks:
+        who, it = (f"rank {ranks[0]}", "it") if len(ranks) == 1 else (f"ranks {', '.join(map(str, ranks))}", "them")
+        lines.append(f"{who} failed as well, and the others went on without {it}")
+    return lines
+
+
+def _victims(group: Victims) -> str:
+    if group.kind is FailureKind.HOST_LOST:
+        return f"{_count(group.count, 'other host')} {group.how}"
+    if group.kind is FailureKind.STORE_LOST:
+        return f"the rendezvous store {group.how}"
+    return f"{_count(group.count, 'other')} {group.how}"
+
+
+def _of_others(outcome: Outcome) -> list[Evidence]:
+    """Return the evidence of ranks that did not fail themselves: when looked at, those were on their way out."""
+    failed = {failure.rank for failure in outcome.victims}
+    return [each for each in outcome.evidence if each.rank not in failed]
+
+
+def _standing(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
+    """Say where each group of ranks stood when the cause was noticed."""
+    found = groups(evidence)
+    if not found:
+        return []
+    others = "where each rank stands:" if cause.kind is FailureKind.STALLED else "where the others stood then:"
+    lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]
+    if more := len(found[GROUPS:]):
+        lines.append(f"  and {sum(len(group.ranks) for group in found[GROUPS:])} ranks in {more} other places")
+    if cause.kind is FailureKind.STALLED and (odd := odd_one_out(evidence)):
+        lines.append(printable(odd))
+    return lines
+
+
+def _scan(outcome: Outcome) -> list[str]:
+    """Say what was found on the hosts at the end; nothing where no worker was started and nothing was found."""
+    if not (outcome.hosts or outcome.left or outcome.unchecked or outcome.swept):
+        return []
+    left = sum(len(processes) for _, processes in outcome.left)
+    checked = max(len(outcome.left), outcome.hosts - len(outcome.unchecked))
+    said = [f"{_count(left, 'process')} left on {_count(checked, 'host')}"] if checked else []
+    if outcome.unchecked:
+        said.append(f"{_count(len(outcome.unchecked), 'host')} could not be checked")
+    swept = f" ({_count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
+    lines = ["; ".join(said) + swept]
+    names = [
+        f"still there on {host}: {printable(process)}" for host, processes in outcome.left for process in processes
+    ]
+    lines += _at_most(PROCESSES, names, "processes")
+    reasons = [f"host {host} could not be checked: {printable(reason)}" for host, reason in outcome.unchecked]
+    return lines + _at_most(HOSTS, reasons, "hosts")
+
+
+# ---- the next step -------------------------------------------------------------------------------------------
+
+
+def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: Path | None) -> list[str]:
+    """Return, last of all, where everything is kept and the command that shows it."""
+    if folder is None:
+        return ["the output was not kept: the log files could not be written"]
+    attempt = folder / f"attempt_{cause.attempt}"
+    stacks = [] if evidence_file is None else [f"stacks of all ranks: {_quote(evidence_file)}"]
+    if cause.rank is not None:
+        own = attempt / str(cause.rank)
+        logs = f"its whole output: {_quote(own)}/stdout.log, stderr.log"
+        return [logs, *stacks, f"see it: less {_quote(own / f'{_NAMES[stream]}.log')}"]
+    see = f"tail {_quote(attempt)}/*/stderr.log" if evidence_file is None else f"less {_quote(evidence_file)}"
+    return [f"the output of all workers: {_quote(attempt)}", *stacks, f"see it: {see}"]
+
+
+def _quote(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _at_most(most: int, lines: Sequence[str], noun: str) -> list[str]:
+    return [*lines[:most], *([f"and {len(lines) - most} more {noun}"] if len(lines) > most else [])]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {plural}"

@@ -1,0 +1,145 @@
+"""What the workers write, on its way to the terminal and the log files: one thread and one bounded queue.
+
+Readers of streams hand bytes in and wait while the queue is full; so a slow terminal or disk slows the workers down and
+no process grows. The loop never waits here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.output.console import Console, printable
+from launcher.output.filter import Shown
+from launcher.output.logfiles import LogFiles
+
+__all__ = ["OutputThread"]
+
+QUEUE_BYTES = 4 << 20
+TAIL_BYTES = 8192
+STATUS_PAUSE_S = 0.1
+
+
+class OutputThread:
+    """Owns the console and the log files from `start` to `close`. Every method may be called from any thread."""
+
+    def __init__(self, console: Console, logs: LogFiles, *, shown: Shown | None = None) -> None:
+        self._console = console
+        self._logs = logs
+        self._shown = shown or Shown()
+        self._local_ranks: dict[int, int] = {}
+        self._queue: deque[tuple[Callable[[], None], int]] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._attempt = 0
+        self._tails: dict[tuple[int, int], bytes] = {}  # of each rank's newest attempt
+        self._thread = threading.Thread(target=self._work, name="output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add_worker(self, rank: int, host: str, attempt: int, local_rank: int = 0) -> None:
+        """Announce a worker before its first bytes: from now on all that this rank writes is of this attempt.
+
+        The first worker of a new attempt ends the one before: no more bytes of that one may come.
+        """
+        self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
+
+    def end_line(self, rank: int) -> None:
+        """Announce a process that takes the place of this rank's dead one: what it writes begins a new line."""
+        self._put(lambda: self._console.end_line(rank))
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
+        with self._changed:
+            while self._bytes > QUEUE_BYTES and not self._closing:
+                self._changed.wait()
+        self._put(lambda: self._write(rank, stream, data), len(data))
+
+    def error_file(self, rank: int, attempt: int, text: str) -> None:
+        """Keep the text of a worker's error file."""
+        self._put(lambda: self._logs.write_error(rank, attempt, text))
+
+    def keep_evidence(self, attempt: int, number: int, text: str) -> None:
+        """Keep where the ranks stood, in `evidence_path(attempt, number)`."""
+        self._put(lambda: self._logs.write_evidence(attempt, number, text))
+
+    def evidence_path(self, attempt: int, number: int) -> Path:
+        return self._logs.evidence_path(attempt, number)
+
+    def say(self, text: str) -> None:
+        """Print a message of dtrain's own, on stderr."""
+        self._put(lambda: self._console.say(text))
+
+    def show_status(self, text: str) -> None:
+        """Show what is going on in the terminal's last line; empty to remove it."""
+        self._put(lambda: self._console.show_status(text))
+
+    def tail(self, rank: int, stream: int) -> list[str]:
+        """Return the last lines that a rank's newest worker wrote as a terminal would show them; call after `close`."""
+        text = self._tails.get((rank, stream), b"").decode("utf-8", "replace")
+        lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        return [printable(line) for line in lines if line.strip()]
+
+    def hurry(self) -> None:
+        """From now on a terminal that takes nothing (a stopped pager, Ctrl-S) is not waited for."""
+        self._console.impatient = True
+
+    def close(self) -> None:
+        """Write what is left, unfinished lines too, and end the thread. Blocks."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---- in the thread ----
+
+    def _put(self, action: Callable[[], None], size: int = 0) -> None:
+        with self._changed:
+            self._queue.append((action, size))
+            self._bytes += size
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue and not self._closing:
+                    self._changed.wait(STATUS_PAUSE_S if self._console.pending else None)
+                ready, self._queue = self._queue, deque()
+                closing = self._closing
+            for action, size in ready:
+                try:
+                    action()
+                except Exception as error:  # a defect here must cost some output, not the run
+                    self._console.say(f"output was lost: {type(error).__name__}: {error}")
+                if size:
+                    with self._changed:
+                        self._bytes -= size
+                        self._changed.notify_all()
+            self._console.refresh(time.monotonic())
+            if closing and not ready:
+                self._console.finish()
+                self._logs.close()
+                return
+
+    def _add_worker(self, rank: int, host: str, attempt: int, local_rank: int) -> None:
+        self._local_ranks[rank] = local_rank
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._console.finish()
+            self._logs.begin_attempt(attempt)
+        for stream in (1, 2):
+            self._tails.pop((rank, stream), None)
+        self._console.add_worker(rank, host)
+        self._logs.add_worker(rank)
+
+    def _write(self, rank: int, stream: int, data: bytes) -> None:
+        self._logs.write(rank, stream, data)
+        key = (rank, stream)
+        self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]
+        if self._shown.shows(rank, self._local_ranks.get(rank, 0), stream):
+            self._console.write(rank, stream, data)

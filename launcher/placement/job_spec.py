@@ -1,0 +1,227 @@
+"""What the user asked for, checked once: the JobSpec that cli/main.py makes and everything below reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from launcher.errors import UsageError
+from launcher.hosts.host import Host
+from launcher.placement.roles import Roles
+
+__all__ = [
+    "Command",
+    "CommandKind",
+    "JobSpec",
+    "SshOptions",
+    "new_run_id",
+    "parse_exports",
+    "parse_nnodes",
+    "parse_nproc",
+]
+
+DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
+MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow
+_AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
+
+# What travels to other hosts unasked: settings of the libraries that training scripts use.
+_TRAVELLING = (
+    "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "OMP_", "MKL_", "KMP_",
+    "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "UCX_", "FI_", "DTRAIN_",
+)  # fmt: skip
+# ... but for what belongs to this host or to this process alone.
+_STAYING = {
+    "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE",
+    "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
+    "DTRAIN_ROLES",
+}  # fmt: skip
+_SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # one is no worker's business, of the other every run has its own
+
+
+class CommandKind(Enum):
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"  # --no-python
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments."""
+
+    kind: CommandKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+def command_of_words(words: Sequence[str]) -> Command:
+    """Read a command as it stands in a text: a Python script by its ending, `-m MODULE`, else any program."""
+    if words[0] == "-m" and len(words) > 1:
+        return Command(CommandKind.MODULE, words[1], tuple(words[2:]))
+    kind = CommandKind.SCRIPT if words[0].endswith(".py") else CommandKind.PROGRAM
+    return Command(kind, words[0], tuple(words[1:]))
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How remote hosts are reached; None and 0 mean OpenSSH's own defaults."""
+
+    config: Path | None = None
+    accept_new: bool = False
+    connect_at_once: int = 32  # bounded concurrency
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: as many as its slots,
+    else one for each GPU, else one."""
+
+    command: Command
+    hosts: tuple[Host, ...]
+    nnodes: tuple[int, int] | None = None  # least and most hosts of an attempt; None: all. More are spares
+    nproc: int | str | None = None
+    gpus_per_proc: int | None = None
+    oversubscribe: bool = False
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = ""
+    export: tuple[tuple[str, str], ...] = ()
+    log_dir: Path = Path("runs")
+    run_id: str = ""
+    start_timeout_s: float = 60.0
+    grace_s: float = 10.0
+    max_restarts: int = 0
+    grow: bool = False
+    heartbeat_timeout_s: float = 30.0
+    stall_timeout_s: float | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    interfaces: tuple[str, ...] = ()
+    roles: Roles = field(default_factory=Roles)
+    env_for: tuple[str, ...] = ()  # other launchers whose variables the workers get as well
+    pass_local_rank: bool = False  # as the script's first argument
+    virtual_local_rank: bool = False  # each worker sees its own GPU only, and LOCAL_RANK 0
+    last_call_s: float | None = None  # for hosts on their way once enough are ready; None: as job/gathering.py has it
+    signals: tuple[str, ...] = SIGNALS  # that end a run, or show stacks
+    numa_binding: str = ""  # one of numa.MODES
+    hosts_script: str | None = None  # a program that says which hosts there are now
+    first_attempt: int = 0  # how often the job was started before
+    requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
+    ssh: SshOptions = SshOptions()
+
+    @property
+    def min_hosts(self) -> int:
+        return len(self.hosts) if self.nnodes is None else self.nnodes[0]
+
+    @property
+    def max_hosts(self) -> int:
+        return len(self.hosts) if self.nnodes is None else self.nnodes[1]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether an attempt may do without one of the hosts, and the loss of a host thus costs no restart."""
+        return self.min_hosts < max(self.max_hosts, len(self.hosts))
+
+    def command_of(self, role: str) -> Command:
+        """Return what the processes of a role run."""
+        words = self.roles.command(role)
+        return command_of_words(words) if words else self.command
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UsageError("a job needs at least one host")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.run_id):
+            raise UsageError(
+                f"run id {self.run_id!r} names a folder: letters, digits, '.', '_' and '-' are allowed, at most 128"
+            )
+        if not 0 < self.start_timeout_s <= MAX_WAIT_S:  # so that nan is refused as well
+            raise UsageError(
+                f"--start-timeout-s is {self.start_timeout_s:g}; it must be more than 0 seconds, {_AT_MOST}"
+            )
+        if not 0 <= self.grace_s <= MAX_WAIT_S:
+            raise UsageError(f"--grace-s is {self.grace_s:g}; it must be 0 seconds or more, {_AT_MOST}")
+        if not 0 <= self.max_restarts <= 1_000_000:
+            raise UsageError(f"--max-restarts is {self.max_restarts}; it must be 0 to 1000000")
+        if not 1 <= self.heartbeat_timeout_s <= MAX_WAIT_S:
+            raise UsageError(
+                f"--heartbeat-timeout-s is {self.heartbeat_timeout_s:g}; it must be 1 second or more, {_AT_MOST}"
+            )
+        if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
+            raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
+        if not 1 <= self.min_hosts <= self.max_hosts:
+            raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
+        if self.min_hosts > len(self.hosts):
+            names = ", ".join(host.name for host in self.hosts)
+            raise UsageError(f"--nnodes needs {self.min_hosts} hosts, only {len(self.hosts)} are named: {names}")
+        if self.grow and not self.elastic:
+            raise UsageError("--grow needs room to grow: write --nnodes MIN:MAX")
+        if self.gpus_per_proc is not None and self.gpus_per_proc < 1:
+            raise UsageError(f"--gpus-per-proc is {self.gpus_per_proc}; it must be 1 or more")
+        if not 0 <= self.first_attempt <= 1_000_000:
+            raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+
+def parse_nnodes(text: str | None) -> tuple[int, int] | None:
+    """Read `--nnodes`: N or MIN:MAX."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(-?[0-9]{1,6})(?::([0-9]{1,6}))?", text)
+    if match is None:
+        raise UsageError(f"--nnodes is {text!r}; it must be a number of hosts, or MIN:MAX")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1:
+        raise UsageError(f"--nnodes is {text}; it must be 1 or more")
+    if least > most:
+        raise UsageError(f"--nnodes is {text}; in MIN:MAX, MAX must be at least MIN")
+    return least, most
+
+
+def parse_nproc(text: str | None) -> int | str | None:
+    """Read `--nproc-per-node`."""
+    if text is None or text in ("auto", "gpu", "cpu"):
+        return text
+    if re.fullmatch(r"0*[1-9][0-9]{0,5}", text):  # beyond a million it is a slip, and would fill the memory here
+        return int(text)
+    raise UsageError(f"--nproc-per-node is {text!r}; it must be a number from 1, or auto, gpu or cpu")
+
+
+def new_run_id(now: float | None = None) -> str:
+    """Return a run id that sorts by time and that no other run has."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{stamp}-{os.urandom(2).hex()}"
+
+
+def parse_exports(wanted: tuple[str, ...], env: dict[str, str], *, remote: bool) -> dict[str, str]:
+    """Return the variables that the workers get beside what they inherit on their own host.
+
+    `wanted` are `NAME`, `NAME=VALUE` or a glob such as `MY_*`. To remote hosts the settings of the known libraries
+    travel as well. Raises UsageError for a name that is not set.
+    """
+    chosen: dict[str, str] = {}
+    if remote:
+        chosen = {k: v for k, v in env.items() if k.startswith(_TRAVELLING) and k not in _STAYING}
+    for item in wanted:
+        name, equals, value = item.partition("=")
+        if not name or (equals and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)):
+            raise UsageError(f"--export {item.partition('=')[0]!r} is not the name of a variable")
+        if equals:
+            chosen[name] = value
+        elif any(character in name for character in "*?["):
+            chosen.update(_matching(name, env))
+        elif name in env:
+            chosen[name] = env[name]
+        else:
+            raise UsageError(f"--export {name}: it is not set here; write {name}=VALUE, or set it first")
+    return chosen
+
+
+def _matching(pattern: str, env: dict[str, str]) -> dict[str, str]:
+    from fnmatch import fnmatchcase
+
+    return {k: v for k, v in env.items() if fnmatchcase(k, pattern) and k not in _SECRET}

@@ -1,0 +1,278 @@
+"""Which rank runs on which host, with which GPUs and processors: a pure function of what the hosts have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from launcher.errors import PlacementError
+from launcher.machine.devices import share
+from launcher.placement.roles import DEFAULT_ROLE, Roles
+
+__all__ = ["HostOffer", "Placement", "WorkerPlace", "place"]
+
+NO_ROLES = Roles()
+
+
+@dataclass(frozen=True)
+class HostOffer:
+    """What one host has for this job. `gpus` are ids in the order in which workers get them."""
+
+    name: str
+    slots: int | None
+    gpus: tuple[str, ...]
+    gpus_verified: bool
+    gpu_variable: str
+    cores: tuple[int, ...]
+    cpu_limit: int
+    max_slots: int | None = None  # None: `slots`; 0: no limit
+    machine: str = ""  # offers of the same one are tasks there, each with a part of its workers
+
+    @property
+    def limit(self) -> int | None:
+        return self.slots if self.max_slots is None else self.max_slots or None
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """The place of one worker. `local_rank` counts the workers of its role on its host.
+
+    `visible` is the value of the GPU variable, None where it is left as it is; `gpus` are the worker's own. `cores` are
+    the processors that make its fair share; workers are not pinned to them. `threads` is that share, at least 1.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    host: str
+    gpus: tuple[str, ...]
+    visible: str | None
+    gpu_variable: str
+    cores: tuple[int, ...]
+    threads: int
+    local_world_size: int
+    role: str = DEFAULT_ROLE
+    role_rank: int = 0
+    role_world_size: int = 1
+    needed: bool = True  # the run waits for its end
+    world_rank: int = 0  # among those that run the same command, which are a world of their own
+    world_size: int = 1
+    bound: bool = False  # a task that sees its own GPUs alone, of those that its machine has for the run
+    gpu_place: int = 0  # of its first GPU in the host's list; without GPUs its local rank
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All workers, ranks dense: the ordinary ones in the order of the hosts, then those of other roles.
+
+    `per_host` counts them by offer, `nodes` is the number of machines.
+    """
+
+    workers: tuple[WorkerPlace, ...]
+    per_host: tuple[int, ...]
+    nodes: int
+    ordinary: int  # how many of them are ordinary workers
+
+    @property
+    def world_size(self) -> int:
+        return len(self.workers)
+
+
+def place(
+    offers: Sequence[HostOffer],
+    *,
+    nproc: int | str | None,
+    gpus_per_proc: int | None = None,
+    oversubscribe: bool = False,
+    isolate: bool = False,
+    roles: Roles = NO_ROLES,
+) -> Placement:
+    """Place the workers. Raises PlacementError naming every host on which they do not fit.
+
+    `isolate` lets each worker see its own GPUs only. Processes of other roles go round the hosts, and see no GPU.
+    """
+    counts = [_count(offer, nproc, gpus_per_proc) for offer in offers]
+    problems = [
+        problem
+        for offer, count in zip(offers, counts, strict=True)
+        if (problem := _misfit(offer, count, nproc, gpus_per_proc, oversubscribe)) is not None
+    ]
+    if problems:
+        raise PlacementError("\n".join(problems))
+    layout = _Layout(offers, counts, [place % len(offers) for place in range(sum(r.count for r in roles.others))])
+    workers = [
+        _worker(layout, place, local_rank, nproc, gpus_per_proc, isolate=isolate)
+        for place, count in enumerate(counts)
+        for local_rank in range(count)
+    ]
+    workers = _with_roles(workers, roles)
+    for role in roles.others:
+        workers += _others(layout, role.name, role.count, first=len(workers), needed=roles.needs(role.name))
+    return Placement(tuple(_with_worlds(workers, roles)), tuple(layout.totals), layout.nodes, sum(counts))
+
+
+class _Layout:
+    """How many go where: `counts` ordinary workers by offer, and the offers of all others in their order.
+
+    Also by offer: `node_rank` of its machine, `before`, how many ordinary workers earlier offers of that machine have,
+    `on_machine`, how many it has in all, and `totals`, with the other roles.
+    """
+
+    def __init__(self, offers: Sequence[HostOffer], counts: Sequence[int], others: Sequence[int]) -> None:
+        self.offers, self.counts, self.others = offers, counts, others
+        machines = [offer.machine or f"offer {place}" for place, offer in enumerate(offers)]
+        order = {machine: node for node, machine in enumerate(dict.fromkeys(machines))}
+        self.nodes = len(order)
+        self.node_rank = [order[machine] for machine in machines]
+        self.before: list[int] = []
+        self.first_rank = [0, *accumulate(counts)]
+        so_far: Counter[int] = Counter()
+        for node, count in zip(self.node_rank, counts, strict=True):
+            self.before.append(so_far[node])
+            so_far[node] += count
+        self.on_machine = [so_far[node] for node in self.node_rank]
+        more = Counter(others)
+        self.totals = [count + more[place] for place, count in enumerate(counts)]
+
+    def threads(self, place: int) -> int:
+        return max(1, self.offers[place].cpu_limit // max(1, self.totals[place]))
+
+
+def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
+    """Tell the ordinary workers who they are."""
+    lead = 1 if roles.first else 0
+    named = []
+    for worker in workers:
+        first = worker.rank < lead
+        role = roles.first if first else roles.worker
+        size = lead if first else len(workers) - lead
+        rank = worker.rank if first else worker.rank - lead
+        named.append(replace(worker, role=role, role_rank=rank, role_world_size=size, needed=roles.needs(role)))
+    return named
+
+
+def _with_worlds(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
+    """Number the workers of each command for themselves: those of another would never come to their rendezvous."""
+    worlds = [worker.role if roles.command(worker.role) else "" for worker in workers]
+    sizes, seen = Counter(worlds), Counter[str]()
+    numbered = []
+    for worker, world in zip(workers, worlds, strict=True):
+        numbered.append(replace(worker, world_rank=seen[world], world_size=sizes[world]))
+        seen[world] += 1
+    return numbered
+
+
+def _others(layout: _Layout, role: str, count: int, *, first: int, needed: bool) -> list[WorkerPlace]:
+    """Place the processes of a role that are not ordinary workers; ranks from `first`."""
+    start = first - sum(layout.counts)
+    places = layout.others[start : start + count]
+    own, seen = Counter(places), Counter[int]()
+    workers = []
+    for role_rank, place in enumerate(places):
+        offer = layout.offers[place]
+        workers.append(
+            WorkerPlace(
+                rank=first + role_rank,
+                local_rank=seen[place],
+                node_rank=layout.node_rank[place],
+                host=offer.name,
+                gpus=(),
+                visible="" if offer.gpus else None,
+                gpu_variable=offer.gpu_variable,
+                cores=offer.cores,
+                threads=layout.threads(place),
+                local_world_size=own[place],
+                role=role,
+                role_rank=role_rank,
+                role_world_size=count,
+                needed=needed,
+            )
+        )
+        seen[place] += 1
+    return workers
+
+
+def _count(offer: HostOffer, nproc: int | str | None, gpus_per_proc: int | None) -> int:
+    by_gpu = len(offer.gpus) // (gpus_per_proc or 1)
+    if isinstance(nproc, int):
+        return nproc
+    if nproc == "gpu":
+        return by_gpu
+    if nproc == "cpu":
+        return offer.cpu_limit
+    if nproc == "auto":
+        return by_gpu if offer.gpus else offer.cpu_limit
+    if offer.slots is not None:
+        return offer.slots
+    return by_gpu if offer.gpus and offer.gpus_verified else 1
+
+
+def _misfit(
+    offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None, oversubscribe: bool
+) -> str | None:
+    if count == 0:
+        wanted = (
+            f"a worker needs {gpus_per_proc} GPUs (--gpus-per-proc)" if gpus_per_proc else "one worker for each GPU"
+        )
+        return f"{offer.name}: {wanted}, but it has {len(offer.gpus) or 'none'}"
+    if offer.limit is not None and count > offer.limit:
+        return f"{offer.name}: {count} workers, but its entry in the host list has {offer.limit} slots"
+    if not _uses_gpus(offer, count, nproc, gpus_per_proc):
+        needed = count * (gpus_per_proc or 0)
+        if needed > len(offer.gpus) and not oversubscribe:
+            return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {needed} GPUs, it has {len(offer.gpus)}"
+        return None
+    needed = count * (gpus_per_proc or 1)
+    if needed > len(offer.gpus) and not oversubscribe:
+        return (
+            f"{offer.name}: {count} workers need {needed} GPUs, it has {len(offer.gpus)} "
+            f"({', '.join(offer.gpus)}); use fewer with --nproc-per-node, or share them with --oversubscribe"
+        )
+    return None
+
+
+def _uses_gpus(offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None) -> bool:
+    """Ids that only the environment names are handed out where they suffice, but they limit nothing."""
+    if nproc == "cpu" and gpus_per_proc is None:
+        return False
+    return bool(offer.gpus) and (offer.gpus_verified or count * (gpus_per_proc or 1) <= len(offer.gpus))
+
+
+def _worker(
+    layout: _Layout, place: int, index: int, nproc: int | str | None, gpus_per_proc: int | None, *, isolate: bool
+) -> WorkerPlace:
+    """Place the `index`-th ordinary worker of an offer."""
+    offer, count = layout.offers[place], layout.counts[place]
+    local_rank, on_machine = layout.before[place] + index, layout.on_machine[place]
+    own: tuple[str, ...] = ()
+    visible: str | None = None
+    gpu_place, bound = local_rank, False
+    if _uses_gpus(offer, count, nproc, gpus_per_proc):
+        size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
+        # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
+        bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
+        start = index if bound else local_rank
+        gpu_place = start * size % len(offer.gpus)
+        own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
+        # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
+        # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
+        whole = gpus_per_proc is None and not isolate and not any(gpu.startswith("MIG-") for gpu in offer.gpus)
+        visible = ",".join(offer.gpus if whole else own)
+    elif offer.gpus_verified:
+        visible = ""
+    return WorkerPlace(
+        rank=layout.first_rank[place] + index,
+        local_rank=local_rank,
+        node_rank=layout.node_rank[place],
+        host=offer.name,
+        gpus=own,
+        visible=visible,
+        gpu_variable=offer.gpu_variable,
+        cores=share(offer.cores, index, count) or offer.cores,
+        threads=layout.threads(place),
+        local_world_size=on_machine,
+        gpu_place=gpu_place,
+        bound=bound,
+    )

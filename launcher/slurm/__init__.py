@@ -1,1 +1,0 @@
-"""Runs in the allocations of SLURM, and batch scripts for it."""

@@ -1,0 +1,247 @@
+"""Agents on the nodes of our SLURM allocation: one `srun` a node, whose pipes are the byte stream.
+
+Each is a job step that overlaps all others and has everything that the job has on its node. What srun would read from
+the job's environment as options of its own is kept from it: those options are the job's, and mean something else or
+are refused in a step on one node. What it says of a failure is put into words by which somebody can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from launcher.errors import HostError, UsageError
+from launcher.hosts.host import Host
+from launcher.hosts.ranges import expand
+from launcher.hosts.slurm_allocation import Node, find_allocation, step_title
+from launcher.placement.job_spec import JobSpec
+from launcher.transport.connect import LocalStream, Stream
+
+__all__ = ["connect_srun", "end_all", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
+
+LOOK_FOR_S = 30.0  # the node, or an answer of SLURM's
+
+# Variables that are options of srun (SLURM_...), but for those that tell it where the cluster and the job are.
+_OPTION_NAMES = """
+    ACCOUNT ACCTG_FREQ ARBITRARY_NODELIST BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTER_CONSTRAINT COMPRESS CONSTRAINT
+    CONTAINER CONTAINER_ID CORE_SPEC CPU_FREQ_REQ CPUS_PER_GPU CPUS_PER_TASK DEBUG DEBUG_FLAGS DELAY_BOOT DEPENDENCY
+    DISABLE_STATUS DIST_PLANESIZE DISTRIBUTION EPILOG EXACT EXCLUSIVE EXIT_ERROR EXIT_IMMEDIATE EXPORT_ENV GPU_BIND
+    GPU_FREQ GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GRES GRES_FLAGS HINT HOSTFILE IMMEDIATE KILL_BAD_EXIT
+    LABELIO MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE MPI_TYPE NCORES_PER_SOCKET NO_KILL NPROCS NSOCKETS_PER_NODE NTASKS
+    NTASKS_PER_CORE NTASKS_PER_GPU NTASKS_PER_NODE NTASKS_PER_SOCKET NTASKS_PER_TRES OPEN_MODE OVERCOMMIT OVERLAP
+    PARTITION POWER PROFILE PROLOG QOS RELATIVE REMOTE_CWD REQ_SWITCH RESERVATION RESV_PORTS SEND_LIBS SIGNAL SPREAD_JOB
+    STDERRMODE STDINMODE STDOUTMODE STEP_GRES TASK_EPILOG TASK_PROLOG TEST_EXEC THREADS THREADS_PER_CORE THREAD_SPEC
+    TIMELIMIT TREE_WIDTH TRES_BIND TRES_PER_TASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY WHOLE WORKING_DIR
+"""
+_OPTIONS = {"SLURMD_DEBUG", *(f"SLURM_{name}" for name in _OPTION_NAMES.split())}
+_OPTION_FAMILIES = ("SRUN_", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_PTY_")
+# Of those, what scripts read. It goes round srun, to the workers.
+_READ_BY_SCRIPTS = (
+    "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK",
+    "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_NODE",
+)  # fmt: skip
+# GPUs that SLURM named are those of this node.
+_GPU_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+
+
+def connect_srun(host: Host, spec: JobSpec, command: list[str], deadline: float | None = None) -> Stream:
+    """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
+
+    That is until `deadline` (monotonic). Raises HostError.
+    """
+    if shutil.which("srun") is None:
+        raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
+    if deadline is None:
+        deadline = time.monotonic() + min(spec.start_timeout_s, LOOK_FOR_S)
+    try:
+        allocation = find_allocation(os.environ, step_title())
+    except UsageError as error:
+        raise HostError(host.name, str(error)) from error
+    node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
+    if allocation is None or node is None:
+        raise HostError(host.name, "is no node of this SLURM job; name it with --hosts to reach it by SSH")
+    words = srun_command(
+        node,
+        command,
+        os.environ,
+        granted=_ask_granted(allocation.job).get(node.name) or presumed(os.environ, node, len(allocation.nodes)),
+        wait_s=max(1, int(0.8 * (deadline - time.monotonic()))),
+    )
+    stream = _SrunStream(words, srun_environment(os.environ))
+    if not stream.answers(deadline):
+        _, said = stream.finish(0.0)
+        raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
+    return stream
+
+
+def srun_command(
+    node: Node, command: Sequence[str], env: Mapping[str, str], *, granted: Sequence[str], wait_s: int
+) -> list[str]:
+    """Return what runs a command once on a node, with all that the job has there: `granted`, processors and memory.
+
+    srun gives up after `wait_s` seconds if the step cannot begin; by itself it would wait for ever.
+    """
+    kept = [f"{name}={env[name]}" for name in _READ_BY_SCRIPTS if name in env]
+    return [
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node.name}",
+        *([] if node.group is None else [f"--het-group={node.group}"]),
+        *granted,
+        "--mem=0",  # all of the job's
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--export=ALL",
+        "--chdir=/",
+        "--kill-on-bad-exit=1",
+        f"--immediate={wait_s}",
+        "--job-name=dtrain",
+        "--quiet",
+        *(["env", *kept] if kept else []),
+        *command,
+    ]
+
+
+def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of srun, and by it of the agent: without options, and without this node's GPUs."""
+    named = any(name in env for name in _SAYS_GPUS)
+    dropped = {*_OPTIONS, *(_GPU_LISTS if named else ()), *_SAYS_GPUS}
+    return {k: v for k, v in env.items() if k not in dropped and not k.startswith(_OPTION_FAMILIES)}
+
+
+# ---- what the job has on each node ---------------------------------------------------------------------------
+
+
+def parse_granted(text: str) -> dict[str, tuple[str, ...]]:
+    """Read `scontrol --details show job`: what the job has on each node, as options of srun.
+
+    Empty where it has nothing but processors and memory on any node: a cluster may know no such things.
+
+    >>> parse_granted("Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1(CNT:1)")
+    {'n1': ('--gpus=a100:2', '--gres=nic:1'), 'n2': ('--gpus=a100:2', '--gres=nic:1')}
+    """
+    granted: dict[str, tuple[str, ...]] = {}
+    for nodes, gres in re.findall(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
+        items = [item for item in re.sub(r"\([^)]*\)", "", gres).split(",") if item]
+        gpus = [item.removeprefix("gpu:") for item in items if item.startswith("gpu:")]
+        others = [item for item in items if not item.startswith("gpu:")]
+        options = [f"--{name}={','.join(values)}" for name, values in (("gpus", gpus), ("gres", others)) if values]
+        granted.update(dict.fromkeys(expand(nodes), tuple(options) or ("--gres=none",)))
+    return granted if set(granted.values()) != {("--gres=none",)} else {}
+
+
+def presumed(env: Mapping[str, str], node: Node, nodes: int) -> tuple[str, ...]:
+    """Return the same for a node from variables, where SLURM could not be asked; they do not tell everything.
+
+    Without any of these options a step asks for what the job asked for on every node.
+    """
+    for variable, share in (("SLURM_GPUS_PER_TASK", float(node.tasks or 1)), ("SLURM_GPUS", 1 / nodes)):
+        kind, colon, number = env.get(variable, "").rpartition(":")
+        if re.fullmatch("[0-9]{1,6}", number):
+            return (f"--gpus={kind}{colon}{max(1, int(int(number) * share))}",)
+    return ()
+
+
+_granted: dict[str, dict[str, tuple[str, ...]]] = {}  # by job; it never changes
+_asking = threading.Lock()
+
+
+def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
+    """Ask SLURM, once; empty where it cannot be asked."""
+    with _asking:
+        if job not in _granted:
+            try:
+                done = subprocess.run(
+                    ["scontrol", "--details", "--oneliner", "show", "job", job],
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=LOOK_FOR_S,
+                    start_new_session=True,
+                )
+                _granted[job] = parse_granted(done.stdout.decode("utf-8", "replace"))
+            except (OSError, subprocess.TimeoutExpired, UsageError):  # not there, busy, or of another form
+                _granted[job] = {}
+        return _granted[job]
+
+
+# ---- what srun says ------------------------------------------------------------------------------------------
+
+
+class _SrunStream(LocalStream):
+    """An srun and its pipes; when it is given up, the agent at its other end finds its input closed."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__([*command], env)
+        with _changing:
+            _running.add(self)
+
+    def answers(self, deadline: float) -> bool:
+        """Wait until there is something to read, be it the end; return whether it came before the deadline."""
+        return bool(select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))[0])
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        status, words = super().finish(wait_s)
+        with _changing:
+            _running.discard(self)
+        if status is not None and status < 0:
+            words += f"srun: its srun here was killed by signal {-status}\n"
+        return status, explain(words)
+
+
+_running: set[_SrunStream] = set()
+_changing = threading.Lock()
+
+
+def end_all() -> None:
+    """Kill every srun that nobody has finished: with nodes that never answered, and links that were given up.
+
+    For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
+    """
+    with _changing:
+        left = list(_running)
+    for stream in left:
+        stream.finish(0.0)
+
+
+def explain(words: str) -> str:
+    """Return in one line why srun ended, from all that it, slurmstepd and the agent said on stderr."""
+    lines = [line for line in map(str.strip, words.splitlines()) if line and not _NOISE.search(line)]
+    for pattern, meaning in _MEANINGS:
+        for line in lines:
+            if _PREFIX.match(line) and re.search(pattern, line):
+                return f"{_PREFIX.sub('', line)} ({meaning})"
+    return _PREFIX.sub("", lines[-1]) if lines else ""
+
+
+_PREFIX = re.compile(r"^(?:srun|slurmstepd(?:-\S+)?): (?:error: |fatal: )?")
+_NOISE = re.compile(
+    r"lacks support for cpu binding|task 0: (?:Exited with exit code|Killed|Terminated)"
+    r"|Job step aborted|[Ff]orc(?:e|ing) [Tt]erminat|couldn't chdir|launch/slurm: "
+)
+_MEANINGS = (
+    (r"DUE TO TIME LIMIT", "the job may run longer with sbatch --time"),
+    (r"DUE TO PREEMPTION", "another job has taken the nodes; a job with --requeue comes back"),
+    (r"DUE TO NODE FAILURE|Node failure on", "SLURM has lost the node; see sinfo --list-reasons"),
+    (r"CANCELLED AT", "somebody cancelled the job or its step, or SLURM ended it"),
+    (r"[Nn]odes are busy|temporarily disabled", "other steps of the job have the node; start them with --overlap"),
+    (r"[Nn]ode.* not available|Invalid node name", "the node is down, or not the job's; see sinfo --list-reasons"),
+    (r"\(gres\)|have GRES", "ask for GPUs by node: sbatch --gpus-per-node"),
+    (
+        r"Invalid job id|[Jj]ob.* (?:expired|revoked|complet)",
+        "the job is over, or its SLURM_JOB_ID is not this cluster's",
+    ),
+    (r"[Mm]unge", "is munged running here? In a container, its socket under /run/munge must be there"),
+    (r"configuration source|cannot stat file", "no slurm.conf here; in a container, /etc/slurm must be there"),
+    (r"contact slurm controller|Unable to contact", "slurmctld does not answer; try: scontrol ping"),
+    (r"Task launch .*failed|Communication connection|Connection refused", "its slurmd does not answer; see sinfo"),
+    (r"oom.kill|Out Of Memory", "it used more memory than the job has on the node; see sbatch --mem"),
+)

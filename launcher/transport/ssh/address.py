@@ -1,0 +1,293 @@
+"""Where and how one host is reached, worked out from the ssh configuration. Nothing here connects to anything.
+
+What changes where a connection goes, or whom it trusts, is followed or is an error that names it. What only adds to
+a session of OpenSSH's client (forwards, SetEnv, RemoteCommand, ControlMaster, ...) has no meaning here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import DtrainError, HostError
+from launcher.placement.job_spec import SshOptions
+from launcher.transport.ssh.config import Target, defaults, look_up
+
+__all__ = ["Address", "resolve"]
+
+CONNECT_TIMEOUT_S = 20.0  # where the ssh configuration has no ConnectTimeout
+KEEPALIVE_S = 15  # at most; BatchMode sets ServerAliveInterval to 300, and firewalls forget sooner
+_FAMILIES = {"any": socket.AF_UNSPEC, "inet": socket.AF_INET, "inet6": socket.AF_INET6}
+_ALGORITHMS = ("kexalgorithms", "ciphers", "macs", "hostkeyalgorithms")
+_DEFAULT_IDENTITY = re.compile(r"~/\.ssh/id_\w+|.*/\.ssh/id_(rsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss|dsa)")
+_DEFAULT_IDENTITIES = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
+_USER_FILES = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+_SYSTEM_FILES = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+_IN_PATHS = re.compile(r"\$\{(\w+)\}|%.?")
+_IN_COMMANDS = re.compile(r"%.?")
+_UNSAFE = re.compile(r"[\s'\"`$\\;&<>|(){}\x00-\x1f]|^-")  # to a shell; as OpenSSH has it
+
+
+@dataclass(frozen=True)
+class Address:
+    """One host after the ssh configuration. At most one of `jump` and `proxy_command` is set."""
+
+    host: str  # as the user named it
+    hostname: str
+    port: int
+    user: str
+    family: int
+    bind_address: str | None
+    bind_interface: str | None
+    jump: Target | None  # the hop before it
+    proxy_command: str | None  # a line for the user's shell
+    alias: str | None  # HostKeyAlias
+    known_hosts: tuple[Path, ...]
+    writable: Path | None  # the file to which a new key is added
+    hash_names: bool
+    accept_new: bool
+    revoked: Path | None  # RevokedHostKeys
+    not_asked: tuple[str, ...]  # options that might vouch for its key, but are not followed
+    identities: tuple[str, ...]
+    default_identities: bool  # nobody named them
+    certificates: tuple[str, ...]
+    only_identities: bool
+    agent: str | None  # its socket
+    algorithms: Mapping[str, tuple[str, ...]]  # what alone may be used, by ssh's names for the four kinds
+    compress: bool
+    connect_timeout_s: float
+    keepalive_s: int
+    command: str  # what reaches it with OpenSSH
+
+    @property
+    def known_name(self) -> str:
+        """Return the host's name in a known_hosts file."""
+        return self.alias or (self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}")
+
+
+def resolve(target: Target, options: SshOptions, deadline: float) -> Address:
+    """Ask the ssh configuration about a host. Blocks until `deadline` at most. Raises HostError."""
+    try:
+        found = look_up(target, options.config, deadline - time.monotonic())
+        return _address(target, options, _Answer(found))
+    except HostError:
+        raise
+    except (DtrainError, OSError, ValueError) as error:
+        raise HostError(target.name, str(error)) from error
+
+
+class _Answer:
+    """The options of one host."""
+
+    def __init__(self, options: Mapping[str, Sequence[str]]) -> None:
+        self._options = options
+
+    def all(self, name: str) -> list[str]:
+        return [value for value in self._options.get(name, ()) if value.lower() != "none"]
+
+    def one(self, name: str) -> str | None:
+        return next(iter(self.all(name)), None)
+
+    def none(self, name: str) -> bool:
+        """Whether it is there to say that there is nothing."""
+        return bool(self._options.get(name)) and not self.all(name)
+
+    def yes(self, name: str) -> bool:
+        return (self.one(name) or "no").lower() in ("yes", "true", "on")
+
+    def no(self, name: str) -> bool:
+        return (self.one(name) or "yes").lower() in ("no", "false", "off")
+
+    def number(self, name: str, default: float) -> float:
+        text = self.one(name)
+        try:
+            return default if text is None else float(text)
+        except ValueError:
+            raise ValueError(f"{name} in its ssh configuration is {text!r}, which is no number") from None
+
+
+def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
+    hostname = answer.one("hostname") or target.name
+    port = int(answer.number("port", 22))
+    user = target.user or answer.one("user") or _own_user()
+    tokens = _tokens(target, hostname, port, user, answer)
+    _refuse(answer)
+    user_files = _files(answer, "userknownhostsfile", _USER_FILES, tokens)
+    revoked = answer.one("revokedhostkeys")
+    identities = answer.all("identityfile")
+    named = bool(identities) or answer.none("identityfile")
+    default = not named or (len(identities) > 2 and all(map(_DEFAULT_IDENTITY.fullmatch, identities)))
+    strict = (answer.one("stricthostkeychecking") or "ask").lower()
+    return Address(
+        host=target.name,
+        hostname=hostname,
+        port=port,
+        user=user,
+        family=_FAMILIES.get((answer.one("addressfamily") or "any").lower(), socket.AF_UNSPEC),
+        bind_address=answer.one("bindaddress"),
+        bind_interface=answer.one("bindinterface"),
+        jump=_jump(target, answer, tokens, (hostname, port, user)),
+        proxy_command=_proxy_command(answer, tokens),
+        alias=answer.one("hostkeyalias"),
+        known_hosts=(*user_files, *_files(answer, "globalknownhostsfile", _SYSTEM_FILES, tokens)),
+        writable=user_files[0] if user_files else None,
+        hash_names=answer.yes("hashknownhosts"),
+        accept_new=options.accept_new or strict in ("accept-new", "no", "off", "false"),
+        revoked=Path(_home_in(revoked)) if revoked else None,
+        not_asked=tuple(name for name in ("KnownHostsCommand", "VerifyHostKeyDNS") if _is_set(answer, name)),
+        identities=tuple(_expand(name, tokens) for name in (identities if named else _DEFAULT_IDENTITIES)),
+        default_identities=default,
+        certificates=tuple(_expand(name, tokens) for name in answer.all("certificatefile")),
+        only_identities=answer.yes("identitiesonly"),
+        agent=_agent(answer, tokens),
+        algorithms=_algorithms(answer),
+        compress=answer.yes("compression"),
+        connect_timeout_s=answer.number("connecttimeout", CONNECT_TIMEOUT_S) or CONNECT_TIMEOUT_S,
+        keepalive_s=min(KEEPALIVE_S, int(answer.number("serveraliveinterval", 0)) or KEEPALIVE_S),
+        command=shlex.join(["ssh", *target.words(options.config), target.destination, "true"]),
+    )
+
+
+def _is_set(answer: _Answer, name: str) -> bool:
+    return (answer.one(name.lower()) or "no").lower() not in ("no", "false", "off")
+
+
+def _refuse(answer: _Answer) -> None:
+    """Refuse what would make the connection another one than is meant."""
+    if answer.one("proxycommand") and answer.yes("proxyusefdpass"):
+        raise ValueError("its ssh configuration has ProxyUseFdpass, which dtrain cannot follow")
+    if answer.no("pubkeyauthentication"):
+        raise ValueError("its ssh configuration has PubkeyAuthentication no, but dtrain can show keys only")
+
+
+def _algorithms(answer: _Answer) -> dict[str, tuple[str, ...]]:
+    """Return what the user has restricted; our own choice otherwise, which is not that of this machine's ssh."""
+    usual = _Answer(defaults())
+    chosen = {name: answer.one(name) or "" for name in _ALGORITHMS if answer.one(name) != usual.one(name)}
+    return {name: tuple(text.split(",")) for name, text in chosen.items() if text and text[0] not in "+-^"}
+
+
+# ---- ways there ----------------------------------------------------------------------------------------------
+
+
+def _jump(target: Target, answer: _Answer, tokens: Mapping[str, str], there: tuple[str, int, str]) -> Target | None:
+    """Return the last hop before the host; the hops before that one stand in it, instead of its own."""
+    text = answer.one("proxyjump")
+    if text is None:
+        return None
+    *before, last = _expand(text, tokens).split(",")
+    hop = _parse_hop(last)
+    hostname, port, user = there
+    named_alike = hop.name == target.name and hop.port in (None, port)
+    if (named_alike or (hop.name, hop.port or 22) == (hostname, port)) and hop.user in (None, user):
+        raise ValueError(f"jumphost loop via {hop.name}; write ProxyJump none in its block")
+    return Target(hop.name, user=hop.user, port=hop.port, jump=",".join(before) or None)
+
+
+def _parse_hop(text: str) -> Target:
+    match = re.fullmatch(
+        r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]\s]+)\]|(?P<name>[^@:\s/]+)|(?P<bare>[^@\s/]*:[^@\s/]*:[^@\s/]*))"
+        r"(?::(?P<port>[0-9]{1,5}))?/?",
+        text.strip(),
+    )
+    name = match and (match["v6"] or match["name"] or match["bare"])
+    if match is None or not name or name.startswith("-"):
+        raise ValueError(f"its ssh configuration has ProxyJump {text!r}; it must be [USER@]HOST[:PORT], ...")
+    return Target(name, user=match["user"], port=int(match["port"]) if match["port"] else None)
+
+
+def _proxy_command(answer: _Answer, tokens: Mapping[str, str]) -> str | None:
+    text = answer.one("proxycommand")
+    if text is None or answer.one("proxyjump") is not None:
+        return None
+    for token, what in (("%h", "host name"), ("%n", "host name"), ("%r", "user name")):
+        if token in text and _UNSAFE.search(tokens[token]):  # the line is for a shell
+            raise ValueError(f"its {what} {tokens[token]!r} has characters that ProxyCommand must not contain")
+    return _expand(text, tokens, path=False)
+
+
+def _agent(answer: _Answer, tokens: Mapping[str, str]) -> str | None:
+    if answer.none("identityagent"):
+        return None
+    text = answer.one("identityagent") or "SSH_AUTH_SOCK"
+    if text == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", text):
+        return os.environ.get(text.removeprefix("$")) or None
+    return _expand(text, tokens, strict=False)
+
+
+def _files(answer: _Answer, name: str, default: str, tokens: Mapping[str, str]) -> tuple[Path, ...]:
+    if answer.none(name):
+        return ()
+    text = answer.one(name) or default
+    # `ssh -G` leaves the quotes out: a name with a space in it is told from two names by which files there are.
+    names = shlex.split(text) if '"' in text else re.split(r" (?=[/~])", text)
+    split = [part for one in names for part in ([one] if os.path.exists(_home_in(one)) else one.split(" "))]
+    return tuple(Path(_expand(one, tokens, strict=False)) for one in split if one)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------
+
+
+def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer) -> dict[str, str]:
+    """Return what ssh_config(5) calls TOKENS, of those for files and proxies."""
+    here = socket.gethostname()
+    jump = answer.one("proxyjump") or ""
+    return {
+        "%%": "%",
+        "%C": hashlib.sha1(f"{here}{hostname}{port}{user}{jump}".encode()).hexdigest(),
+        "%d": _home_in("~"),
+        "%h": hostname,
+        "%i": str(os.getuid()),
+        "%j": jump,
+        "%k": answer.one("hostkeyalias") or target.name,
+        "%L": here.split(".")[0],
+        "%l": here,
+        "%n": target.name,
+        "%p": str(port),
+        "%r": user,
+        "%u": _own_user(),
+    }
+
+
+def _expand(text: str, tokens: Mapping[str, str], *, path: bool = True, strict: bool = True) -> str:
+    """Put values in the places of `%h` and the like, and in a path of `~` and `${NAME}` as well."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[0].startswith("$"):
+            if match[1] not in os.environ and strict:
+                raise ValueError(f"its ssh configuration has ${{{match[1]}}}, which is not set here")
+            return os.environ.get(match[1], match[0])
+        if match[0] not in tokens and strict:
+            raise ValueError(f"its ssh configuration has {match[0]} in {text!r}, which means nothing there")
+        return tokens.get(match[0], match[0])
+
+    return _IN_PATHS.sub(value, _home_in(text)) if path else _IN_COMMANDS.sub(value, text)
+
+
+def _home_in(path: str) -> str:
+    """Expand `~`: for ssh that is the home in /etc/passwd, whatever HOME says."""
+    if path == "~" or path.startswith("~/"):
+        return _home() + path[1:]
+    return os.path.expanduser(path)
+
+
+def _home() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # in a container
+        return os.path.expanduser("~")
+
+
+def _own_user() -> str:
+    import getpass
+
+    return getpass.getuser()

@@ -1,0 +1,263 @@
+"""Proof of who we are: the user's keys and certificates, from files and from ssh-agent, in a sensible order.
+
+Keys that the configuration names come before what else an agent holds: servers look at a few only (MaxAuthTries).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import shlex
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import paramiko
+from paramiko.agent import AgentKey, AgentSSH
+from paramiko.message import Message
+
+from launcher.errors import HostError
+from launcher.transport.ssh.address import Address
+from launcher.transport.ssh.identity import Identity, key_type, public_blob, read_identity
+
+__all__ = ["authenticate"]
+
+_CERTIFICATE = "-cert-v01@openssh.com"
+_AGENT_S = 10.0  # for its list of keys; a signature may need a touch or a click, and waits for the deadline
+
+
+def authenticate(transport: paramiko.Transport, address: Address, deadline: float) -> None:
+    """Show our keys until one is accepted. Raises HostError with the next step; may raise SSHException and OSError."""
+    identities = [read_identity(name) for name in address.identities]
+    with _agent_keys(address, deadline) as agent:
+        keys = _in_order(address, identities, agent)
+        shown = 0
+        for key in keys:
+            transport.auth_timeout = _left(deadline)
+            shown += 1
+            try:
+                more = transport.auth_publickey(address.user, key)
+            except paramiko.BadAuthenticationType as error:
+                raise HostError(address.host, _no_keys_wanted(address, error.allowed_types)) from error
+            except (paramiko.AuthenticationException, OSError, EOFError) as error:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from error
+                if not transport.is_active():
+                    raise HostError(address.host, _closed(address, shown)) from error
+                continue
+            if not more:
+                return
+            if "publickey" not in more:
+                raise HostError(address.host, _two_factors(address, more))
+        allowed = _without_key(transport, address, deadline)
+        if allowed is None:
+            return
+    if allowed and "publickey" not in allowed:
+        raise HostError(address.host, _no_keys_wanted(address, allowed))
+    raise HostError(address.host, _none_accepted(address, identities, shown=shown, agent=bool(agent)))
+
+
+def _without_key(transport: paramiko.Transport, address: Address, deadline: float) -> list[str] | None:
+    """Ask for what the server would take, once all keys are shown; None: it lets us in as we are."""
+    if not transport.is_active():
+        return []
+    transport.auth_timeout = _left(deadline)
+    try:
+        return list(transport.auth_none(address.user)) or None
+    except paramiko.BadAuthenticationType as error:
+        return list(error.allowed_types)
+    except paramiko.AuthenticationException:
+        return []
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+# ---- ssh-agent -----------------------------------------------------------------------------------------------
+
+
+class _Agent(AgentSSH):
+    """An agent at a socket of our choice; paramiko's own takes that of the environment only."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._connect(sock)  # type: ignore[attr-defined]  # for subclasses, and unknown to the stubs
+
+
+class _KeyInAgent(AgentKey):
+    """A key in an agent. If it cannot or must not sign, it is a key that is not accepted: the next has its turn."""
+
+    def __init__(self, agent: AgentSSH, blob: bytes, comment: str) -> None:
+        super().__init__(agent, blob, comment)
+        self.public_blob = None  # which some versions of paramiko ask for, and do not set
+        if self.name.endswith(_CERTIFICATE):
+            self.inner_key = None  # or the agent is asked for the signature of the plain key, which it may not have
+
+    def sign_ssh_data(self, data: Any, algorithm: str | None = None) -> Message:
+        try:
+            return super().sign_ssh_data(data, algorithm)
+        except (paramiko.SSHException, OSError, struct.error):
+            message = Message()
+            message.add_string(algorithm or self.name)
+            message.add_string(b"")
+            return message
+
+
+@contextmanager
+def _agent_keys(address: Address, deadline: float) -> Iterator[list[_KeyInAgent]]:
+    """Yield the keys of the agent; none where there is no agent, or one that does not answer."""
+    if address.agent is None:
+        yield []
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.settimeout(min(_AGENT_S, _left(deadline)))
+            sock.connect(address.agent)
+            agent = _Agent(sock)
+            keys = [_KeyInAgent(agent, key.blob, key.comment) for key in agent.get_keys()]
+            sock.settimeout(_left(deadline))
+        except (OSError, paramiko.SSHException, struct.error, IndexError):
+            keys = []
+        yield keys
+
+
+# ---- order ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Order:
+    """Keys, each once."""
+
+    keys: list[paramiko.PKey] = field(default_factory=list)
+    _seen: set[tuple[str, bytes]] = field(default_factory=set)
+
+    def add(self, key: paramiko.PKey, certificate: bytes | None = None) -> None:
+        what = (key.get_name(), certificate or (key.blob if isinstance(key, AgentKey) else key.asbytes()))
+        if what not in self._seen:
+            self._seen.add(what)
+            self.keys.append(key)
+
+
+def _in_order(address: Address, identities: Sequence[Identity], agent: Sequence[_KeyInAgent]) -> list[paramiko.PKey]:
+    """Certificates, then named keys, in the agent first, then what else the agent holds, then the default files."""
+    order = _Order()
+    held = {key.blob: key for key in agent}
+    signers: dict[bytes, paramiko.PKey] = {one.blob: one.key for one in identities if one.blob and one.key}
+    signers.update({blob: key for blob, key in held.items() if not address.only_identities or _named(blob, identities)})
+    for path in (*address.certificates, *(f"{one.name}-cert.pub" for one in identities)):
+        _add_certificate(order, path, signers)
+    for one in identities:
+        if one.blob in held:
+            order.add(held[one.blob])
+    if not address.default_identities:
+        _add_files(order, identities, held)
+    if not address.only_identities:
+        for key in agent:
+            order.add(key)
+    _add_files(order, identities, held)
+    return order.keys
+
+
+def _named(blob: bytes, identities: Sequence[Identity]) -> bool:
+    return any(one.blob == blob for one in identities)
+
+
+def _add_files(order: _Order, identities: Sequence[Identity], held: dict[bytes, _KeyInAgent]) -> None:
+    for one in identities:
+        if one.key is not None and one.blob not in held:
+            order.add(one.key)
+
+
+def _add_certificate(order: _Order, path: str, signers: dict[bytes, paramiko.PKey]) -> None:
+    """Add the key that a certificate is for, with the certificate, if we have it."""
+    certificate = public_blob(Path(path))
+    if certificate is None:
+        return
+    for key in signers.values():
+        if not _is_for(certificate, key):
+            continue
+        signer = _KeyInAgent(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
+        try:
+            signer.load_certificate(path)
+        except (ValueError, binascii.Error, UnicodeDecodeError):
+            return
+        order.add(signer, certificate)
+        return
+
+
+def _is_for(certificate: bytes, key: paramiko.PKey) -> bool:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        PublicFormat,
+        SSHCertificate,
+        load_ssh_public_identity,
+    )
+
+    line = f"{key_type(certificate)} {base64.b64encode(certificate).decode()}"
+    try:
+        read = load_ssh_public_identity(line.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        return False
+    if not isinstance(read, SSHCertificate):
+        return False
+    public = read.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
+    return base64.b64decode(public) == (key.blob if isinstance(key, AgentKey) else key.asbytes())
+
+
+# ---- words ---------------------------------------------------------------------------------------------------
+
+
+def _none_accepted(address: Address, identities: Sequence[Identity], *, shown: int, agent: bool) -> str:
+    where = f"{address.user}@{address.hostname} port {address.port}"
+    # With the usual files, only those that are there tell anything.
+    named = [one for one in identities if one.exists or one.blob or not address.default_identities]
+    tried = ", ".join(map(_state, named)) or "no default keys"
+    if (locked := [one.name for one in named if one.locked]) and not (agent and shown > len(locked)):
+        names = " ".join(map(shlex.quote, locked))
+        others = f"; it accepts none of the other {shown}" if shown else ""
+        return f"the key for {where} is locked by a passphrase{others}; unlock it once by: ssh-add {names}"
+    agents = "ssh-agent" if agent else "no ssh-agent" if address.agent is None else "no keys in ssh-agent"
+    if shown:
+        return f"{where} accepts none of our keys ({tried}, {agents}); try: {address.command}"
+    return f"there is no key to show to {where} ({tried}, {agents}); try: {address.command}"
+
+
+def _state(identity: Identity) -> str:
+    if not identity.exists:
+        return f"{identity.name}, which does not exist"
+    if identity.locked:
+        return f"{identity.name}, which is locked"
+    return f"{identity.name}: {identity.problem}" if identity.problem else identity.name
+
+
+def _closed(address: Address, shown: int) -> str:
+    where = f"{address.user}@{address.hostname} port {address.port}"
+    if shown == 1:
+        return f"{where} closed the connection when it had seen our key; try: {address.command}"
+    return (
+        f"{where} closed the connection when it had seen {shown} of our keys: too many authentication failures; say "
+        f"which is the right one by IdentityFile and IdentitiesOnly yes in the ssh configuration; try: "
+        f"{address.command}"
+    )
+
+
+def _no_keys_wanted(address: Address, allowed: Sequence[str]) -> str:
+    return (
+        f"{address.user}@{address.hostname} port {address.port} takes no keys, only {' or '.join(allowed)}, and dtrain "
+        f"can answer no questions; install a key there (ssh-copy-id), or ask its administrator to allow them"
+    )
+
+
+def _two_factors(address: Address, more: Sequence[str]) -> str:
+    return (
+        f"{address.user}@{address.hostname} port {address.port} accepts the key, but wants {' or '.join(more)} as "
+        f"well, and dtrain can answer no questions; a key alone must be enough from here"
+    )

@@ -1,0 +1,61 @@
+"""Why a host could not be reached over SSH, in words that end with the next step. Pure."""
+
+from __future__ import annotations
+
+import socket
+
+import paramiko
+
+from launcher.transport.ssh.address import Address
+from launcher.transport.ssh.route import Dropped, NotSsh
+
+__all__ = ["why"]
+
+_FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
+
+
+def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) -> str:
+    """Say why a connection failed after so many tries; `words` are the last of a ProxyCommand."""
+    where = f"{address.hostname} port {address.port}"
+    then = f"try: {address.command}"
+    lost = isinstance(error, Dropped) or (words and isinstance(error, (OSError, EOFError)))
+    if address.proxy_command is not None and lost:
+        said = _last(words or str(error))
+        return f"its ProxyCommand ({address.proxy_command}) did not get through: {said}; {then}"
+    if isinstance(error, socket.gaierror):
+        if error.errno == socket.EAI_AGAIN:
+            return f"nobody says in time what address the name {address.hostname} has; is DNS working here?"
+        family = "" if address.family == socket.AF_UNSPEC else f" in its AddressFamily {_FAMILY[address.family]}"
+        return f"the name {address.hostname} is not known{family}; check --hosts and the ssh configuration"
+    if isinstance(error, ConnectionRefusedError):
+        return f"{where}: connection refused; is sshd running there? Try: {address.command}"
+    if isinstance(error, Dropped):
+        return _dropped(where, str(error), tries) + f"; {then}"
+    if isinstance(error, NotSsh):
+        return f"{where} is no SSH server: it said {str(error)!r}; {then}"
+    if isinstance(error, TimeoutError):
+        return _silent(where, error) + f"; {then}"
+    if isinstance(error, EOFError):
+        return f"{where} closed the connection while keys were exchanged; {then}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{where}: {error.strerror[0].lower()}{error.strerror[1:]}; {then}"
+    if isinstance(error, paramiko.SSHException) and "acceptable" in str(error):
+        return f"{where} and dtrain have no algorithm in common ({error}); its sshd may be very old; {then}"
+    return f"{where}: {error or type(error).__name__}; {then}"
+
+
+def _dropped(where: str, words: str, tries: int) -> str:
+    said = f", saying {words!r}," if words else ""
+    times = f"{tries} times" if tries > 1 else "the connection"
+    return f"{where} closed {times}{said} before it greeted; its sshd may be short of MaxStartups, or shut us out"
+
+
+def _silent(where: str, error: TimeoutError) -> str:
+    if error.errno is None and error.args:
+        return f"{where}: {error}"
+    return f"{where} does not answer"
+
+
+def _last(words: str) -> str:
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"

@@ -1,0 +1,275 @@
+"""The bytes' way to an SSH server, before SSH: a TCP connection, or the two ends of a ProxyCommand.
+
+Everything here has a deadline, also the look-up of a name and an address that swallows what is sent to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import HostError
+from launcher.transport.ssh.address import Address
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["Dropped", "NotSsh", "Route", "Unreached", "await_greeting", "open_proxy", "open_tcp"]
+
+STAGGER_S = 0.25  # between the first tries of a host's several addresses
+LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
+GREETING_BYTES = 8192
+WORDS_BYTES = 4096
+_ENDED = getattr(select, "POLLRDHUP", 0)  # not everywhere: there the end behind some words shows at the deadline
+
+_Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+
+
+class Dropped(Exception):
+    """The other end closed the connection before it greeted; what it said is the text, if anything."""
+
+
+class NotSsh(Exception):
+    """What answers is no SSH server."""
+
+
+class Unreached(HostError):
+    """A jump host did not get through to it. It may be coming up."""
+
+
+@dataclass
+class Route:
+    """A way to a server. `our_address` is this machine's address as the server sees it, where it sees this machine."""
+
+    sock: socket.socket | paramiko.Channel
+    our_address: str | None = None
+    proxy: _Proxy | None = None
+
+    def close(self) -> None:
+        """Release everything. May be called again."""
+        self.sock.close()
+        if self.proxy is not None:
+            self.proxy.close()
+
+    def words(self) -> str:
+        """Return the last that a ProxyCommand said on stderr."""
+        return "" if self.proxy is None else self.proxy.words()
+
+
+# ---- TCP -----------------------------------------------------------------------------------------------------
+
+
+def open_tcp(address: Address, deadline: float) -> Route:
+    """Connect to the first of a host's addresses that answers. Raises OSError; TimeoutError at the deadline."""
+    resolved = _resolve(address, deadline)
+    sock = _first_to_answer(resolved, address, deadline)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Route(sock, our_address=str(sock.getsockname()[0]))
+
+
+def _resolve(address: Address, deadline: float) -> list[_Resolved]:
+    """Look a name up, in a thread of its own: the system's resolver knows no deadline."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, address.hostname)
+            return _look_up(address, socket.AI_NUMERICHOST)
+    answer: list[list[_Resolved] | OSError] = []
+
+    def ask() -> None:
+        try:
+            answer.append(_look_up(address, 0))
+        except OSError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, name=f"look up {address.hostname}", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if not answer:
+        raise socket.gaierror(socket.EAI_AGAIN, f"no answer about the name {address.hostname} in time")
+    if isinstance(answer[0], OSError):
+        raise answer[0]
+    return answer[0]
+
+
+def _look_up(address: Address, flags: int) -> list[_Resolved]:
+    return list(socket.getaddrinfo(address.hostname, address.port, address.family, socket.SOCK_STREAM, 0, flags))
+
+
+def _first_to_answer(resolved: list[_Resolved], address: Address, deadline: float) -> socket.socket:
+    """Try the addresses in their order, each a moment after the one before (RFC 8305), and take the first to answer."""
+    waiting = deque(_take_turns(resolved))
+    errors: list[OSError] = []
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as under_way:
+        next_try = 0.0
+        while waiting or selector.get_map():
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError
+            if waiting and (now >= next_try or not selector.get_map()):
+                next_try = now + STAGGER_S
+                try:
+                    sock = _begin(waiting.popleft(), address)
+                except OSError as error:
+                    errors.append(error)
+                    continue
+                under_way.callback(sock.close)
+                selector.register(sock, selectors.EVENT_WRITE)
+            for key, _ in selector.select(max(0.0, min(deadline, next_try if waiting else deadline) - now)):
+                tried = key.fileobj
+                assert isinstance(tried, socket.socket)
+                selector.unregister(tried)
+                if (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
+                    tried.setblocking(True)
+                    return _kept(tried)
+                errors.append(OSError(code, os.strerror(code)))
+                next_try = 0.0
+    raise min(errors, key=lambda error: error.errno != errno.ECONNREFUSED)  # that tells the most
+
+
+def _kept(sock: socket.socket) -> socket.socket:
+    """Return the socket under a new number: the old one is closed with those that lost."""
+    return sock.dup()
+
+
+def _take_turns(resolved: list[_Resolved]) -> list[_Resolved]:
+    """Let the families take turns, in the order in which the resolver prefers them."""
+    first = [one for one in resolved if one[0] == resolved[0][0]]
+    other = [one for one in resolved if one[0] != resolved[0][0]]
+    mixed = [one for pair in zip(first, other, strict=False) for one in pair]
+    return mixed + first[len(other) :] + other[len(first) :]
+
+
+def _begin(one: _Resolved, address: Address) -> socket.socket:
+    family, kind, protocol, _, there = one
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _bind(sock, address)
+        sock.setblocking(False)
+        if (code := sock.connect_ex(there)) not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind(sock: socket.socket, address: Address) -> None:
+    """Take the address of our own that BindAddress or BindInterface asks for."""
+    if address.bind_address is not None:
+        ours = [address.bind_address]
+        what = f"BindAddress {address.bind_address}"
+    elif address.bind_interface is not None:
+        import psutil
+
+        found = psutil.net_if_addrs().get(address.bind_interface, ())
+        ours = [one.address for one in found if one.family == sock.family]
+        what = f"BindInterface {address.bind_interface}"
+    else:
+        return
+    for name in ours:
+        with contextlib.suppress(OSError):
+            sock.bind((name, 0))
+            return
+    raise OSError(errno.EADDRNOTAVAIL, f"{what} of its ssh configuration gives no address here that could be used")
+
+
+# ---- ProxyCommand --------------------------------------------------------------------------------------------
+
+
+def open_proxy(address: Address) -> Route:
+    """Start the ProxyCommand; one socket is its standard input and output. Raises OSError."""
+    assert address.proxy_command is not None
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            return Route(ours, proxy=_Proxy(address.proxy_command, theirs))
+        except OSError:
+            ours.close()
+            raise
+
+
+class _Proxy:
+    """A ProxyCommand, whose stderr is read so that it never has to wait, and whose last words are kept."""
+
+    def __init__(self, line: str, end: socket.socket) -> None:
+        # By the user's shell, and exec'ed by it: that is what the line means in ssh_config(5). It is the user's own,
+        # not put together here. In a session of its own: a Ctrl-C typed at dtrain is not for it, nor may it prompt.
+        shell = os.environ.get("SHELL") or "/bin/sh"
+        self._process = subprocess.Popen(
+            [shell, "-c", f"exec {line}"],
+            stdin=end.fileno(),
+            stdout=end.fileno(),
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._words = b""
+        self._listener = threading.Thread(target=self._listen, name="stderr of a ProxyCommand", daemon=True)
+        self._listener.start()
+
+    def words(self) -> str:
+        self._listener.join(0.2)  # what explains the end of a connection may come right behind it
+        return self._words.decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """End and reap it. Its input has been closed: most proxies end by that."""
+        for signum in (None, signal.SIGTERM, signal.SIGKILL):
+            if signum is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LET_GO_S)
+                break
+        self._listener.join(LET_GO_S)
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            while words := os.read(stream.fileno(), WORDS_BYTES):
+                self._words = (self._words + words)[-WORDS_BYTES:]
+
+
+# ---- the first words -----------------------------------------------------------------------------------------
+
+
+def await_greeting(sock: socket.socket, deadline: float) -> None:
+    """Wait for a server's greeting and leave it unread. Raises Dropped, NotSsh, OSError; TimeoutError at the deadline.
+
+    Before we say anything ourselves: a server that takes no more connections then has its words heard, which are lost
+    where it closes with something of ours unread.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | _ENDED)
+    seen = b""
+    while (left_s := deadline - time.monotonic()) > 0:
+        happened = poll.poll(left_s * 1000)
+        if not happened:
+            break
+        seen = sock.recv(GREETING_BYTES, socket.MSG_PEEK)
+        if any(line.startswith(b"SSH-") for line in seen.split(b"\n")):
+            return
+        if not seen or happened[0][1] & (_ENDED | select.POLLHUP):
+            raise Dropped(_text(seen))
+        if len(seen) == GREETING_BYTES or b"\0" in seen:
+            break
+        time.sleep(0.01)  # until more has come; the socket stays readable meanwhile
+    if seen:
+        raise NotSsh(_text(seen))
+    raise TimeoutError
+
+
+def _text(data: bytes) -> str:
+    lines = data.decode("utf-8", "replace").splitlines()
+    return next(("".join(c if c.isprintable() else "?" for c in line)[:200] for line in lines if line.strip()), "")

@@ -1,0 +1,114 @@
+"""Agents on remote hosts, at the other end of an SSH channel: the entrance to the ssh_*.py files.
+
+They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (link.py,
+jump.py, route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys.py), through paramiko.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from launcher.errors import HostError
+from launcher.hosts.host import Host
+from launcher.placement.job_spec import SshOptions
+from launcher.transport.ssh.address import Address, resolve
+from launcher.transport.ssh.config import Target
+
+if TYPE_CHECKING:
+    from launcher.transport.ssh.link import Link
+
+__all__ = ["SshStream", "connect_ssh"]
+
+READ_BYTES = 1 << 16
+
+
+def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: float) -> SshStream:
+    """Connect, check the host's key, authenticate, and start `command` there. Blocks until `deadline`.
+
+    Raises HostError with the next step for every way in which that fails.
+    """
+    address = resolve(Target(host.name, user=host.user, port=host.port), options, deadline)
+    _import_paramiko()
+    from launcher.transport.ssh.link import open_link
+
+    link = open_link(address, options, deadline)
+    try:
+        return _start(link, address, command, deadline)
+    except BaseException:
+        link.close()
+        raise
+
+
+_import_lock = threading.Lock()
+
+
+def _import_paramiko() -> None:
+    """Import it without what it would import for Match exec, of which nobody here asks it: 60 of its 165 ms."""
+    with _import_lock:
+        if "paramiko" in sys.modules or "invoke" in sys.modules:
+            return
+        sys.modules["invoke"] = None  # type: ignore[assignment]  # makes the import fail, says the documentation
+        try:
+            import paramiko  # noqa: F401
+        finally:
+            del sys.modules["invoke"]
+
+
+def _start(link: Link, address: Address, command: list[str], deadline: float) -> SshStream:
+    import paramiko
+
+    from launcher.transport.ssh.link import cut_at
+    from launcher.transport.ssh.reasons import why
+
+    try:
+        with cut_at(deadline, link.transport):
+            return SshStream(link, command, deadline)
+    except TimeoutError as error:
+        raise HostError(address.host, why(address, error)) from error
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        what = "opens no session (MaxSessions in its sshd_config?)"
+        if not isinstance(error, paramiko.ChannelException):
+            what = "does not run our command (a restricted account?)"
+        reason = f"{address.hostname} lets {address.user} in, but {what}; try: {address.command}"
+        raise HostError(address.host, reason) from error
+
+
+class SshStream:
+    """An agent at the other end of an SSH channel."""
+
+    def __init__(self, link: Link, command: list[str], deadline: float) -> None:
+        self._link = link
+        self.our_address = link.route.our_address
+        self._channel = link.transport.open_session(timeout=max(0.1, deadline - time.monotonic()))
+        # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
+        # With `;`, because that is the same to sh, csh and every fish; `cd /` does not fail.
+        self._words = bytearray()
+        self._channel.exec_command(f"cd /; exec {shlex.join(command)}")
+
+    def read(self) -> bytes:
+        data = self._channel.recv(READ_BYTES)
+        self._listen()
+        return data
+
+    def write(self, data: bytes) -> None:
+        self._channel.sendall(data)
+
+    def end(self) -> None:
+        self._channel.shutdown_write()
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        self._channel.status_event.wait(wait_s)
+        self._listen()
+        status = self._channel.exit_status if self._channel.exit_status >= 0 else None
+        self._link.close()
+        return status, self._words.decode("utf-8", "replace")
+
+    def _listen(self) -> None:
+        """Keep the last that was said on stderr, and never let it fill the channel's window."""
+        while self._channel.recv_stderr_ready():
+            self._words += self._channel.recv_stderr(READ_BYTES)
+        del self._words[:-READ_BYTES]

@@ -1,0 +1,178 @@
+"""Whether a host is the one that is meant: its key against the known_hosts files, or its certificate against their
+authorities. Always checked. An unknown or changed key is a refusal whose text has the command that would mend it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import shlex
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import HostError
+from launcher.transport.ssh.address import Address
+from launcher.transport.ssh.known_hosts import KnownKey, add_key, known_keys
+
+if TYPE_CHECKING:
+    import paramiko
+    from cryptography.hazmat.primitives.serialization import SSHCertificate
+
+__all__ = ["Trust"]
+
+_CERTIFICATE = "-cert-v01@openssh.com"
+_RSA = ("rsa-sha2-512", "rsa-sha2-256")  # the ways to sign with a key of type ssh-rsa
+
+
+class Trust:
+    """What the known_hosts files say of one host. Read once, before its key is seen."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        keys = known_keys(address.known_hosts, address.known_name)
+        # As with ssh, what is known of the host without its port can vouch for it, but not speak against it.
+        bare = [] if address.alias or address.port == 22 else known_keys(address.known_hosts, address.hostname)
+        revoked = {key.blob for key in (*keys, *bare) if key.mark == "@revoked"} | _revoked_in(address)
+        self._revoked = revoked
+        self._known = [key for key in keys if not key.mark and key.blob not in revoked]
+        self._vouching = [key for key in bare if not key.mark and key.blob not in revoked]
+        self._authorities = [key for key in (*keys, *bare) if key.mark == "@cert-authority" and key.blob not in revoked]
+
+    def algorithms(self, spoken: Sequence[str]) -> tuple[str, ...]:
+        """Order the host key algorithms that we speak: first those by which the host is known.
+
+        A host has several keys. If it is asked for one that nobody knows, it seems to be a stranger.
+        """
+        plain = [name for name in spoken if not name.endswith(_CERTIFICATE)]
+        known = [key.type for key in self._known or self._vouching]
+        names = [name for type_ in known for name in (_RSA if type_ == "ssh-rsa" else (type_,)) if name in plain]
+        if self._authorities:
+            names = [name + _CERTIFICATE for name in plain] + names
+        allowed = self._address.algorithms.get("hostkeyalgorithms")
+        ordered = tuple(dict.fromkeys([*names, *plain]))
+        return tuple(name for name in ordered if name in allowed) if allowed else ordered
+
+    def check(self, key: paramiko.PKey) -> None:
+        """Raise HostError unless it is certain that the host may have this key."""
+        blob = key.asbytes()
+        if blob in self._revoked:
+            raise HostError(self._address.host, f"its host key {_fingerprint(key)} is revoked in {self._files}")
+        doubt = self._doubt_certificate(key)
+        if doubt == "" or any(known.blob == blob for known in (*self._known, *self._vouching)):
+            return
+        if self._known:
+            raise HostError(self._address.host, self._changed(key))
+        if not self._address.accept_new:
+            raise HostError(self._address.host, self._unknown(key, doubt))
+        if self._address.writable is not None:
+            self._add(self._address.writable, key)
+
+    def _add(self, file: Path, key: paramiko.PKey) -> None:
+        address = self._address
+        try:
+            add_key(file, address.known_name, key_type=key.get_name(), blob=key.asbytes(), hashed=address.hash_names)
+        except OSError as error:
+            raise HostError(address.host, f"its new host key cannot be added to {file}: {error.strerror}") from error
+
+    # ---- certificates ----
+
+    def _doubt_certificate(self, key: paramiko.PKey) -> str | None:
+        """Return "" if the host has shown a certificate that holds, else why it does not; None if it has shown none."""
+        shown = getattr(key, "public_blob", None)
+        if not self._authorities or shown is None or not shown.key_type.endswith(_CERTIFICATE):
+            return None
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
+
+        line = f"{shown.key_type} {base64.b64encode(shown.key_blob).decode()}"
+        try:
+            certificate = load_ssh_public_identity(line.encode())
+            assert isinstance(certificate, SSHCertificate)
+            certificate.verify_cert_signature()
+        except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
+            return f"its certificate is damaged ({error or type(error).__name__})"
+        return _doubt(certificate, self._address, self._authorities, self._revoked)
+
+    # ---- words ----
+
+    @property
+    def _files(self) -> str:
+        return str(self._address.writable or "known_hosts")
+
+    def _changed(self, key: paramiko.PKey) -> str:
+        line = self._known[0]
+        fix = f"ssh-keygen -f {shlex.quote(str(line.file))} -R {shlex.quote(self._address.known_name)}"
+        return (
+            f"its host key has CHANGED: {_fingerprint(key)} is not the one in {line.file}, line {line.line}. Somebody "
+            f"may be in between; if you know that the key is new, forget the old one by: {fix}"
+        )
+
+    def _unknown(self, key: paramiko.PKey, doubt: str | None) -> str:
+        signed = ""
+        if doubt is not None:
+            signed = f"; {doubt}"
+        elif self._authorities:
+            known = self._authorities[0]
+            signed = f"; it has no certificate of the authority in {known.file}, line {known.line}"
+        if self._address.not_asked:
+            signed += f"; {' and '.join(self._address.not_asked)} of its ssh configuration cannot be asked from here"
+        return (
+            f"its host key {_fingerprint(key)} is not in {self._files}{signed}; if it is the right one, accept it once "
+            f"by: {self._address.command}  (or run with --accept-new-host-keys)"
+        )
+
+
+def _doubt(certificate: SSHCertificate, address: Address, authorities: Sequence[KnownKey], revoked: set[bytes]) -> str:
+    """Return why a host's certificate, whose signature is right, does not vouch for it; "" if it does."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, SSHCertificateType
+
+    signer = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
+    blob = base64.b64decode(signer)
+    name = address.alias or address.hostname
+    if blob in revoked:
+        return "its certificate's authority is revoked"
+    if not any(known.blob == blob for known in authorities):
+        return "its certificate is of another authority than those in the known_hosts files"
+    if certificate.type is not SSHCertificateType.HOST:
+        return "its certificate is a user's, not a host's"
+    if not certificate.valid_after <= time.time() < certificate.valid_before:
+        return "its certificate is not valid at this time"
+    if certificate.critical_options:
+        return "its certificate has critical options, of which none is known for hosts"
+    principals = [principal.decode("utf-8", "replace").lower() for principal in certificate.valid_principals]
+    if principals and not any(fnmatchcase(name.lower(), principal) for principal in principals):
+        return f"its certificate is for {', '.join(principals)}, not for {name}"
+    return ""
+
+
+def _revoked_in(address: Address) -> set[bytes]:
+    """Read RevokedHostKeys: a public key a line."""
+    if address.revoked is None:
+        return set()
+    try:
+        data = address.revoked.read_bytes()
+    except OSError as error:  # ssh refuses all keys then, too
+        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration cannot be read: {error.strerror}"
+        raise HostError(address.host, reason) from error
+    if data.startswith(b"SSHKRL\n\0"):
+        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration is a binary KRL; dtrain reads only text"
+        raise HostError(address.host, reason)
+    revoked = set()
+    for line in data.decode("utf-8", "replace").splitlines():
+        words = line.split()
+        if len(words) > 1 and not line.startswith("#"):
+            try:
+                revoked.add(base64.b64decode(words[1], validate=True))
+            except binascii.Error as error:
+                reason = f"RevokedHostKeys {address.revoked} of its ssh configuration has a damaged line: {line[:60]}"
+                raise HostError(address.host, reason) from error
+    return revoked
+
+
+def _fingerprint(key: paramiko.PKey) -> str:
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"{key.get_name()} SHA256:{digest}"

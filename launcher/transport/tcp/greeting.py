@@ -1,0 +1,127 @@
+"""What a node that was started by hand says of itself, and whether it was started for this run. Pure.
+
+The greeting travels sealed, after both ends have proved themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher import __version__
+from launcher.errors import ProtocolError
+from launcher.protocol import PROTOCOL
+from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
+
+__all__ = ["Greeting", "differences", "printable"]
+
+_VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
+_NAMES = 64
+_SHOWN_CHARS = 160
+_MISSING = "(nothing)"
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """A node: `id` is this start of dtrain on it, by which it is known when it dials again."""
+
+    version: str
+    protocol: int
+    node_rank: int | None  # None: any
+    nproc: str  # what was typed there as --nproc-per-node
+    hostname: str
+    pid: int
+    id: str
+    command: dict[str, str]  # what must be the same on all nodes, by name
+
+    @classmethod
+    def ours(cls, node_rank: int | None, command: Mapping[str, str], *, nproc: str = "") -> Greeting:
+        return cls(
+            version=__version__,
+            protocol=PROTOCOL,
+            node_rank=node_rank,
+            nproc=nproc,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            id=secrets.token_hex(16),
+            command=shortened(command),
+        )
+
+    def encode(self) -> bytes:
+        data = json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        if len(data) > MAX_DATA_BYTES:
+            raise ProtocolError(f"what is said of this node's command takes {len(data)} bytes, over the limit")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Greeting:
+        """Read a greeting. Raises ProtocolError."""
+        try:
+            fields = json.loads(data)
+            greeting = cls(**fields)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"the node's greeting is not of this version: {error!r}"[:200]) from error
+        if not greeting._sound():
+            raise ProtocolError("the node's greeting has fields of other types than this version's")
+        return greeting
+
+    def _sound(self) -> bool:
+        texts: list[Any] = [self.version, self.nproc, self.hostname, self.id]
+        numbers: list[Any] = [self.protocol, self.pid, 0 if self.node_rank is None else self.node_rank]
+        if not isinstance(self.command, dict) or len(self.command) > _NAMES:
+            return False
+        texts += [*self.command.keys(), *self.command.values()]
+        return all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
+
+    @property
+    def who(self) -> str:
+        return f"{printable(self.hostname)} (pid {self.pid})"
+
+
+def differences(expected: Mapping[str, str], greeting: Greeting) -> list[str]:
+    """Return a line for each thing that was typed differently on node 0 (`expected`) and on the node."""
+    here = shortened(expected)
+    there = greeting.command
+    node = printable(greeting.hostname)
+    lines = []
+    for name in dict.fromkeys([*here, *there]):
+        ours, theirs = here.get(name, _MISSING), there.get(name, _MISSING)
+        if ours != theirs:
+            shown_ours, shown_theirs = _around_difference(ours, theirs)
+            lines.append(f"{printable(name)}: {shown_ours} on node 0, {shown_theirs} on {node}")
+    return lines
+
+
+def shortened(command: Mapping[str, str]) -> dict[str, str]:
+    """Return the values at a length that can travel; different ones stay different."""
+    return {name: _shortened(value) for name, value in command.items()}
+
+
+def _shortened(value: str) -> str:
+    value = value.encode("utf-8", "replace").decode()  # an argument that is no UTF-8 has surrogates in it
+    if len(value) <= _VALUE_CHARS:
+        return value
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    return f"{value[:_VALUE_CHARS]}... ({len(value)} characters, SHA-256 {digest})"
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    """Return both texts for a line; of long ones the part where they begin to differ."""
+    if max(len(one), len(other)) <= _SHOWN_CHARS:
+        return printable(one), printable(other)
+    shorter = min(len(one), len(other))
+    same = next((at for at in range(shorter) if one[at] != other[at]), shorter)
+    begin = max(0, same - _SHOWN_CHARS // 2)
+    cut = slice(begin, begin + _SHOWN_CHARS)
+    return tuple("..." * (begin > 0) + printable(text[cut]) for text in (one, other))  # type: ignore[return-value]  # two
+
+
+def printable(text: str) -> str:
+    """Return a text of another machine without what would steer the terminal, and not too long."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_SHOWN_CHARS])

@@ -1,0 +1,412 @@
+"""Where workers stand is found out within the limit, and they go on as if nothing had happened."""
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from testbed import REPOSITORY
+from testbed.processes import started, wait_until
+from testbed.require import require
+
+from launcher.agent import evidence as evidence_module
+from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
+from launcher.output.stacks import standing
+from launcher.protocol import Evidence
+
+BOOTSTRAP = REPOSITORY / "launcher/agent/bootstrap.py"
+LIMIT_S = 2.0
+
+
+class Workers:
+    """Scripts that were started as the agent starts them, rank by rank, and say `up` where they are to be looked at."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, text: str, *, wait: bool = True, through: Sequence[str] = (str(BOOTSTRAP), "script"), **env: str
+    ) -> Path:
+        """Start a worker; return its script."""
+        rank = len(self.processes)
+        script = self._folder / f"script{rank}.py"
+        # No function of the script's own, where it could still be when the line was read.
+        script.write_text("up = __import__('functools').partial(print, 'up', flush=True)\n" + textwrap.dedent(text))
+        env = {"TORCHELASTIC_ERROR_FILE": str(self._folder / f"0-{rank}.json"), **env}
+        self.processes.append(
+            self._stack.enter_context(started(sys.executable, "-u", *through, script, env=env, cwd=self._folder))
+        )
+        if wait:
+            self.wait_up(rank)
+        return script
+
+    def wait_up(self, rank: int) -> None:
+        said = self.processes[rank].stdout
+        assert said is not None
+        assert said.readline() == b"up\n"
+
+    def stack_file(self, rank: int) -> Path:
+        return self._folder / f"0-{rank}.json.stack"
+
+    def subjects(self) -> list[Subject]:
+        return [Subject(0, rank, each.pid, self.stack_file(rank)) for rank, each in enumerate(self.processes)]
+
+    def collect(self, limit_s: float = LIMIT_S) -> list[Evidence]:
+        began = time.monotonic()
+        collection = Collection(7, self.subjects(), limit_s)
+        try:
+            while (found := collection.step()) is None:
+                time.sleep(collection.pause_s)
+                reap(collection)
+        finally:
+            collection.close()
+        assert time.monotonic() - began < limit_s + 0.5
+        wait_until(lambda: reap(collection), "every py-spy is gone")
+        return found
+
+    def end(self, rank: int) -> bytes:
+        """Wait until a worker has ended well; return what it said since it was up."""
+        out, err = self.processes[rank].communicate(timeout=20)
+        assert self.processes[rank].returncode == 0, err
+        return out
+
+
+def reap(collection: Collection) -> bool:
+    """Reap as the agent does, but for the workers; return whether no py-spy is left."""
+    left = False
+    for pid in collection._spied:
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                assert collection.reaped(pid)
+            else:
+                left = True
+    return not left
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with ExitStack() as stack:
+        yield Workers(tmp_path, stack)
+
+
+def states_in(pid: int, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:"))
+
+
+# ---- what is found -------------------------------------------------------------------------------------------
+
+
+def test_agent_and_worker_know_the_same_signal() -> None:
+    assignments = [node for node in ast.parse(BOOTSTRAP.read_text()).body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in assignments}
+    assert values["STACK_SIGNAL"] == str(STACK_SIGNAL)
+    assert signal.SIGRTMIN < STACK_SIGNAL < signal.SIGRTMAX
+
+
+def test_every_rank_says_where_it_stands(workers: Workers) -> None:
+    for rank in range(8):
+        workers.start(f"import time\ndef step{rank}(): up(); time.sleep(60)\nstep{rank}()", wait=False)
+    for rank in range(8):
+        workers.wait_up(rank)
+    found = workers.collect()
+    assert [(each.number, each.attempt, each.rank) for each in found] == [(7, 0, rank) for rank in range(8)]
+    for each, process in zip(found, workers.processes, strict=True):
+        assert each.pid == process.pid
+        assert each.state in "RS"
+        assert each.rss_bytes > 1 << 20
+        assert 0 < each.cpu_s < 20
+        assert standing(each).where.endswith(f"script{each.rank}.py:3 in step{each.rank}")
+
+
+def test_only_the_newest_stack_counts(workers: Workers) -> None:
+    script = workers.start(
+        """
+        import threading
+        def first(): up(); go.wait()
+        def second(): up(); threading.Event().wait(60)
+        go = threading.Event()
+        threading.Timer(1.0, go.set).start()
+        first()
+        second()
+        """
+    )
+    (one,) = workers.collect()
+    assert standing(one).where == f"{script}:4 in first"
+    workers.wait_up(0)
+    (two,) = workers.collect()
+    assert standing(two).where == f"{script}:5 in second"
+    assert "in first" not in two.stack
+
+
+def test_main_thread_is_told_from_others(workers: Workers) -> None:
+    workers.start(
+        """
+        import threading, time
+        def other(): time.sleep(60)
+        def main(): up(); time.sleep(60)
+        for _ in range(3): threading.Thread(target=other, daemon=True).start()
+        main()
+        """
+    )
+    (found,) = workers.collect()
+    assert standing(found).where.endswith("in main")
+    assert found.stack.count(" in other") == 3
+
+
+def test_no_more_than_64_kib_a_rank_with_the_main_thread_in_it(workers: Workers) -> None:
+    workers.start(
+        """
+        import threading, time
+        ready = threading.Semaphore(0)
+        def deep(n):
+            if n: deep(n - 1)
+            else: ready.release(); time.sleep(60)
+        for _ in range(60): threading.Thread(target=deep, args=(90,), daemon=True).start()
+        for _ in range(60): ready.acquire()
+        def main(): up(); time.sleep(60)
+        main()
+        """
+    )
+    (found,) = workers.collect()
+    assert MAX_BYTES / 2 < len(found.stack) < MAX_BYTES + 100
+    assert workers.stack_file(0).stat().st_size > 2 * MAX_BYTES
+    assert standing(found).where.endswith("in main")
+
+
+def test_worker_that_ended_is_left_out(workers: Workers) -> None:
+    workers.start("up()")
+    workers.start("import time; up(); time.sleep(60)")
+    wait_until(lambda: states_in(workers.processes[0].pid, "State") == "Z", "it has ended")
+    assert [each.rank for each in workers.collect()] == [1]
+
+
+def test_worker_that_ends_meanwhile_holds_nothing_up(workers: Workers) -> None:
+    workers.start("import time; up(); time.sleep(60)")
+    process = workers.processes[0]
+    collection = Collection(1, workers.subjects(), 10.0)
+    process.kill()
+    process.wait()
+    assert not collection.reaped(process.pid)
+    found = collection.step()
+    collection.close()
+    assert found is not None
+    assert [each.pid for each in found] == [process.pid]
+
+
+# ---- what it does to a worker --------------------------------------------------------------------------------
+
+WAITS = {
+    "sleep": "began = time.monotonic(); up(); time.sleep(1); assert time.monotonic() - began >= 1",
+    "receive": "a, b = socket.socketpair(); later(a.send, b'x'); up(); assert b.recv(1) == b'x'",
+    "receive in time": "a, b = socket.socketpair(); b.settimeout(9); later(a.send, b'x'); up(); assert b.recv(1)",
+    "read a pipe": "r, w = os.pipe(); later(os.write, w, b'x'); up(); assert os.read(r, 1) == b'x'",
+    "wait for a child": "up(); assert subprocess.run(['sleep', '1']).returncode == 0",
+    "wait for a lock": "a = threading.Lock(); a.acquire(); later(a.release); up(); assert a.acquire(timeout=9)",
+    "C code that keeps the interpreter": "up(); assert sum(range(40_000_000)) > 0",
+}
+
+
+def test_worker_goes_on_undisturbed(workers: Workers) -> None:
+    begin = "import os, socket, subprocess, threading, time\ndef later(f, *args): threading.Timer(1, f, args).start()\n"
+    scripts = [workers.start(f"{begin}{code}\nprint('done')", wait=False) for code in WAITS.values()]
+    for rank in range(len(scripts)):
+        workers.wait_up(rank)
+    for _ in range(3):
+        found = workers.collect()
+        assert len(found) == len(scripts)
+    for each, script in zip(found, scripts, strict=True):
+        assert f'"{script}", line 4 in <module>' in each.stack
+    assert {name: workers.end(rank) for rank, name in enumerate(WAITS)} == dict.fromkeys(WAITS, b"done\n")
+
+
+def test_gloo_collective_goes_on_undisturbed(workers: Workers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for rank in range(2):
+        workers.start(
+            """
+            import os, time, torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            dist.barrier()
+            def step():
+                value = torch.ones(4)
+                if dist.get_rank() == 1: up(); time.sleep(2)
+                else: up()
+                dist.all_reduce(value)
+                print(value.tolist(), flush=True)
+            step()
+            dist.destroy_process_group()
+            """,
+            wait=False,
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+        )
+    for rank in range(2):
+        workers.wait_up(rank)
+    wait_until(lambda: standing(workers.collect()[0]).inside == "all_reduce", "it is in the collective")
+    for _ in range(3):
+        waiting, sleeping = (standing(each) for each in workers.collect())
+        assert (waiting.where.rpartition(":")[2], waiting.inside) == ("10 in step", "all_reduce")
+        assert (sleeping.where.rpartition(":")[2], sleeping.inside) == ("8 in step", "")
+    assert [workers.end(rank) for rank in range(2)] == [b"[2.0, 2.0, 2.0, 2.0]\n"] * 2
+
+
+def test_scripts_own_fault_handler_is_its_own(workers: Workers) -> None:
+    workers.start(
+        """
+        import faulthandler, os, signal, time
+        mine = open("mine.txt", "w+")
+        faulthandler.enable(mine)
+        faulthandler.register(signal.SIGUSR1, mine)
+        up()
+        time.sleep(60)
+        """
+    )
+    assert "<module>" in workers.collect()[0].stack
+    mine = workers.stack_file(0).with_name("mine.txt")
+    assert mine.read_text() == ""
+    workers.processes[0].send_signal(signal.SIGUSR1)
+    wait_until(lambda: "<module>" in mine.read_text(), "its own handler ran")
+
+
+def test_program_that_a_worker_starts_has_neither_its_file_nor_its_handler(workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "import os\nfiles = (f'/proc/self/fd/{n}' for n in range(3, 1000))\n"
+        "print(open('/proc/self/status').read(), [os.readlink(file) for file in files if os.path.exists(file)])"
+    )
+    workers.start(
+        """
+        import subprocess, sys
+        subprocess.run([sys.executable, "other.py"], close_fds=False)
+        """,
+        wait=False,
+    )
+    said = workers.end(0).decode()
+    assert ".stack" not in said
+    fields = dict(line.split(":", 1) for line in said.splitlines() if line.startswith("Sig"))
+    assert not (int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)) >> (STACK_SIGNAL - 1) & 1
+
+
+def test_signal_after_the_handlers_are_taken_down_ends_nobody(workers: Workers) -> None:
+    workers.start(f"import faulthandler, time; faulthandler.unregister({STACK_SIGNAL}); up(); time.sleep(1)")
+    os.kill(workers.processes[0].pid, STACK_SIGNAL)
+    workers.end(0)
+
+
+def test_worker_without_the_handler_is_never_signalled(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: None)
+    workers.start("import time; up(); time.sleep(60)", through=())
+    workers.start(  # its own handler, and no file of ours
+        f"import signal, time; signal.signal({STACK_SIGNAL}, lambda *_: print('hit', flush=True)); up(); time.sleep(1)",
+        through=(),
+    )
+    found = workers.collect()
+    assert [each.stack for each in found] == ["", ""]
+    assert workers.end(1) == b""
+    assert workers.processes[0].poll() is None
+
+
+def test_files_that_reuse_the_closed_descriptor_get_no_stack(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: None)
+    workers.start(
+        """
+        import os, time
+        os.closerange(3, 1000)
+        files = [open(f"mine{n}", "w") for n in range(20)]
+        up()
+        time.sleep(60)
+        """
+    )
+    assert workers.collect()[0].stack == ""
+    assert [path.stat().st_size for path in workers.stack_file(0).parent.glob("mine*")] == [0] * 20
+
+
+# ---- those that do not answer --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def py_spy() -> None:
+    """Skip where there is no py-spy, which is optional, or where it may not look into another process."""
+    program = evidence_module._find_py_spy()
+    require(program, "py-spy", "pip install py-spy")
+    with started(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        argv = [str(program), "dump", "--nonblocking", "--pid", str(process.pid)]
+        tried = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+        if tried.returncode != 0 and "ermission" in tried.stderr:
+            pytest.skip("this user may not look into processes")
+
+
+SILENT: dict[str, tuple[str, Callable[[int], None]]] = {
+    "stopped": ("", lambda pid: os.kill(pid, signal.SIGSTOP)),
+    "without handler": (f"faulthandler.unregister({STACK_SIGNAL})", lambda _: None),
+    "blocked": (f"signal.pthread_sigmask(signal.SIG_BLOCK, [{STACK_SIGNAL}])", lambda _: None),
+}
+
+
+@pytest.mark.usefixtures("py_spy")
+@pytest.mark.parametrize(("code", "then"), SILENT.values(), ids=SILENT.keys())
+def test_py_spy_looks_at_one_that_does_not_answer(workers: Workers, code: str, then: Callable[[int], None]) -> None:
+    script = workers.start(
+        f"""
+        import faulthandler, signal, threading, time
+        {code}
+        def other(): time.sleep(60)
+        threading.Thread(target=other, daemon=True).start()
+        def stuck(): up(); time.sleep(60)
+        stuck()
+        """
+    )
+    workers.start("import time\ndef well(): up(); time.sleep(60)\nwell()")
+    pid = workers.processes[0].pid
+    then(pid)
+    is_stopped = then is SILENT["stopped"][1]
+    wait_until(lambda: not is_stopped or states_in(pid, "State") == "T", "it is stopped")
+    silent, answering = workers.collect(4.0)
+    assert standing(silent).where == f"{script}:7 in stuck"
+    assert " other " in silent.stack
+    assert standing(answering).where.endswith("in well")
+    assert (states_in(pid, "State") == "T") == is_stopped
+
+
+def test_nothing_takes_longer_than_the_limit(workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = tmp_path / "py-spy"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: str(hanging))
+    for _ in range(6):
+        workers.start("import time; up(); time.sleep(60)", through=())
+    assert [each.stack for each in workers.collect(0.5)] == [""] * 6
+    assert not list(tmp_path.glob("*.py-spy"))
+
+
+@contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_worker_stopped_and_continued_goes_on(workers: Workers) -> None:
+    workers.start("import time; up(); time.sleep(1); print('done')")
+    with _stopped(workers.processes[0].pid):
+        wait_until(lambda: states_in(workers.processes[0].pid, "State") == "T", "it is stopped")
+        assert workers.collect()[0].state == "T"
+    assert workers.end(0) == b"done\n"

@@ -1,0 +1,130 @@
+"""What an agent leaves for the next one: whatever it is made to say, nothing of others' is touched."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testbed.processes import started, wait_until
+
+from launcher.agent import temp_folder
+from launcher.agent.leftovers import Cleaning, Trace
+from launcher.agent.run_tag import Mark
+from launcher.machine import processes
+from launcher.machine.cgroup import Cgroup
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+def _clean(*traces: str) -> Cleaning:
+    cleaning = Cleaning(traces)
+    wait_until(cleaning.step, "it is done")
+    return cleaning
+
+
+def test_a_trace_is_read_as_it_was_written() -> None:
+    trace = Trace.ours(Mark("0" * 32, Cgroup("/sys/fs/cgroup/a\u00e4 \udcff")))
+    assert Trace.read(str(trace)) == trace
+    assert trace.agent[0] == os.getpid()
+    assert trace.guard[0] == os.getppid()
+
+
+@pytest.mark.parametrize("field", ["boot", "mark", "agent", "guard", "cgroup"])
+@given(value=JSON)
+def test_whatever_a_trace_says_is_a_trace_or_an_error(field: str, value: object) -> None:
+    import json
+
+    text = str(Trace.ours(Mark("0" * 32, None)))
+    changed = json.dumps({**json.loads(text), field: value})
+    try:
+        trace = Trace.read(changed)
+    except ValueError:
+        return
+    assert all(isinstance(number, int) for number in trace.agent + trace.guard)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "7", "[]", "{}", "[" * 100_000, "\udcff"])
+def test_junk_is_ignored(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _clean(text).left == []
+    assert "no trace of an agent" in capfd.readouterr().err
+
+
+def test_only_the_very_process_that_a_trace_names_is_ended() -> None:
+    with started("/bin/sleep", "60") as stranger, started("/bin/sleep", "60") as lost:
+        ours = Trace.ours(Mark("0" * 32, None))
+        found = [processes.find(process.pid) for process in (stranger, lost)]
+        assert found[0] is not None
+        assert found[1] is not None
+        reused = (stranger.pid, found[0].start - 1)
+        _clean(str(Trace(ours.boot, ours.mark, reused, reused, "")))
+        _clean(str(Trace("another boot", ours.mark, (lost.pid, found[1].start), reused, "")))
+        assert lost.poll() is None
+        _clean(str(Trace(ours.boot, ours.mark, (lost.pid, found[1].start), reused, "")))
+        assert lost.wait(10) == -signal.SIGKILL
+        assert stranger.poll() is None
+
+
+def test_a_run_inside_of_a_run_never_ends_itself_or_what_it_runs_in() -> None:
+    ours = Trace.ours(Mark("0" * 32, None))  # this process, and its parent
+    assert _clean(str(ours)).left == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/sys/fs/cgroup", "dtrain-" + "0" * 16),
+        ("/sys/fs/cgroup/other", "other"),
+        ("{folder}/dtrain-" + "0" * 16, "dtrain-" + "0" * 16),  # no control group
+        ("/sys/fs/cgroup/../../../{folder}/dtrain-" + "0" * 16, "dtrain-" + "0" * 16),
+        ("{folder}/link/dtrain-" + "0" * 16, "dtrain-" + "0" * 16),
+    ],
+)
+def test_only_a_control_group_of_ours_is_taken_for_one(tmp_path: Path, path: str, name: str) -> None:
+    (tmp_path / ("dtrain-" + "0" * 16)).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert Cgroup.named(path.format(folder=tmp_path), name) is None
+
+
+def test_a_group_that_cannot_be_had_does_nothing(tmp_path: Path) -> None:
+    group = Cgroup(str(tmp_path / "nowhere" / "dtrain-0"))
+    group.make()
+    group.enter()
+    group.kill()
+    group.remove()
+    assert group.pids() == set()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_is_a_link_or_another_s_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    link = tmp_path / ("dtrain-" + "1" * 16)
+    link.symlink_to(kept)
+    temp_folder.remove_folder("1" * 32)
+    assert (kept / "file").exists()
+    assert link.is_symlink()
+    folder = Path(temp_folder.make_folder("2" * 32))
+    (folder / "1-0.json").touch()
+    (folder / "link").symlink_to(kept)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    temp_folder.remove_folder("2" * 32)
+    assert folder.is_dir()
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    temp_folder.remove_folder("2" * 32)
+    assert not folder.exists()
+    assert (kept / "file").exists()
+
+
+def test_only_the_files_of_one_attempt_are_cleared(tmp_path: Path) -> None:
+    for name in ("1-0.json", "1-12.json.facts", "11-0.json", "12-1.json.stack"):
+        (tmp_path / name).touch()
+    temp_folder.clear(str(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["11-0.json", "12-1.json.stack"]

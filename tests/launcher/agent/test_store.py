@@ -1,0 +1,165 @@
+"""The rendezvous store and the environment: unmodified scripts of torch meet each other."""
+
+import json
+import re
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+from testbed.processes import run_dtrain, started_dtrain, wait_until
+
+ALL_REDUCE = """\
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("sum", total.item(), "port", os.environ["MASTER_PORT"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_unmodified_script_meets_its_peers(tmp_path: Path) -> None:
+    script = write(tmp_path, ALL_REDUCE)
+    result = run_dtrain("run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert result.stdout.count("sum 10.0") == 4, result.stderr
+    assert re.fullmatch(r"dtrain: all 4 workers ended well .*\n", result.stderr)
+
+
+def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os\nprint('port', os.environ['MASTER_PORT'])")
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def taken() -> bool:
+            try:
+                holder.bind(("127.0.0.1", 29500))
+            except OSError:  # another test's run has it for a moment
+                return False
+            return True
+
+        wait_until(taken, "the default port is ours", timeout=30)
+        holder.listen()
+        result = run_dtrain("run", script, cwd=tmp_path)
+    assert result.returncode == 0
+    assert re.search(r"port \d+", result.stdout)
+    assert "port 29500" not in result.stdout
+
+
+def test_named_port_is_used(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    script = write(tmp_path, "import os\nprint('port', os.environ['MASTER_PORT'])")
+    result = run_dtrain("run", "--master-port", str(port), script, cwd=tmp_path)
+    assert result.stdout.endswith(f"port {port}\n")
+
+
+def test_store_serves_a_program_that_is_not_python(tmp_path: Path) -> None:
+    """No bootstrap wakes the store then: the first connection does."""
+    script = write(tmp_path, ALL_REDUCE)
+    result = run_dtrain(
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "sh",
+        "-c",
+        shlex.join(["exec", sys.executable, str(script)]),
+        cwd=tmp_path,
+    )
+    assert result.stdout.count("sum 3.0") == 2, result.stderr
+
+
+def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
+    script = write(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
+    with started_dtrain("run", script, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        assert [p for p in everyone if "launcher.agent.store_process" in p.cmdline()] == []
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import torch.distributed as dist, time\ndist.init_process_group('gloo')\n"
+        "print('up', flush=True)\ntime.sleep(600)",
+    )
+    with started_dtrain("run", script, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (store,) = [
+            p
+            for p in psutil.Process(process.pid).children(recursive=True)
+            if "launcher.agent.store_process" in p.cmdline()
+        ]
+        store.kill()
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert b"the rendezvous store on " in stderr
+    assert b"was lost after" in stderr
+
+
+def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, time\nprint(os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)")
+    with socket.create_server(("127.0.0.1", 0)) as unused:  # for other runs may be at the default one now
+        port = unused.getsockname()[1]
+    with started_dtrain("run", "--master-port", str(port), script, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline().split()[-1]) == port
+        listening = [
+            c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN
+        ]
+        assert listening == ["127.0.0.1"]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    wait_until(
+        lambda: not any(c.laddr.port == port for c in psutil.net_connections("tcp4") if c.status == "LISTEN"), ""
+    )
+
+
+def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None:
+    script = write(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)))")
+    env = {"OMP_NUM_THREADS": None, "MINE": "kept", "RANK": "17"}
+    result = run_dtrain(
+        "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r1", script, cwd=tmp_path, env=env
+    )
+    workers = [json.loads(line.partition("] ")[2]) for line in result.stdout.splitlines()]
+    workers.sort(key=lambda env: int(env["RANK"]))
+    assert [[w[n] for n in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")] for w in workers] == [
+        ["0", "0", "0", "0"], ["1", "1", "0", "1"], ["2", "0", "1", "2"], ["3", "1", "1", "3"],
+    ]  # fmt: skip
+    for worker in workers:
+        assert {
+            "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "r1",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "MINE": "kept",
+        }.items() <= worker.items()  # fmt: skip
+        assert int(worker["MASTER_PORT"]) > 0
+        assert int(worker["OMP_NUM_THREADS"]) >= 1
+        assert worker["TORCHELASTIC_ERROR_FILE"].endswith(".json")
+    assert len({w["TORCHELASTIC_ERROR_FILE"] for w in workers}) == 4
+
+
+def test_inherited_thread_count_is_kept(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])"
+    )
+    env = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    assert run_dtrain("run", script, env=env, cwd=tmp_path).stdout.endswith("] 7 3\n")
+
+
+def test_torch_knows_that_a_launcher_started_it(tmp_path: Path) -> None:
+    script = write(tmp_path, "import torch.distributed as d\nprint(d.is_torchelastic_launched())")
+    assert run_dtrain("run", script, cwd=tmp_path).stdout.endswith("] True\n")

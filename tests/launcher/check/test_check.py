@@ -1,0 +1,390 @@
+"""`dtrain check`: what real hosts and a real network are found to lack, before a job does."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed import REPOSITORY
+from testbed.namespaces import run_part
+from testbed.network import NetworkHosts
+from testbed.processes import MARK, Result, describe, marked, run_dtrain, started_dtrain, wait_until
+from testbed.require import require
+from testbed.sshd import SshHosts
+
+from launcher import __version__
+from launcher.check.examiner_network import dial, knock, listen
+from launcher.check.facts import FORMAT, Dialled, Greeting, HostFacts, Listening, Target, read, write
+from launcher.check.finding import Examined, Finding, Severity, fix_in, merged, named
+from launcher.check.hosts import host_findings
+from launcher.check.link import Clock
+from launcher.check.pairs import Way, pair_findings, targets
+from launcher.errors import ProtocolError
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.protocol import PROTOCOL
+
+SCRIPT = "print('trained')\n"
+
+
+class Found:
+    """What `dtrain check --json` said."""
+
+    def __init__(self, result: Result) -> None:
+        assert result.stdout, result
+        self.result = result
+        self.report: dict[str, Any] = json.loads(result.stdout)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [finding for finding in self.report["findings"] if finding["kind"] == kind]
+
+    @property
+    def errors(self) -> set[str]:
+        return {finding["kind"] for finding in self.report["findings"] if finding["severity"] == "error"}
+
+
+def check(folder: Path, *args: str | Path, env: Mapping[str, str | None] | None = None) -> Found:
+    (folder / "train.py").write_text(SCRIPT)
+    return Found(run_dtrain("check", "--json", *args, "train.py", cwd=folder, env=env))
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- real hosts ----------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_are_well_are_measured_and_nothing_is_left(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    before = _files(ssh_hosts.folder)
+    found = check(tmp_path, "--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config)
+    report = found.report
+    assert (found.result.returncode, found.errors, report["starts"]) == (0, set(), True)
+    assert [host["name"] for host in report["hosts"]] == ["node1", "node2"]
+    facts = [host["facts"] for host in report["hosts"]]
+    assert facts[0]["torch"].startswith("2.")
+    assert len({one["script"] for one in facts}) == len({one["code"] for one in facts}) == 1
+    assert all(abs(host["clock"]["offset_s"]) < 1 for host in report["hosts"])
+    ways = {(pair["from"], pair["to"], pair["address"], pair["problem"]) for pair in report["network"]["pairs"]}
+    assert {("node1", "node2", "127.0.0.3", ""), ("node2", "node1", "127.0.0.2", "")} <= ways
+    assert all(0 < pair["round_trip_s"] < 5 and pair["mtu"] > 1000 for pair in report["network"]["pairs"])
+    measured = report["allreduce"]
+    assert (measured["backend"], measured["hosts"], measured["figures"]["ranks"]) == ("gloo", 2, 2)
+    assert all(size["correct"] and size["bus_mb_s"] > 0 for size in measured["figures"]["sizes"])
+    assert len(found.of("same-machine")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert _files(ssh_hosts.folder) <= before | {ssh_hosts.folder / name / "sshd.log" for name in ssh_hosts.names}
+
+
+def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
+    ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
+    ssh_hosts.stop(2)
+    ssh_hosts.change_host_key(3)
+    config = ssh_hosts.config("unknown_node4", unknown=[4])
+    noisy = ssh_hosts.folder / "node1" / "home" / ".bashrc"
+    noisy.write_text('echo welcome to node1; echo {\\"is\\": 1}\n')
+    found = check(tmp_path, "--hosts", "node[1-4]", "--ssh-config", config)
+    noisy.unlink()
+    assert found.result.returncode == 1
+    unusable = {finding["hosts"][0]: finding for finding in found.of("unusable")}
+    assert {*unusable} == {"node2", "node3", "node4"}
+    assert "refused" in unusable["node2"]["message"]
+    assert "CHANGED" in unusable["node3"]["message"]
+    assert "ssh-keygen" in unusable["node3"]["fixes"][0]
+    assert unusable["node4"]["fixes"] == [f"ssh -F {config} node4 true"]
+    assert [host["facts"] is not None for host in found.report["hosts"]] == [True, False, False, False]
+    assert found.report["allreduce"] is None
+
+
+def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
+    argv = ["check", "--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config]
+    for program, signum in (("launcher.check.examiner", signal.SIGKILL), ("allreduce_speed.py", signal.SIGINT)):
+        with started_dtrain(*argv) as process:
+
+            def runs(program: str = program) -> bool:
+                return any(program in describe(found) for found in marked({ssh_hosts.mark, os.environ[MARK]}))
+
+            wait_until(runs, f"{program} runs on a host", 30)
+            process.send_signal(signum)
+            assert process.wait(10) == (130 if signum == signal.SIGINT else -signum)
+
+
+def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    ssh_hosts.stop(3)
+    argv = ["--hosts", "node[1-3]", "--nnodes", "2:3", "--no-allreduce", "--ssh-config", ssh_hosts.ssh_config]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = run_dtrain("check", *argv, "train.py", cwd=tmp_path)
+    assert result.returncode == 0, result
+    assert "a run would start without node3: 1 error" in result.stdout
+    assert "all-reduce: was left out" in result.stdout
+    assert result.stdout.splitlines()[2].startswith(" node1, node2")
+
+
+def test_a_missing_script_a_missing_python_and_a_taken_port_are_found(tmp_path: Path) -> None:
+    simulated = ["--simulate", "--nnodes", "2"]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [*simulated, "--no-allreduce", "--json", "--master-port", str(port), "gone.py"]
+        found = Found(run_dtrain("check", *argv, cwd=tmp_path))
+    assert (found.result.returncode, found.errors) == (1, {"cannot-start", "store-port"})
+    assert found.of("cannot-start")[0]["hosts"] == ["sim0", "sim1"]
+    assert f"{tmp_path / 'gone.py'} does not exist" in found.of("cannot-start")[0]["message"]
+    assert found.of("store-port")[0]["fixes"] == [f"ss -ltnp 'sport = :{port}'"]
+    found = check(tmp_path, *simulated, "--python", "/nowhere/python")
+    assert (found.result.returncode, found.errors) == (1, {"unusable"})
+    assert "--python" in found.of("unusable")[0]["message"]
+
+
+def test_ways_that_are_closed_are_named_by_direction_and_port(network_hosts: NetworkHosts, tmp_path: Path) -> None:
+    address = network_hosts.address
+    pids = {name: network_hosts._touched(name).pid for name in ("far1", "far3")}
+    # As firewalls that drop: what far1 answers at the store's port to far2, and whatever far3 sends to far2.
+    run_part(
+        "ip", "rule", "add", "to", address("far2"), "ipproto", "tcp", "sport", "29500", "blackhole", inside=pids["far1"]
+    )
+    run_part("ip", "route", "add", "blackhole", address("far2"), inside=pids["far3"])
+    argv = ["--hosts", "far1,far2,far3", "--interface", "eth0", "--ssh-config", network_hosts.ssh_config]
+    found = check(tmp_path, *argv)
+    assert (found.result.returncode, found.errors) == (1, {"no-way"}), found.report["findings"]
+    pairs = found.report["network"]["pairs"]
+    closed = {(pair["from"], pair["to"], pair["port"] == 29500): pair["problem"] for pair in pairs if pair["problem"]}
+    assert closed == {
+        ("far2", "far1", True): "no answer",
+        ("far2", "far3", False): "no answer",
+        ("far3", "far2", False): "no route",
+    }
+    said = {finding["message"]: finding for finding in found.of("no-way")}
+    store = f"far2 does not reach far1 at {address('far1')}, the store's port 29500: it gets no answer; a firewall"
+    (finding,) = [finding for message, finding in said.items() if message.startswith(store)]
+    assert finding["hosts"] == ["far2", "far1"]
+    assert (
+        f"ssh -F {network_hosts.ssh_config} far1 'sudo ufw allow proto tcp from {address('far2')}'"
+        in finding["fixes"][0]
+    )
+    (finding,) = [finding for message, finding in said.items() if message.startswith("far3 does not reach far2 at ")]
+    assert f"far3 'ip route get {address('far2')}'" in finding["fixes"][0]
+    assert {pair["interface"] for pair in pairs if not pair["problem"]} == {"eth0"}
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------
+
+# What fake_nvml.c does not answer: who uses a card, and what is wrong with it.
+MORE_NVML = """\
+#include "fake_nvml.c"
+#include <unistd.h>
+struct memory { unsigned long long total, free, used; };
+struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return OK; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "550.54.15"); return OK; }
+int nvmlDeviceGetName(struct device *d, char *text, unsigned size) { snprintf(text, size, "NVIDIA H200"); return OK; }
+int nvmlDeviceGetMemoryInfo(struct device *d, struct memory *m) {
+  m->total = 100ull << 30; m->used = d->card == 1 ? 60ull << 30 : 1 << 20; m->free = m->total - m->used; return OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(struct device *d, unsigned *count, struct process *found) {
+  if (d->card != 1) { *count = 0; return OK; }
+  if (*count < 1) { *count = 1; return 7; }
+  *count = 1; found[0] = (struct process){(unsigned)atoi(setting("FAKE_PID")), 60ull << 30, 0, 0}; return OK;
+}
+int nvmlDeviceGetTotalEccErrors(struct device *d, int type, int counter, unsigned long long *count) {
+  *count = d->card == 2 ? 3 : 0; return OK;
+}
+"""
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Path:
+    compiler = shutil.which("cc")
+    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
+    source = tmp_path / "nvml.c"
+    source.write_text(MORE_NVML)
+    library = tmp_path / "nvml" / "libnvidia-ml.so.1"
+    library.parent.mkdir()
+    include = REPOSITORY / "tests/testbed"
+    subprocess.run([str(compiler), "-shared", "-fPIC", f"-I{include}", "-o", library, source], check=True)
+    return library.parent
+
+
+def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as user:
+        env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "4", "FAKE_LOST": "3", "FAKE_PID": str(user.pid)}
+        found = check(tmp_path, "--no-allreduce", env=env)
+        mine = check(tmp_path, "--no-allreduce", env={**env, "CUDA_VISIBLE_DEVICES": "0"})
+        user.kill()
+    assert (found.result.returncode, found.errors) == (1, {"gpu-lost", "gpu-memory"})
+    facts = found.report["hosts"][0]["facts"]
+    assert (facts["driver"], facts["driver_cuda"], facts["gpu_ids"]) == ("550.54.15", "12.4", ["0", "1", "2"])
+    (busy,) = found.of("gpu-busy")
+    assert f"GPU 1 (NVIDIA H200) is in use: pid {user.pid} (sleep, of " in busy["message"]
+    assert "61440 of 102400 MB are taken" in busy["message"]
+    assert busy["fixes"] == [f"ps -fp {user.pid}"]
+    assert "GPU 2 (NVIDIA H200): 3 memory errors" in found.of("gpu-memory")[0]["message"]
+    assert "GPU 3 cannot be used: " in found.of("gpu-lost")[0]["message"]
+    assert (mine.result.returncode, mine.errors) == (0, set()), "what the user has left out is no error"
+    assert [finding["severity"] for finding in mine.of("gpu-lost")] == ["note"]
+
+
+# ---- what is said of what was found --------------------------------------------------------------------------
+
+FACTS = HostFacts(
+    hostname="a", machine="m1", system="Debian", kernel="6.1", user="ann", uid=1000, umask="0022", locale="C.UTF-8",
+    python="3.11.7", executable="/opt/python", dtrain="0.1.0", code="c0de", ddp="/opt/ddp", torch="2.13.0+cu126",
+    torch_cuda="12.6", nccl="2.27.3", numpy="2.1.0", driver=None, driver_cuda=None, gpus=(), gpu_ids=(),
+    gpu_variable="CUDA_VISIBLE_DEVICES", gpus_verified=False, gpus_inherited=False, slots=None, cpu_count=8,
+    cores=(0, 1), cpu_limit=2, load=0.0, memory_bytes=64 << 30, memory_free_bytes=60 << 30, disks=(), limits=(),
+    script="5c819e", workdir_mark="1:1", name_resolves_to=("10.0.0.1",), gloo_interface="", interfaces=(), problems=(),
+)  # fmt: skip
+
+
+def _spec(*names: str, **more: Any) -> JobSpec:
+    hosts = tuple(Host(name, HostKind.SSH) for name in names)
+    return JobSpec(Command(CommandKind.SCRIPT, "train.py"), hosts, python="/opt/python", run_id="r", **more)
+
+
+def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:
+    python = "{}.{}.{}".format(*sys.version_info[:3])
+    greeting = Greeting(FORMAT, __version__, PROTOCOL, python, name, 1)
+    return Examined(
+        Host(name, HostKind.SSH), "", greeting, replace(FACTS, machine=name, **facts), Clock(clock_s, 0.001, 0.002)
+    )
+
+
+def _said(*examined: Examined, script_here: str | None = "5c819e") -> dict[str, Finding]:
+    spec = _spec(*(one.host.name for one in examined))
+    return {one.kind: one for one in merged(host_findings(spec, examined, code_here="c0de", script_here=script_here))}
+
+
+def test_equal_hosts_are_well() -> None:
+    assert _said(_examined("a"), _examined("b"), _examined("c")) == {}
+
+
+def test_what_differs_from_most_hosts_is_named_with_its_value_and_how_to_make_it_equal() -> None:
+    odd = _examined("c", 90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld")
+    said = _said(_examined("a"), _examined("b"), odd)
+    assert {kind: finding.severity.value for kind, finding in said.items()} == {
+        "torch": "error", "nccl": "error", "script": "error", "dtrain-code": "warning", "clock": "warning",
+        "python-patch": "note",
+    }  # fmt: skip
+    assert {finding.hosts for finding in said.values()} == {("c",)}
+    assert said["torch"].message == "torch: 2.12.1+cu126, but 2.13.0+cu126 on a, b"
+    assert said["torch"].fixes == [
+        "ssh c '/opt/python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126'"
+    ]
+    assert said["script"].fixes == [f"scp {Path.cwd() / 'train.py'} c:{Path.cwd() / 'train.py'}"]
+    assert said["clock"].message == "its clock is 90.0 s ahead of ours"
+
+
+def test_a_patch_of_torch_or_another_build_is_a_warning() -> None:
+    for version in ("2.13.1+cu126", "2.13.0+cu128"):
+        assert (
+            _said(_examined("a"), _examined("b"), _examined("c", torch=version))["torch"].severity is Severity.WARNING
+        )
+
+
+def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_found() -> None:
+    said = _said(_examined("a"), _examined("b"), _examined("c", user="bob", uid=1001))
+    assert said["user"].hosts == ("c",)
+    assert "bob (1001), elsewhere ann (1000)" in said["user"].message
+    assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
+    one = {"gpu_ids": ("0",), "gpus_verified": True}
+    same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
+    assert _said(*same)["same-machine"].severity is Severity.WARNING
+
+
+def _ways(names: str, closed: Mapping[tuple[str, str], str]) -> list[Way]:
+    return [
+        Way(a, b, Dialled(b, f"10.0.0.{b}", 7, closed.get((a, b), ""), "", 1e-4, f"10.0.0.{a}", "eth0", 1500))
+        for a in names
+        for b in names
+        if a != b
+    ]
+
+
+def _network(names: str, closed: Mapping[tuple[str, str], str], **facts: Any) -> list[Finding]:
+    examined = [_examined(name, name_resolves_to=("10.0.0.1",), **facts) for name in names]
+    doors = {name: Listening(f"10.0.0.{name}", 7) for name in names}
+    return merged(pair_findings(_spec(*names), examined, doors, _ways(names, closed), {}))
+
+
+def test_a_host_that_nobody_reaches_is_one_finding() -> None:
+    assert _network("1234", {}) == []
+    (finding,) = _network("1234", {(a, "3"): "refused" for a in "124"})
+    assert finding.hosts == ("3",)
+    assert finding.message.startswith("no other host reaches it at 10.0.0.3: it is refused")
+    (finding,) = _network("1234", {("3", b): "no route" for b in "124"})
+    assert (finding.hosts, finding.fixes) == (("3",), ["ssh 3 'ip route get 10.0.0.1'"])
+    singles = _network("123456", {(a, b): "no answer" for a in "123" for b in "456"})
+    assert len(singles) == 7
+    assert singles[-1].message.startswith("3 more ways do not work")
+
+
+def test_a_name_that_means_loopback_is_a_warning_unless_the_interface_is_set() -> None:
+    examined = [_examined(name, name_resolves_to=("127.0.1.1",)) for name in "12"]
+    doors = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
+    ways = _ways("12", {})
+    (finding,) = merged(pair_findings(_spec("1", "2"), examined, doors, ways, {"2": "eth0"}))
+    assert (finding.kind, finding.hosts) == ("own-name", ("1",))
+    assert "127.0.1.1" in finding.message
+
+
+def test_a_reason_s_command_becomes_its_fix() -> None:
+    assert fix_in("is sshd running there? Try: ssh a true") == ("is sshd running there?", "ssh a true")
+    assert fix_in("accept it by: ssh a true  (or --x)") == ("accept it by", "ssh a true")
+    assert fix_in("no such thing") == ("no such thing", "")
+    assert [named(names) for names in (["n1", "n2", "n3"], ["sim0", "sim1", "sim2"], ["n8", "n9", "n10"])] == [
+        "n[1-3]", "sim[0-2]", "n[8-10]",
+    ]  # fmt: skip
+
+
+def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
+    fields = json.loads(write(FACTS))["is"]
+    assert read(HostFacts, fields) == FACTS
+    for wrong in (
+        {**fields, "more": 1},
+        {**fields, "uid": "0"},
+        {k: v for k, v in fields.items() if k != "uid"},
+        [],
+        1,
+    ):
+        with pytest.raises(ProtocolError):
+            read(HostFacts, wrong)
+
+
+# ---- knocking ------------------------------------------------------------------------------------------------
+
+
+def test_only_a_door_that_knows_the_token_counts() -> None:
+    token = b"0123456789abcdef0123456789abcdef"
+    door = listen("127.0.0.1", token, 0)
+    here = Target("here", door.address, door.port)
+    well = dial([here] * 20, token, 5.0)
+    assert [(one.problem, one.interface) for one in well] == [("", "lo")] * 20
+    assert knock(here, b"f" * 32, 2.0).problem == "stranger"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        over = threading.Event()
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                over.wait(10)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert knock(Target("other", "127.0.0.1", port), token, 2.0).problem == "stranger"
+        over.set()
+        thread.join(10)
+    assert knock(Target("gone", "127.0.0.1", port), token, 2.0).problem == "refused"
+    assert [target.port for target in targets({"a": door, "b": Listening("::1", 5, 6)}, "a")] == [5, 6]

@@ -1,0 +1,194 @@
+"""Hosts as the user names them."""
+
+import re
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.errors import UsageError
+from launcher.hosts.host import Host, HostKind, own_names, parse_hosts
+from launcher.hosts.sources import Sources, choose_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("alpha", Host("alpha", HostKind.SSH)),
+        ("alpha:4", Host("alpha", HostKind.SSH, slots=4)),
+        ("user@alpha", Host("alpha", HostKind.SSH, user="user")),
+        ("user.name@alpha.example.org:16", Host("alpha.example.org", HostKind.SSH, slots=16, user="user.name")),
+        ("10.0.0.7:2", Host("10.0.0.7", HostKind.SSH, slots=2)),
+        ("[fe80::1]", Host("fe80::1", HostKind.SSH)),
+        ("[fe80::1%eth0]:2", Host("fe80::1%eth0", HostKind.SSH, slots=2)),
+        ("user@[2001:db8::2]:8", Host("2001:db8::2", HostKind.SSH, slots=8, user="user")),
+        ("localhost", Host("localhost", HostKind.LOCAL)),
+        ("[::1]:3", Host("::1", HostKind.LOCAL, slots=3)),
+        (socket.gethostname(), Host(socket.gethostname(), HostKind.LOCAL)),
+        ("me@localhost", Host("localhost", HostKind.SSH, user="me")),
+        (" alpha ", Host("alpha", HostKind.SSH)),
+        ("alpha:1023", Host("alpha", HostKind.SSH, slots=1023)),
+        ("alpha:1024", Host("alpha", HostKind.SSH, port=1024)),
+        ("me@alpha:2222", Host("alpha", HostKind.SSH, user="me", port=2222)),
+        ("me@alpha:22:4", Host("alpha", HostKind.SSH, user="me", port=22, slots=4)),
+        ("[fe80::1]:2222:1", Host("fe80::1", HostKind.SSH, port=2222, slots=1)),
+        ("localhost:2222", Host("localhost", HostKind.SSH, port=2222)),
+        ("AD\\me@alpha", Host("alpha", HostKind.SSH, user="AD\\me")),
+    ],
+)
+def test_a_host_is_a_name_with_optional_user_port_and_slots(text: str, host: Host) -> None:
+    assert parse_hosts(text) == (host,)
+
+
+def test_hosts_keep_their_order() -> None:
+    assert [(host.name, host.slots) for host in parse_hosts("b:2, a ,c:1")] == [("b", 2), ("a", None), ("c", 1)]
+
+
+def test_each_host_of_a_range_has_what_its_entry_says() -> None:
+    assert parse_hosts("node[08-10]:4,me@n[1-2]:2222:8") == (
+        *(Host(name, HostKind.SSH, slots=4) for name in ("node08", "node09", "node10")),
+        *(Host(name, HostKind.SSH, slots=8, user="me", port=2222) for name in ("n1", "n2")),
+    )
+    assert [(host.name, host.kind) for host in parse_hosts("127.0.0.[1-2]")] == [
+        ("127.0.0.1", HostKind.LOCAL),
+        ("127.0.0.2", HostKind.SSH),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "'' is not a host"),
+        ("alpha,,beta", "'' is not a host"),
+        ("alpha,", "'' is not a host"),
+        ("al pha", "'al pha' is not a host"),
+        ("alpha:", "'alpha:' is not a host"),
+        ("alpha:x", "'alpha:x' is not a host"),
+        ("alpha:-1", "'alpha:-1' is not a host"),
+        ("alpha:1.5", "'alpha:1.5' is not a host"),
+        ("alpha:4:4:4", "'alpha:4:4:4' is not a host"),
+        ("alpha:4:2222", "'alpha:4:2222': 2222 slots are more than a host takes; write NAME, NAME:SLOTS"),
+        ("alpha:65536", "'alpha:65536': 65536 is no port of an sshd, which is 1 to 65535"),
+        ("alpha:0:4", "0 is no port of an sshd"),
+        ("alpha:22:0", "'alpha:22:0' has no slots"),
+        ("alpha:" + "9" * 5000, "is not a host"),
+        ("alpha:٣", "is not a host"),  # a digit, but not of ours
+        ("älpha", "'älpha' is not a host"),
+        ("alpha/../beta", "is not a host"),
+        ("$(reboot)", "is not a host"),
+        ("@alpha", "'@alpha' is not a host"),
+        (
+            "fe80::1",
+            "--hosts: column 1: 'fe80::1' is not a host; write NAME, NAME:SLOTS, USER@NAME:PORT, NAME:PORT:SLOTS or "
+            "[IPV6]:SLOTS (one number from 1024 on is sshd's port)",
+        ),
+        ("[fe80::zz]", "'[fe80::zz]' is not a host"),
+        ("[alpha", "column 1: in '[alpha' this '[' is not closed"),
+        ("[alpha]", "column 2: 'alpha' in '[alpha]' is no number or range"),
+        ("alpha, me@n[1-3", "column 12: in 'n[1-3' this '[' is not closed"),
+        ("n[3-1]:4", "column 3: '3-1' in 'n[3-1]' runs backwards"),
+        ("n[1-2]:[3-4]", "'n[1-2]:[3-4]' is not a host"),
+        ("n[1-3],n2", "column 8: host n2 is named twice"),
+        ("n[0-65535],m", "column 12: with 'm' the list has more than 65536 hosts"),
+        ("-l@alpha", "'-l@alpha' is not a host"),
+        ("$(reboot)@alpha", "is not a host"),
+        ("a\x00b@alpha", "is not a host"),
+        ("me\\@alpha", "is not a host"),
+        ("me@corp@alpha", "is not a host"),
+        ("a:2222,a:2223", "host a is named twice, with two ports; give each a name of its own in ~/.ssh/config"),
+        ("alpha:0", "'alpha:0' has no slots"),
+        ("-oProxyCommand=x", "is not a host"),
+        ("-alpha", "begins with '-'"),
+        ("alpha,beta,alpha", "host alpha is named twice; give it more slots instead: alpha:2"),
+        ("alpha:1,me@alpha:3", "host alpha is named twice"),
+        ("localhost,127.0.0.1", "hosts localhost and 127.0.0.1 are both this machine"),
+    ],
+)
+def test_what_is_no_list_of_hosts_is_refused_with_a_reason(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_hosts(text)
+    assert complaint in str(raised.value)
+
+
+def test_an_error_begins_with_the_source_of_the_list() -> None:
+    with pytest.raises(UsageError, match=r"^DTRAIN_HOSTS: column 3: 'b!' is not a host"):
+        parse_hosts("a,b!", source="DTRAIN_HOSTS")
+
+
+NAMES = (st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True) | st.ip_addresses().map(str)).filter(
+    lambda name: name not in own_names()
+)
+USERS = st.none() | st.from_regex(r"[a-zA-Z_][a-zA-Z0-9._-]{0,6}", fullmatch=True)
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> Host:
+    slots = draw(st.none() | st.integers(1, 1023))
+    port = draw(st.none() | st.integers(1024 if slots is None else 1, 65535))
+    return Host(draw(NAMES), HostKind.SSH, slots=slots, user=draw(USERS), port=port)
+
+
+def written(host: Host) -> str:
+    user = "" if host.user is None else f"{host.user}@"
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return user + name + "".join(f":{number}" for number in (host.port, host.slots) if number is not None)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(hosts(), min_size=1, max_size=8, unique_by=lambda host: host.name), st.sampled_from([",", " , "]))
+def test_any_list_of_hosts_is_read_as_it_was_written(listed: list[Host], comma: str) -> None:
+    assert parse_hosts(comma.join(map(written, listed))) == tuple(listed)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text("ab1-[]:,@. 2", max_size=20) | st.text(max_size=20))
+def test_any_text_is_a_list_of_hosts_or_an_error_with_a_column_of_it(text: str) -> None:
+    column = 1
+    try:
+        assert parse_hosts(text)
+    except UsageError as error:
+        match = re.match(r"--hosts: column ([0-9]+): .", str(error))
+        column = int(match[1]) if match else 0
+    assert 1 <= column <= len(text) + 1
+
+
+def test_without_a_list_the_host_is_this_machine() -> None:
+    (host,) = choose_hosts(Sources(), nnodes=None)
+    assert (host.kind, host.name) == (HostKind.LOCAL, socket.gethostname().split(".")[0])
+    assert choose_hosts(Sources(), nnodes=(1, 1)) == (host,)
+
+
+def test_nnodes_takes_the_first_hosts_of_the_list() -> None:
+    assert choose_hosts(Sources(listed="a,b,c"), nnodes=(2, 2)) == parse_hosts("a,b")
+    assert choose_hosts(Sources(listed="a,b,c"), nnodes=None) == parse_hosts("a,b,c")
+
+
+def test_an_elastic_run_takes_what_is_there_and_keeps_spares() -> None:
+    assert choose_hosts(Sources(listed="a,b,c"), nnodes=(1, 2), spares=True) == parse_hosts("a,b,c")
+    assert choose_hosts(Sources(listed="a,b"), nnodes=(1, 4), spares=True) == parse_hosts("a,b")
+
+
+def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
+    hosts = choose_hosts(Sources(simulate=True), nnodes=(3, 3))
+    assert [(host.name, host.kind, host.part, host.parts) for host in hosts] == [
+        (f"sim{part}", HostKind.SIMULATED, part, 3) for part in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listed", "nnodes", "simulate", "complaint"),
+    [
+        (None, (2, 2), False, "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
+        (None, (2, 4), False, "--nnodes 2, but no hosts are known"),
+        ("a", (2, 2), False, "--nnodes 2, but only 1 hosts are named: a"),
+        (None, None, True, "--simulate needs to know between how many hosts to divide this machine: --nnodes N"),
+        ("a,b", (2, 2), True, "--simulate divides this machine; "),
+    ],
+)
+def test_hosts_that_are_not_there_are_never_invented(
+    listed: str | None, nnodes: tuple[int, int] | None, simulate: bool, complaint: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        choose_hosts(Sources(listed=listed, simulate=simulate), nnodes=nnodes)
+    assert str(raised.value).startswith(complaint)

@@ -1,0 +1,282 @@
+"""What SLURM's variables say, what srun is told and says, and the scripts that sbatch gets. Without a SLURM."""
+
+import shlex
+import subprocess
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.cli.sbatch import batch_script, run_sbatch
+from launcher.errors import UsageError
+from launcher.hosts.host import HostKind
+from launcher.hosts.slurm_allocation import (
+    Node,
+    cpu_limit,
+    find_allocation,
+    find_step,
+    hosts_of,
+    requeue,
+    restart_count,
+    slurm_run_id,
+)
+from launcher.transport.srun import explain, parse_granted, presumed, srun_command, srun_environment
+
+# As a real SLURM sets them.
+BATCH = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "node[1-3]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_TASKS_PER_NODE": "1(x3)",
+    "SLURMD_NODENAME": "node1",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_CPUS_ON_NODE": "4",
+}
+STEP = {  # srun -n3 over two of them; the first task on the second one
+    **BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "3",
+    "SLURMD_NODENAME": "node2",
+    "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "2",
+}
+HET = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "node1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "2(x2)",
+    "SLURM_NTASKS_HET_GROUP_0": "1",
+    "SLURM_NTASKS_HET_GROUP_1": "4",
+}
+
+
+def slots(env: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    allocation = find_allocation(env)
+    assert allocation is not None
+    return [(host.name, host.slots) for host in hosts_of(allocation)]
+
+
+def test_nodes_become_hosts_that_srun_reaches() -> None:
+    allocation = find_allocation(BATCH)
+    assert allocation is not None
+    hosts = hosts_of(allocation)
+    assert [(host.name, host.kind, host.slots) for host in hosts] == [
+        (f"node{i}", HostKind.SRUN, None) for i in (1, 2, 3)
+    ]
+    assert {host.max_slots for host in hosts} == {0}  # --nproc-per-node may ask for more
+
+
+def test_tasks_count_only_where_the_user_asked_for_several_on_a_node() -> None:
+    several = {"SLURM_TASKS_PER_NODE": "4(x2),2"}
+    assert slots({**BATCH, **several}) == [("node1", None), ("node2", None), ("node3", None)]  # processors
+    assert slots({**BATCH, **several, "SLURM_NTASKS": "10"}) == [("node1", 4), ("node2", 4), ("node3", 2)]
+    uneven = {"SLURM_TASKS_PER_NODE": "2,1(x2)", "SLURM_NTASKS": "4"}
+    assert slots({**BATCH, **uneven}) == [("node1", 2), ("node2", 1), ("node3", 1)]
+    assert slots({**BATCH, "SLURM_NTASKS_PER_NODE": "1"}) == [("node1", None), ("node2", None), ("node3", None)]
+
+
+def test_the_only_node_needs_no_srun_if_we_are_on_it() -> None:
+    one = {**BATCH, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}
+    for here, kind in (("node1", HostKind.LOCAL), ("", HostKind.SRUN)):
+        allocation = find_allocation({**one, "SLURMD_NODENAME": here})
+        assert allocation is not None
+        assert [host.kind for host in hosts_of(allocation)] == [kind]
+
+
+def test_parts_of_a_heterogeneous_job_are_hosts_of_one_run() -> None:
+    allocation = find_allocation(HET)
+    assert allocation is not None
+    assert allocation.nodes == (Node("node1", None, 0), Node("node2", 2, 1), Node("node3", 2, 1))
+    with pytest.raises(UsageError, match="has the node node1 twice"):
+        find_allocation({**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]"})
+
+
+@given(st.lists(st.tuples(st.integers(1, 999), st.integers(1, 9)), min_size=1, max_size=20))
+def test_counts_of_tasks_are_read_as_slurm_writes_them(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{tasks}(x{times})" if times > 1 else str(tasks) for tasks, times in runs)
+    expected = [tasks for tasks, times in runs for _ in range(times)]
+    nodes = {"SLURM_JOB_NODELIST": f"n[1-{len(expected)}]", "SLURM_JOB_NUM_NODES": str(len(expected))}
+    found = slots({**BATCH, **nodes, "SLURM_TASKS_PER_NODE": text, "SLURM_NTASKS": "1"})
+    several = any(tasks > 1 for tasks in expected)
+    assert [tasks for _, tasks in found] == (expected if several else [None] * len(expected))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"SLURM_JOB_ID": "x1"}, "SLURM_JOB_ID is 'x1'"),
+        ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+        ({"SLURM_JOB_NODELIST": "(null)"}, r"SLURM_JOB_NODELIST is \(null\)"),
+        ({"SLURM_JOB_NODELIST": "node[1-"}, r"SLURM_JOB_NODELIST=node\[1-: "),
+        ({"SLURM_JOB_NODELIST": "node[1-2]"}, r"SLURM_JOB_NUM_NODES is 3, but SLURM_JOB_NODELIST=node\[1-2\] has 2"),
+        ({"SLURM_TASKS_PER_NODE": "1(x2)"}, r"SLURM_TASKS_PER_NODE=1\(x2\) tells of 2 nodes, there are 3"),
+        ({"SLURM_TASKS_PER_NODE": "1(x999999)"}, "tells of 999999 nodes"),
+        ({"SLURM_TASKS_PER_NODE": "1(x0),3"}, r"SLURM_TASKS_PER_NODE is '1\(x0\),3'"),
+        ({"SLURM_JOB_NUM_NODES": "three"}, "SLURM_JOB_NUM_NODES is 'three'"),
+        ({"SLURM_JOB_NODELIST": "node[1,1-2]"}, "has the node node1 twice"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_JOB_NODELIST_HET_GROUP_0 is not set"),
+    ],
+)
+def test_variables_that_are_no_allocation_are_named(changes: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        find_allocation({**BATCH, **changes})
+
+
+def test_outside_of_slurm_there_is_nothing() -> None:
+    assert find_allocation({}) is find_step({}) is slurm_run_id({}) is cpu_limit({}) is None
+    assert restart_count({"SLURM_RESTART_COUNT": "3"}) == 0
+    assert "no SLURM job" in (requeue({}) or "")
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------
+
+
+def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
+    allocation = find_allocation(STEP)
+    assert allocation is not None
+    step = allocation.step
+    assert step is not None
+    assert (step.rank, step.tasks, step.node_rank, step.local_rank, step.interactive) == (2, 3, 1, 0, False)
+    assert allocation.nodes == (Node("node1", 2), Node("node2", 1))
+
+
+@pytest.mark.parametrize("shell", [{"SLURM_STEP_ID": "4294967290"}, {"SLURM_PTY_PORT": "33559"}])
+def test_an_interactive_shell_stands_for_the_whole_allocation(shell: dict[str, str]) -> None:
+    one = {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
+    allocation = find_allocation({**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell})
+    assert allocation is not None
+    assert allocation.step is None
+    assert [node.name for node in allocation.nodes] == ["node1", "node2", "node3"]
+
+
+def test_variables_inherited_from_the_step_that_submitted_the_job_do_not_count() -> None:
+    inherited = {**STEP, **BATCH}
+    assert find_step(inherited) is None
+    assert len(slots(inherited)) == 3
+    # On the same nodes they fit together, by chance; what slurmstepd calls itself settles it.
+    chance = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_TASKS_PER_NODE": "1(x3)"}
+    assert find_step(chance, "12.batch") is None
+    assert find_step(chance, "12.0") is not None
+    assert find_step({**STEP, "SLURM_STEP_ID": "4294967291"}) is None
+
+
+def test_a_run_is_named_after_its_job_and_so_is_what_is_queued_again() -> None:
+    array = {**BATCH, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    assert (slurm_run_id(BATCH), slurm_run_id(array)) == ("slurm-12", "slurm-9_7")
+    assert (restart_count(BATCH), restart_count(array)) == (0, 2)
+    assert cpu_limit(BATCH) == 4
+
+
+# ---- srun ----------------------------------------------------------------------------------------------------
+
+
+def test_srun_reads_no_options_of_the_job_and_scripts_still_see_them() -> None:
+    job = {
+        "SLURM_JOB_ID": "12", "SLURM_CONF": "/c", "SLURM_GPUS": "4", "SLURM_NTASKS_PER_NODE": "2", "SRUN_DEBUG": "9",
+        "SLURM_CPU_BIND_TYPE": "mask", "SLURM_CPUS_PER_TASK": "3", "SLURM_ARRAY_TASK_ID": "7", "HOME": "/h",
+        "SLURM_PTY_PORT": "1", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+    kept = {"SLURM_JOB_ID": "12", "SLURM_CONF": "/c", "SLURM_ARRAY_TASK_ID": "7", "HOME": "/h"}
+    assert srun_environment(job) == {**kept, "CUDA_VISIBLE_DEVICES": "0"}  # the user's own choice
+    assert srun_environment({**job, "SLURM_JOB_GPUS": "0"}) == kept  # SLURM's, for this node alone
+    words = srun_command(Node("n1", group=1), ["python", "-m", "x"], job, granted=["--gpus=2"], wait_s=5)
+    assert {"--nodelist=n1", "--het-group=1", "--gpus=2", "--overlap", "--ntasks=1", "--immediate=5"} <= set(words)
+    env = words.index("env")
+    assert words[env + 1 :] == [
+        "SLURM_CPUS_PER_TASK=3", "SLURM_GPUS=4", "SLURM_NTASKS_PER_NODE=2", "python", "-m", "x",
+    ]  # fmt: skip
+
+
+def test_a_step_asks_for_what_the_job_has_on_its_node() -> None:
+    shown = (
+        "JobId=12 TRES=cpu=3 NumNodes=3 Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1(CNT:1) "
+        "Nodes=n[2-3] CPU_IDs=0 Mem=0 GRES= MailUser=me"
+    )
+    none = ("--gres=none",)
+    assert parse_granted(shown) == {"n1": ("--gpus=a100:2", "--gres=nic:1"), "n2": none, "n3": none}
+    assert parse_granted("Nodes=n1 CPU_IDs=0 Mem=0 GRES= ") == parse_granted("slurm_load_jobs error") == {}
+    assert presumed({"SLURM_GPUS_PER_TASK": "a100:2"}, Node("n1", 3), 2) == ("--gpus=a100:6",)
+    assert presumed({"SLURM_GPUS": "4"}, Node("n1"), 2) == ("--gpus=2",)
+    assert presumed({"SLURM_GPUS_PER_NODE": "4"}, Node("n1"), 2) == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("srun: error: Unable to create step for job 4: Requested nodes are busy", "start them with --overlap"),
+        ("srun: error: Unable to confirm allocation for job 9: Invalid job id specified", "the job is over"),
+        ("slurmstepd-n2: error: *** STEP 4.6 ON n2 CANCELLED AT 2026-11-21 DUE TO TIME LIMIT ***", "sbatch --time"),
+        ("slurmstepd-n2: error: *** STEP 4.6 ON n2 CANCELLED AT 2026-11-21T11:02:28 ***", "somebody cancelled"),
+        ("srun: error: Node failure on n2", "has lost the node"),
+    ],
+)
+def test_what_srun_says_comes_with_the_next_step(said: str, meaning: str) -> None:
+    noise = "srun: cluster configuration lacks support for cpu binding\n{}\nsrun: error: n2: task 0: Killed\n"
+    line = explain(noise.format(said))
+    assert meaning in line
+    assert "error:" not in line
+    assert explain(noise.format("Traceback: the agent's own words")) == "Traceback: the agent's own words"
+    assert explain(noise.format("OSError: Connection refused")) == "OSError: Connection refused"  # the agent's own
+    assert explain(noise.format("")) == ""
+
+
+# ---- sbatch --------------------------------------------------------------------------------------------------
+
+
+def test_a_script_holds_the_options_and_runs_what_was_typed() -> None:
+    script = batch_script(
+        ["--nodes=2", "-c", "4"], ["--nproc-per-node", "4", "train.py", "--lr", "1"], dtrain=["/b/dtrain"]
+    )
+    head = ["#!/bin/bash", "#SBATCH --nodes=2", "#SBATCH -c 4", "#SBATCH --job-name=train"]
+    assert script.splitlines()[:4] == head
+    assert script.endswith("\nexec /b/dtrain run --nproc-per-node 4 train.py --lr 1\n")
+
+
+def test_a_job_that_may_be_queued_again_is_told_of_its_end() -> None:
+    lines = batch_script(["--requeue", "--time", "1-0"], ["train.py"], dtrain=["dtrain"]).splitlines()
+    assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --open-mode=append"} <= set(lines)
+    assert lines[-1] == "exec dtrain run --requeue train.py"
+    for limit, ahead in (("2", 60), ("3:30", 105), ("0:0:20", 10), ("10", 120), ("0-1", 120)):
+        assert f"--signal=B:USR1@{ahead}\n" in batch_script(["--requeue", "-t", limit], ["a.py"], dtrain=["d"])
+    own = batch_script(["--requeue", "--signal=USR2@9", "--open-mode=truncate"], ["a.py"], dtrain=["d"])
+    assert "B:USR1" not in own
+    assert "append" not in own
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20), min_size=1))
+def test_no_argument_is_taken_for_code(words: list[str]) -> None:
+    script = batch_script([], words, dtrain=["dtrain"])
+    assert shlex.split(script[script.index("\nexec dtrain run") :])[3:] == words
+
+
+def test_bash_gives_the_arguments_on_as_they_were() -> None:
+    words = ["a b", "it's", '"', "$(touch /tmp/x)", "`id`", "\\", "new\nline", "", "*", "-", "#", "é", "!!"]
+    script = batch_script([], words, dtrain=["printf", "%s\\0"])
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\0")[:-1] == ["run", *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes=2", "train.py"], "write -- between"),
+        (["--nodes=2", "--"], "nothing to run"),
+        (["--wrap=ls", "--", "train.py"], "--wrap is what dtrain sbatch does"),
+        (["--comment=a\nexit", "--", "train.py"], "more than one line"),
+    ],
+)
+def test_words_that_make_no_job_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        run_sbatch([*words[: words.index("--")], "--print", *words[words.index("--") :]] if "--" in words else words)

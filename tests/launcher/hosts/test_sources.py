@@ -1,0 +1,181 @@
+"""Where hosts come from: one source, said clearly; a discovery script is asked again while the run goes on."""
+
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from testbed.processes import run_dtrain, started_dtrain
+from testbed.sshd import SshHosts
+
+from launcher import __version__
+from launcher.errors import DtrainError, UsageError
+from launcher.hosts import sources as sources_module
+from launcher.hosts.host import Host, HostKind
+from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
+from launcher.job.events import Connected, Discovered, Notice, Open, Said, Tell, Tick
+from launcher.job.host_state import HostPhase
+from launcher.job.job import Job
+from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.protocol import PROTOCOL, EndAttempt, Facts, Hello, Started, StoreOpened, Swept
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
+
+
+def _script(folder: Path, text: str) -> str:
+    path = folder / "discover"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def _names(hosts: tuple[Host, ...]) -> list[str]:
+    return [host.name for host in hosts]
+
+
+def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("a slots=2\nb slots=4\n")
+    assert _names(choose_hosts(Sources(listed="n[1-2],m"), nnodes=None)) == ["n1", "n2", "m"]
+    assert _names(choose_hosts(Sources(hostfile=hostfile), nnodes=None)) == ["a", "b"]
+    (host,) = choose_hosts(Sources(hostfile=hostfile, include="b:1,3"), nnodes=None)
+    assert (host.name, host.chosen, host.slots) == ("b", (1, 3), 2)
+    assert _names(choose_hosts(Sources(script=_script(tmp_path, "echo c:1; echo d:2")), nnodes=None)) == ["c", "d"]
+    (host,) = choose_hosts(Sources(include="localhost:1"), nnodes=None)
+    assert (host.kind, host.chosen) == (HostKind.LOCAL, (1,)), "a GPU of this machine, as in DeepSpeed"
+    allocated = choose_hosts(Sources(environment=JOB), nnodes=None)
+    assert [(host.name, host.kind) for host in allocated] == [(f"n{k}", HostKind.SRUN) for k in (1, 2, 3)]
+    assert _names(choose_hosts(Sources(listed="a", environment=JOB), nnodes=None)) == ["a"], "a list is stronger"
+    assert _names(choose_hosts(Sources(exclude="n2", environment=JOB), nnodes=None)) == ["n1", "n3"]
+    assert _names(choose_hosts(Sources(environment=JOB), nnodes=(2, 2))) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "nnodes", "message"),
+    [
+        (Sources(listed="a", hostfile=Path("b")), None, "--hosts and --hostfile cannot be used together"),
+        (Sources(script="x", simulate=True), (2, 2), "--hosts-script and --simulate cannot be used together"),
+        (Sources(include="a", simulate=True), (2, 2), "or this machine, not from --simulate"),
+        (Sources(include="a"), None, "a"),
+        (Sources(environment=JOB), (4, 4), "--nnodes 4, but only 3 hosts are in the SLURM allocation: n1, n2, n3"),
+        (Sources(), (2, 2), "--nnodes 2, but no hosts are known. Name them: --hosts"),
+        (Sources(hostfile=Path("/none/there")), None, "/none/there"),
+        (Sources(environment={"SLURM_JOB_ID": "7"}), None, "NODELIST is not set"),
+    ],
+)
+def test_what_gives_no_hosts_is_an_error(sources: Sources, nnodes: tuple[int, int] | None, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        choose_hosts(sources, nnodes=nnodes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "hosts"),
+    [
+        ({"DTRAIN_HOSTFILE": "hosts.txt"}, [], ["far", "near"]),
+        ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--hosts", "other:1"], ["other"]),
+        ({"DTRAIN_HOSTS": "one:1"}, ["--hostfile", "hosts.txt"], ["far", "near"]),
+        ({"DTRAIN_HOSTS": "one:1"}, ["--simulate", "--nnodes", "1"], ["sim0"]),
+        ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--exclude", "near"], ["far"]),
+        ({**JOB, "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x3)"}, ["--hosts", "one:1"], ["one"]),
+    ],
+)
+def test_what_is_typed_is_stronger_than_the_environment(
+    tmp_path: Path, env: Mapping[str, str], words: list[str], hosts: list[str]
+) -> None:
+    (tmp_path / "hosts.txt").write_text("far slots=1\nnear slots=1\n")
+    result = run_dtrain("plan", *words, "train.py", cwd=tmp_path, env=env)
+    assert result.returncode == 0, result
+    rows = [line.split() for line in result.stdout.splitlines()[2:] if not line.startswith("?")]
+    assert [row[1] for row in rows] == hosts
+
+
+def test_an_allocation_gives_processes_too(tmp_path: Path) -> None:
+    env = {**JOB, "SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    rows = run_dtrain("plan", "--json", "train.py", cwd=tmp_path, env=env)
+    assert [rows.stdout.count(f'"host": "n{k}"') for k in (1, 2, 3)] == [2, 2, 1]
+    more = run_dtrain("plan", "--json", "--nproc-per-node", "4", "--nnodes", "1", "train.py", cwd=tmp_path, env=env)
+    assert more.stdout.count('"host": "n1"') == 4, "what is typed overrides it"
+
+
+# ---- discovery -----------------------------------------------------------------------------------------------
+
+
+def test_a_discovery_script_that_fails_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DtrainError, match="ended with 3: no credentials"):
+        discover(_script(tmp_path, "echo no credentials >&2; exit 3"))
+    with pytest.raises(UsageError, match="cannot be run: No such file"):
+        discover(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"2 hosts are needed, .* names 1: a"):
+        wait_for_discovery(_script(tmp_path, "echo a:1"), 2, 0.0)
+    result = run_dtrain("run", "--hosts-script", _script(tmp_path, "echo a"), "train.py", cwd=tmp_path)
+    assert (result.returncode, "--nnodes MIN:MAX" in result.stderr) == (2, True)
+
+
+def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources_module, "DISCOVERY_S", 0.3)
+    with pytest.raises(DtrainError, match=r"did not answer within 0\.3 s"):
+        discover(_script(tmp_path, "sleep 60 & sleep 60"))  # that nothing stays is checked after every test
+
+
+def _ready(job: Job, name: str, now: float) -> list[object]:
+    link = job.fleet.states[name].link
+    python = "{}.{}.{}".format(*sys.version_info[:3])
+    hello = Hello(PROTOCOL, __version__, python, name, 1, f"{name}{link}", now)
+    facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems=[], time=now)
+    events = [Connected(name, link), Said(name, link, hello), Said(name, link, facts)]
+    return [command for event in events for command in job.handle(event, now)]
+
+
+def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
+    hosts = (Host("a", HostKind.SSH, slots=1), Host("b", HostKind.SSH, slots=1))
+    spec = JobSpec(
+        Command(CommandKind.SCRIPT, "t.py"), hosts, nnodes=(1, 3), run_id="r", python="p", grow=True, hosts_script="x"
+    )
+    job, now = Job(spec, 0.0), 0.0
+    job.start()
+    assert not [c for c in _ready(job, "a", now) if isinstance(c, Open)]
+    _ready(job, "b", now)
+    now = 20.0
+    job.handle(Tick(), now)
+    assert job.attempt is not None
+    assert job.attempt.members == ("a", "b")
+    job.handle(Said("a", 1, StoreOpened(0, "x", 1)), now)
+    for rank, name in enumerate("ab"):
+        job.handle(Said(name, 1, Started(0, rank, 9, now)), now)
+    found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
+    assert [c for c in found if isinstance(c, Open)] == [Open("c", 1)]
+    assert [c.text for c in found if isinstance(c, Notice)] == [
+        "b is left out from now on: it is no longer named by --hosts-script"
+    ]
+    grown = _ready(job, "c", now)
+    assert {c.host for c in grown if isinstance(c, Tell) and isinstance(c.message, EndAttempt)} == {"a", "b"}
+    for name in "ab":
+        job.handle(Said(name, 1, Swept(0, 0, 0, [])), now)
+    assert job.attempt.number == 1
+    assert job.attempt.members == ("a", "c")
+    assert job.attempt.world_size == 3
+    assert job.fleet.states["b"].phase is HostPhase.LEAVING
+    job.handle(Discovered((*hosts, Host("c", HostKind.SSH, slots=2))), now)
+    assert job.fleet.states["b"].wanted, "it is used again"
+
+
+def test_a_host_that_the_script_names_later_joins_the_run(tmp_path: Path, ssh_hosts: SshHosts) -> None:
+    names = tmp_path / "names"
+    names.write_text("node1:1\n")
+    (tmp_path / "work.py").write_text(
+        "import os, time\nprint('world', os.environ['WORLD_SIZE'], flush=True)\n"
+        "time.sleep(60 if os.environ['WORLD_SIZE'] == '1' else 0)\n"
+    )
+    words = ["--hosts-script", _script(tmp_path, f"cat {names}"), "--nnodes", "1:2", "--ssh-config"]
+    with started_dtrain("run", *words, str(ssh_hosts.ssh_config), "work.py", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"[node1:0] world 1\n"
+        names.write_text("node1:1\nnode2:1\n")
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.count(b"world 2") == 2
+    assert b"node2 has come" in err

@@ -1,0 +1,97 @@
+"""Who takes part in an attempt, and how far it has come."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.job.attempt import AttemptState, choose_members, failure_of
+from launcher.job.outcome import FailureKind
+from launcher.placement.placement import HostOffer, place
+from launcher.protocol import Exited, Started
+
+NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True)
+
+
+@pytest.mark.parametrize(
+    ("previous", "ready", "most", "members"),
+    [
+        ("", "abc", 2, "ab"),  # the first attempt: as they were named
+        ("ab", "ab", 2, "ab"),
+        ("abc", "bc", 3, "bc"),
+        ("abc", "bcd", 3, "dbc"),  # d takes the place of a
+        ("abc", "abd", 3, "abd"),
+        ("ab", "abcd", 4, "abcd"),
+        ("dbc", "abcd", 3, "dbc"),  # who is in stays in
+        ("abcd", "bde", 4, "ebd"),
+    ],
+)
+def test_members_by_example(previous: str, ready: str, most: int, members: str) -> None:
+    assert choose_members(tuple(previous), tuple(ready), most) == tuple(members)
+
+
+@given(NAMES, NAMES, st.integers(1, 8))
+def test_members_are_ready_and_keep_their_places(previous: list[str], ready: list[str], most: int) -> None:
+    previous = previous[:most]
+    members = choose_members(previous, ready, most)
+    stay = [name for name in previous if name in ready]
+    assert set(members) <= set(ready)
+    assert len(set(members)) == len(members) == min(most, len(ready))
+    assert [name for name in members if name in previous] == stay, "in the same order"
+    if len(members) >= len(previous):
+        assert all(members[place] == name for place, name in enumerate(previous) if name in stay)
+
+
+def attempt() -> AttemptState:
+    offers = [HostOffer(name, 2, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
+    return AttemptState(0, ("a", "b"), place(offers, nproc=None), began=10.0)
+
+
+def exited(rank: int, status: int = 0, *, provoked: bool = False, pid: int = 1) -> Exited:
+    return Exited(0, rank, pid, status, 1.0, provoked, "", None, None, 0.0)
+
+
+def test_an_attempt_has_ended_well_when_every_worker_has_by_itself() -> None:
+    for provoked in (False, True):
+        state = attempt()
+        for rank in range(4):
+            assert not state.finished
+            state.take_exit("ab"[rank // 2], exited(rank, provoked=provoked and rank == 3), 11.0, 11.0)
+        assert state.all_started
+        assert state.finished is not provoked
+        assert state.stopped == ({3} if provoked else set())
+
+
+def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() -> None:
+    state = attempt()
+    for rank in (0, 1, 2):
+        state.take_exit("ab"[rank // 2], exited(rank), 11.0, 11.0)
+    assert (state.needs("a"), state.needs("b"), state.needs("c")) == (True, True, False)
+    state.take_exit("b", exited(3), 11.0, 11.0)
+    state.take_exit("b", exited(3), 11.0, 11.0)  # twice
+    assert not state.needs("b")
+
+
+def test_progress_is_a_number_that_changes() -> None:
+    state = attempt()
+    state.take_start(Started(0, 0, 1, 0.0), 11.0)
+    state.take_progress("a", 5, 12.0)
+    state.take_progress("a", 5, 13.0)
+    assert state.progressed_at == 12.0
+    state.take_progress("a", 6, 14.0)
+    assert state.progressed_at == 14.0
+
+
+@pytest.mark.parametrize(
+    ("status", "pid", "error", "kind"),
+    [
+        (3, 1, None, FailureKind.EXITED),
+        (-11, 1, None, FailureKind.KILLED),
+        (1, 1, {"type": "ValueError", "message": "x", "where": "t.py:1"}, FailureKind.RAISED),
+        (127, 0, {"type": "", "message": "could not be started", "where": ""}, FailureKind.NEVER_STARTED),
+    ],
+)
+def test_kinds_of_failures(status: int, pid: int, error: dict[str, str] | None, kind: FailureKind) -> None:
+    said = Exited(4, 2, pid, status, 1.5, False, "the kernel", error, None, 0.0)
+    failure = failure_of("a", said, 12.0, attempt=4)
+    assert (failure.kind, failure.attempt, failure.rank, failure.killer) == (kind, 4, 2, "the kernel")
+    assert failure.error_type == (error or {}).get("type", "")

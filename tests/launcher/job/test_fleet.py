@@ -1,0 +1,253 @@
+"""Where workers may live: leases, fences, and hosts that are tried again."""
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from launcher.agent.lease import Lease, Limits
+from launcher.hosts.host import Host, HostKind
+from launcher.job.events import Open, Tell
+from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, NEVER, RETRIES_S, STEADY_S, Fleet
+from launcher.job.host_state import HostClock, HostPhase
+from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
+
+T = 30.0
+
+
+def fleet_of(*names: str, kind: HostKind = HostKind.SSH, join_s: float = 60.0) -> Fleet:
+    return Fleet([Host(name, kind) for name in names], timeout_s=T, join_s=join_s, now=0.0)
+
+
+def ready(fleet: Fleet, now: float) -> None:
+    for state in fleet:
+        fleet.open(state)
+        fleet.connected(state, None, now)
+        fleet.greeted(state, f"{state.name}{state.link}")
+        fleet.checked(state, Facts([], "", False, [], 1, [], now))
+
+
+def test_the_lease_is_over_before_a_silent_host_is_given_up() -> None:
+    assert ANSWERS + LEASE + FENCE <= 1.0 + 1e-9
+
+
+class OneHost:
+    """A host behind a link of any delays, which at some time lets nothing pass in one direction, or in both."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+        self.rate, self.ahead = 1 + chance.choice([-2e-4, 0.0, 2e-4]), chance.uniform(-1e5, 1e5)
+        self.least = [chance.choice([0.0, 0.01, 0.1, 0.2]) * T for _ in "ud"]  # up, down
+        self.jitter = chance.choice([0.0, 0.05, 0.2]) * T
+        self.last = [0.0, 0.0]
+        ends = chance.uniform(0, 200)
+        self.cut_at = [ends + chance.choice([0.0, 0.0, chance.uniform(0, 2 * T), 1e6]) for _ in "ud"]
+        self.cut_s = [chance.choice([5.0, 20.0, 1e6, 1e6]) for _ in "ud"]
+        self.lost_at = ends + chance.uniform(0, 3 * T) * chance.choice([1.0, 100.0])
+        self.fleet = fleet_of("a")
+        self.state = self.fleet.states["a"]
+        self.lease = Lease(Limits())
+        self.ended_at: float | None = None  # the lease, on the controller's clock
+
+    def theirs(self, at: float) -> float:
+        return self.ahead + at * self.rate
+
+    def later(self, at: float, action: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.queue, (at, self.count, action))
+
+    def send(self, way: int, action: Callable[[], None]) -> None:
+        at = max(self.last[way], self.now + self.least[way] + self.chance.random() ** 4 * self.jitter)
+        self.last[way] = at
+        if at >= self.cut_at[way]:  # it waits, and may arrive when the cut is over
+            at = max(at, self.cut_at[way] + self.cut_s[way])
+        self.later(at, action)
+
+    def look(self) -> None:
+        if self.ended_at is None and self.lease.end <= self.theirs(self.now):
+            self.ended_at = (self.lease.end - self.ahead) / self.rate
+            self.lease.used_up(self.theirs(self.now))
+
+    def hears(self, message: Heartbeat) -> None:
+        self.look()
+        self.lease.beat(message.time, self.theirs(self.now))
+
+    def speaks(self) -> None:
+        self.look()
+        if self.ended_at is None:
+            beat = Heartbeat(self.theirs(self.now))
+            self.send(0, lambda: self.heard(beat))
+            self.later(self.now + 1.0, self.speaks)
+
+    def heard(self, message: Heartbeat) -> None:
+        if self.state.connected:
+            self.state.hear(message, self.now)
+
+    def beats(self) -> None:
+        for command in self.fleet.heartbeats(self.now):
+            assert isinstance(command, Tell)
+            assert isinstance(command.message, Heartbeat)
+            self.send(1, lambda message=command.message: self.hears(message))  # type: ignore[misc]
+        self.later(self.now + BEAT * T, self.beats)
+
+    def run(self) -> float:
+        """Return how long its workers were gone when it was fenced; below 0 if they were not."""
+        self.fleet.open(self.state)
+        self.fleet.connected(self.state, None, 0.0)
+        self.state.hear(Hello(2, "", "", "", 1, "", self.theirs(-self.least[0])), 0.0)
+        self.fleet.greeted(self.state, "a1")
+        self.lease.begin(self.fleet.lease_s, self.theirs(self.least[1]))
+        self.fleet.checked(self.state, Facts([], "", False, [], 1, [], 0.0))
+        self.fleet.occupy(self.state, 0)
+        self.later(self.least[1], self.speaks)
+        self.beats()
+        while self.fleet.busy:
+            self.now, _, action = heapq.heappop(self.queue)
+            action()
+            if self.state.connected and (self.now >= self.lost_at or self.fleet.silent(self.now)):
+                self.fleet.lost(self.state, "lost", self.now)
+            if self.now < (fenced_at := self.state.fenced_at or math.inf):
+                continue
+            self.now = fenced_at
+            self.fleet.fence(self.now)
+        self.look()
+        return -1.0 if self.ended_at is None else self.now - self.ended_at
+
+
+def test_whatever_the_delays_a_lost_host_s_workers_are_gone_when_it_is_fenced() -> None:
+    for seed in range(300):
+        before_s = OneHost(seed).run()
+        assert before_s > 0.95 * FENCE * T, f"OneHost({seed}).run()"
+
+
+def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
+    fleet = fleet_of("a")
+    ready(fleet, 0.0)
+    state = fleet.states["a"]
+    fleet.occupy(state, 0)
+    state.heard = 99.0
+    fleet.lost(state, "the connection broke", 100.0)
+    assert fleet.next_fence() == pytest.approx(100.0 + (LEASE + FENCE) * T)
+    fleet.fence(100.0)
+    assert fleet.busy == {"a"}
+    fleet.fence(100.0 + (LEASE + FENCE) * T)
+    assert (fleet.busy, state.attempt, state.dirty) == (set(), None, True), "its traces are still to be looked for"
+
+
+def test_a_host_that_was_silent_is_fenced_the_sooner() -> None:
+    fleet = fleet_of("a", "b")
+    ready(fleet, 0.0)
+    for state, heard in zip(fleet, (100.0 - T, 85.0), strict=True):
+        fleet.occupy(state, 0)
+        state.heard = heard
+        fleet.lost(state, "silent", 100.0)
+    assert [state.fenced_at for state in fleet] == [100.0, 85.0 + T]
+
+
+def test_on_this_machine_only_time_helps() -> None:
+    fleet = fleet_of("a", kind=HostKind.SIMULATED)
+    ready(fleet, 0.0)
+    state = fleet.states["a"]
+    fleet.occupy(state, 0)
+    fleet.lost(state, "its agent was killed", 100.0)
+    assert fleet.next_fence() == 100.0 + LOCAL_FENCE_S
+
+
+def test_a_lease_that_rests_never_ends() -> None:
+    fleet = fleet_of("a", "b")
+    ready(fleet, 0.0)
+    assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Tell)] == 2 * [Suspend(suspended=True)]
+    fleet.suspend(False, 100.0)
+    for state in fleet:
+        fleet.occupy(state, 0)
+    fleet.states["b"].hear(Heartbeat(106.1), 106.1)  # sent after it was told to go on
+    for state in fleet:
+        fleet.lost(state, "the connection broke", 107.0)
+    assert [state.fenced_at == NEVER for state in fleet] == [True, False]
+    assert fleet.never_fenced() == ["a"]
+
+
+def test_heartbeats_go_to_hosts_that_answer() -> None:
+    fleet = fleet_of("a", "b", "c")
+    ready(fleet, 0.0)
+    for state in fleet:
+        state.clock.hear(1000.0, 100.5)  # half a second on its way
+    fleet.states["a"].heard = 100.0 - ANSWERS * T
+    fleet.states["b"].heard = 99.9 - ANSWERS * T
+    fleet.states["c"].heard = 100.0
+    fleet.move(fleet.states["c"], HostPhase.LEAVING)
+    beat = Heartbeat(999.5)  # when it is sent by their clock, and no later than that
+    assert fleet.heartbeats(100.0) == [Tell("a", beat), Tell("c", beat)]
+    assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
+
+
+def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time() -> None:
+    fleet = fleet_of("a", "b")
+    ready(fleet, 0.0)
+    fleet.move(fleet.states["b"], HostPhase.CHECKING)
+    assert [state.name for state in fleet.silent(T)] == ["a"]
+    assert [state.name for state in fleet.silent(60.0)] == ["a", "b"]
+
+
+def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
+    fleet = fleet_of("a")
+    ready(fleet, 0.0)
+    state, now, pauses = fleet.states["a"], 100.0, []
+    for _ in range(8):
+        fleet.lost(state, "gone", now)
+        fleet.try_again(state, now)
+        at = fleet.next_retry()
+        assert at is not None
+        assert fleet.retries(at - 0.01) == []
+        assert fleet.retries(at) == [Open("a", state.link)]
+        assert fleet.next_retry() is None
+        pauses.append(at - now)
+        now = at
+    assert pauses == [*RETRIES_S, RETRIES_S[-1], RETRIES_S[-1]]
+
+
+def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> None:
+    fleet = fleet_of("a")
+    state, now, pauses = fleet.states["a"], 100.0, []
+    for stays_s in (1.0, 1.0, 1.0, STEADY_S, 1.0):
+        ready(fleet, now)
+        now += stays_s
+        fleet.lost(state, "gone", now)
+        fleet.try_again(state, now)
+        at = fleet.next_retry()
+        assert at is not None
+        pauses.append(at - now)
+    assert pauses == [0.0, 1.0, 2.0, 0.0, 0.0]
+
+
+def test_what_lost_agents_left_is_known_until_somebody_has_looked() -> None:
+    fleet = fleet_of("a")
+    ready(fleet, 0.0)
+    state = fleet.states["a"]
+    fleet.occupy(state, 0)
+    fleet.lost(state, "gone", 1.0)
+    fleet.open(state)
+    fleet.connected(state, None, 2.0)
+    fleet.greeted(state, "a2")
+    fleet.said_bye(state, Bye(0, [], ""))
+    assert (state.traces, fleet.busy) == (["a1"], {"a"}), "it ended before it looked"
+    ready(fleet, 3.0)
+    assert (state.traces, fleet.busy, fleet.used) == ([], set(), {"a"})
+
+
+def test_a_clock_is_known_by_its_quickest_message_of_late() -> None:
+    clock = HostClock()
+    assert (clock.corrected(5.0), clock.theirs(5.0)) == (5.0, -math.inf)
+    clock.hear(1000.0, 10.5)
+    clock.hear(1001.0, 11.1)
+    clock.hear(1002.0, 14.0)
+    assert clock.corrected(1003.0) == pytest.approx(13.1)
+    assert clock.theirs(13.1) == pytest.approx(1003.0)
+    for now in range(20, 200):
+        clock.hear(now + 900.0, now)  # it has lost 90 seconds
+    assert clock.corrected(1100.0) == pytest.approx(200.0)

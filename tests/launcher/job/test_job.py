@@ -1,0 +1,1688 @@
+"""The job driven by hand: events and times go in, commands and one outcome come out. No process, no clock."""
+
+import signal
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from launcher import __version__
+from launcher.errors import HostError, PlacementError, StartError, StoreError
+from launcher.hosts.host import Host, HostKind
+from launcher.job.events import (
+    Close,
+    Command,
+    Connected,
+    Event,
+    Keep,
+    Lost,
+    Notice,
+    Open,
+    Said,
+    Signalled,
+    Slept,
+    SuspendSelf,
+    Tell,
+    Tick,
+    Unread,
+)
+from launcher.job.evidence_round import COLLECT_S
+from launcher.job.job import ROOT_WAIT_S, Job, Phase
+from launcher.job.outcome import FailureKind, Outcome
+from launcher.job.stopping import ANSWER_S, CHECK_S
+from launcher.placement.job_spec import Command as Program
+from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.protocol import (
+    PROTOCOL,
+    Bye,
+    Collect,
+    Collected,
+    EndAttempt,
+    Evidence,
+    Exited,
+    Facts,
+    Heartbeat,
+    Hello,
+    OpenStore,
+    Prepare,
+    Report,
+    RestartWorker,
+    SignalWorkers,
+    Started,
+    StartWorker,
+    Stop,
+    StoreFailed,
+    StoreOpened,
+    Suspend,
+    Swept,
+)
+
+PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
+M = TypeVar("M")
+T = 30.0  # --heartbeat-timeout-s
+
+
+def spec_for(*names: str, **changes: Any) -> JobSpec:
+    return JobSpec(
+        **{
+            "command": Program(CommandKind.SCRIPT, "train.py", ("--lr", "1")),
+            "hosts": tuple(Host(name, HostKind.SSH, slots=2) for name in names),
+            "run_id": "r1",
+            "workdir": Path("/work"),
+            "python": "/usr/bin/python3",
+            "grace_s": 10.0,
+            "start_timeout_s": 60.0,
+            **changes,
+        }
+    )
+
+
+class Drive:
+    """A job and the time; `clocks` says how far each host's monotonic clock is ahead of ours."""
+
+    def __init__(self, *names: str, clocks: dict[str, float] | None = None, **changes: Any) -> None:
+        self.now = 1000.0
+        self.names = names
+        self.clocks = clocks or {}
+        self.job = Job(spec_for(*names, **changes), self.now)
+        self.commands: list[Command] = self.job.start()  # all so far
+
+    def event(self, event: Event, *, after_s: float = 0.0) -> list[Command]:
+        self.now += after_s
+        commands = self.job.handle(event, self.now)
+        self.commands += commands
+        return commands
+
+    def say(self, host: str, *messages: Report, after_s: float = 0.0) -> list[Command]:
+        self.now += after_s
+        return [c for message in messages for c in self.event(Said(host, self.link(host), message))]
+
+    def connect(self, host: str) -> list[Command]:
+        return self.event(Connected(host, self.link(host), "10.0.0.1"))
+
+    def lose(self, host: str, reason: str = "the connection broke", *, after_s: float = 0.0) -> list[Command]:
+        return self.event(Lost(host, self.link(host), reason), after_s=after_s)
+
+    def link(self, host: str) -> int:
+        return self.job.fleet.states[host].link
+
+    def wait(self, seconds: float, *, heard: str = "") -> list[Command]:
+        """Let time pass, with every Tick that the job asks for; the hosts `heard` send heartbeats."""
+        until, commands = self.now + seconds, []
+        while self.now < until and self.job.outcome is None:
+            deadline = self.job.deadline()
+            self.now = max(self.now, min(until, deadline))
+            for host in heard:
+                commands += self.say(host, Heartbeat(self.time(host)))
+            commands += self.event(Tick())
+        return commands
+
+    def time(self, host: str) -> float:
+        return self.now + self.clocks.get(host, 0.0)
+
+    # ---- what hosts say ----
+
+    def join(self, *names: str) -> list[Command]:
+        """Let hosts connect and greet."""
+        return [c for name in names or self.names for c in [*self.connect(name), *self.say(name, self.hello(name))]]
+
+    def hello(self, host: str, **changes: Any) -> Hello:
+        trace = f"{host}{self.link(host)}"
+        good = Hello(PROTOCOL, __version__, PYTHON, hostname=host, pid=1, trace=trace, time=self.time(host))
+        return replace(good, **changes)
+
+    def facts(self, host: str, **changes: Any) -> Facts:
+        good = Facts([], "CUDA_VISIBLE_DEVICES", False, [0, 1], 2, problems=[], time=self.time(host))
+        return replace(good, **changes)
+
+    def exited(self, host: str, rank: int, status: int = 0, *, at: float | None = None, **changes: Any) -> Exited:
+        """Return the end of a worker; `at` is the time of its end on our clock."""
+        time = (self.now if at is None else at) + self.clocks.get(host, 0.0)
+        good = Exited(
+            attempt=self.number, rank=rank, pid=100 + rank, status=status, ran_s=1.0, provoked=False, killer="",
+            error=None, error_file=None, time=time,
+        )  # fmt: skip
+        return replace(good, **changes)
+
+    # ---- the usual way ----
+
+    @property
+    def number(self) -> int:
+        return self.job.attempt.number if self.job.attempt is not None else 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.job.attempt.members if self.job.attempt is not None else ()
+
+    def host_of(self, rank: int) -> str:
+        return self.members[rank // 2]
+
+    def check(self, *names: str) -> list[Command]:
+        return [c for name in names or self.names for c in self.say(name, self.facts(name))]
+
+    def back(self, *names: str) -> list[Command]:
+        """Let hosts that were tried again join."""
+        return [c for name in names for c in [*self.join(name), *self.check(name)]]
+
+    def begin(self) -> None:
+        """Bring all workers of an attempt up, two on a host, once its hosts are ready."""
+        assert self.job.phase is Phase.OPENING_STORE
+        begun = self.say(self.members[0], self.opened())
+        for start in messages(begun, StartWorker):
+            host = self.host_of(start.rank)
+            self.say(host, Started(self.number, start.rank, 100 + start.rank, self.time(host)))
+        assert self.job.phase is Phase.RUNNING
+
+    def opened(self) -> StoreOpened:
+        return StoreOpened(self.number, "10.0.0.9", 29500)
+
+    def run(self) -> None:
+        self.join()
+        self.check()
+        self.begin()
+
+    def collected(self, *names: str) -> list[Command]:
+        """Let hosts answer the newest Collect, with nothing found."""
+        number = messages(self.commands, Collect)[-1].number
+        return [c for name in names or self.members for c in self.say(name, Collected(number))]
+
+    def swept(self, *names: str, saved: int = 0, left: list[str] | None = None) -> list[Command]:
+        swept = Swept(self.number, swept=0, saved=saved, left=left or [])
+        return [c for name in names or self.members for c in self.say(name, swept)]
+
+    def fail(self, rank: int, status: int = 1, **changes: Any) -> list[Command]:
+        """Let a worker fail, and the hosts say where the others stand."""
+        commands = self.say(self.host_of(rank), self.exited(self.host_of(rank), rank, status, **changes))
+        return commands + self.collected(*(name for name in self.members if self.job.fleet.states[name].connected))
+
+    def goodbye(self, *names: str, **changes: Any) -> None:
+        for name in names or self.names:
+            self.say(name, replace(Bye(swept=0, left=[], reason=""), **changes))
+
+    def stop_all(self) -> None:
+        """Let every worker end as the agents make them, and the agents too."""
+        for rank in range(2 * len(self.members)):
+            host = self.host_of(rank)
+            self.say(host, self.exited(host, rank, -signal.SIGTERM, provoked=True))
+        self.goodbye()
+
+    def end_well(self) -> None:
+        for rank in range(2 * len(self.members)):
+            self.say(self.host_of(rank), self.exited(self.host_of(rank), rank))
+        self.goodbye(*(state.name for state in self.job.fleet if state.connected))
+
+    @property
+    def outcome(self) -> Outcome:
+        assert self.job.outcome is not None
+        return self.job.outcome
+
+
+def tells(commands: Iterable[Command]) -> list[Tell]:
+    return [command for command in commands if isinstance(command, Tell)]
+
+
+def messages(commands: Iterable[Command], kind: type[M]) -> list[M]:
+    return [tell.message for tell in tells(commands) if isinstance(tell.message, kind)]
+
+
+def told(commands: Iterable[Command], kind: type) -> list[str]:
+    return [tell.host for tell in tells(commands) if isinstance(tell.message, kind)]
+
+
+def opened(commands: Iterable[Command]) -> list[str]:
+    return [command.host for command in commands if isinstance(command, Open)]
+
+
+def notices(commands: Iterable[Command]) -> list[str]:
+    return [command.text for command in commands if isinstance(command, Notice)]
+
+
+def closed(commands: Iterable[Command]) -> list[str]:
+    return [command.host for command in commands if isinstance(command, Close)]
+
+
+# ---- the start -----------------------------------------------------------------------------------------------
+
+
+def test_two_hosts_from_the_first_connection_to_the_end() -> None:
+    drive = Drive("a", "b")
+    assert drive.connect("a") == []
+    (tell,) = tells(drive.say("a", drive.hello("a")))
+    assert (tell.host, tell.message) == (
+        "a",
+        Prepare(
+            "r1",
+            "/work",
+            script="train.py",
+            program=None,
+            export={},
+            grace_s=10.0,
+            lease_s=0.6 * T,
+            clean=[],
+            part=0,
+            parts=1,
+            interfaces=[],
+        ),
+    )
+    assert drive.say("a", drive.facts("a")) == []
+    drive.join("b")
+    (tell,) = tells(drive.say("b", drive.facts("b")))
+    assert (tell.host, tell.message) == ("a", OpenStore(0, "", "b", 29500, exact=False))
+    begun = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
+    assert told(begun, StartWorker) == ["a", "a", "b", "b"]
+    starts = messages(begun, StartWorker)
+    assert [start.rank for start in starts] == [0, 1, 2, 3]
+    assert {(start.through, *start.argv) for start in starts} == {("script", "train.py", "--lr", "1")}
+    assert {(start.env["MASTER_ADDR"], start.env["MASTER_PORT"]) for start in starts} == {("10.0.0.9", "29501")}
+    for rank in range(4):
+        host = "ab"[rank // 2]
+        drive.say(host, Started(0, rank, 100 + rank, drive.now))
+        assert drive.job.phase is Phase.RUNNING
+    for rank in range(4):
+        host = "ab"[rank // 2]
+        commands = drive.say(host, drive.exited(host, rank), after_s=1)
+    assert told(commands, Stop) == ["a", "b"]
+    drive.goodbye("a")
+    assert drive.job.outcome is None
+    drive.goodbye("b")
+    assert drive.job.phase is Phase.ENDED
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.error, outcome.signum, outcome.cause) == (0, None, None, None)
+    assert (outcome.world_size, outcome.hosts, outcome.stopped, outcome.duration_s) == (4, 2, 0, 4.0)
+    assert closed(drive.commands) == ["a", "b"]
+
+
+def test_hosts_may_answer_in_any_order() -> None:
+    drive = Drive("a", "b", "c")
+    drive.join("c", "a")
+    drive.check("c")
+    drive.join("b")
+    drive.check("b")
+    assert messages(drive.commands, OpenStore) == []
+    drive.check("a")
+    assert told(drive.commands, OpenStore) == ["a"]
+
+
+def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -> None:
+    drive = Drive("a", "b", "c")
+    drive.join("a", "b")
+    drive.check("a")
+    assert told(drive.say("b", drive.facts("b", problems=["no /work", "no GPU 7"])), Stop) == ["b"]
+    assert drive.job.phase is Phase.GATHERING, "the third may have a problem as well"
+    assert told(drive.lose("c", "connection refused"), Stop) == ["a"]
+    drive.goodbye("a", "b")
+    error = drive.outcome.error
+    assert isinstance(error, StartError)
+    assert error.reasons == {"b": "no /work; no GPU 7", "c": "connection refused"}
+    assert str(error).startswith("2 of 3 hosts cannot start; no worker was started.\n")
+    assert drive.outcome.exit_code == 1
+    assert messages(drive.commands, StartWorker) == []
+
+
+def test_a_refused_host_that_leaves_before_the_others_answer_keeps_its_reason() -> None:
+    for leave in (Said("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
+        drive = Drive("a", "b")
+        drive.join()
+        drive.say("a", drive.facts("a", problems=["no /work"]))
+        drive.event(leave)
+        drive.check("b")
+        drive.goodbye("b")
+        assert isinstance(drive.outcome.error, StartError)
+        assert drive.outcome.error.reasons == {"a": "no /work"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": "9.9"}, "has dtrain 9.9, here it is"),
+        ({"protocol": PROTOCOL + 1}, "install the same there: /usr/bin/python3 -m pip install dtrain=="),
+        ({"python": "3.9.2"}, "/usr/bin/python3 is Python 3.9.2, here it is"),
+    ],
+)
+def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict[str, Any], reason: str) -> None:
+    drive = Drive("a", "b")
+    drive.join("a")
+    drive.check("a")
+    drive.connect("b")
+    drive.say("b", drive.hello("b", **changes))
+    drive.goodbye()
+    assert isinstance(drive.outcome.error, StartError)
+    assert reason in drive.outcome.error.reasons["b"]
+    assert told(drive.commands, Prepare) == ["a"]
+
+
+def test_the_python_of_a_host_does_not_matter_to_a_program() -> None:
+    drive = Drive("a", command=Program(CommandKind.PROGRAM, "./train"))
+    drive.connect("a")
+    (prepare,) = messages(drive.say("a", drive.hello("a", python="3.9.2")), Prepare)
+    assert (prepare.script, prepare.program) == (None, "./train")
+
+
+def test_workers_that_do_not_fit_end_the_run_as_a_usage_error() -> None:
+    drive = Drive("a", "b", nproc=3)
+    drive.join()
+    drive.check()
+    drive.goodbye()
+    assert isinstance(drive.outcome.error, PlacementError)
+    assert drive.outcome.exit_code == 2
+    assert {line.partition(":")[0] for line in str(drive.outcome.error).splitlines()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("address", [None, "10.9.9.9"])
+def test_the_store_is_where_the_other_hosts_reach_it(address: str | None) -> None:
+    def store(*hosts: Host) -> OpenStore:
+        drive = Drive(*(host.name for host in hosts), hosts=hosts, master_addr=address, master_port=4000)
+        drive.join()
+        drive.check()
+        (found,) = messages(drive.commands, OpenStore)
+        assert (found.port, found.exact) == (4000, True)
+        return found
+
+    here, there = Host("here", HostKind.LOCAL), Host("there", HostKind.SSH)
+    assert store(here).address == (address or "127.0.0.1")
+    assert store(Host("sim0", HostKind.SIMULATED), Host("sim1", HostKind.SIMULATED)).address == (address or "127.0.0.1")
+    assert store(there).address == (address or ""), "the address by which that host was reached"
+    assert store(here, there).address == (address or "10.0.0.1"), "ours, as the other one sees it"
+
+
+# ---- a start that takes too long -----------------------------------------------------------------------------
+
+
+def test_hosts_that_are_not_ready_in_time_are_all_named() -> None:
+    drive = Drive("a", "b", "c", "d", start_timeout_s=20.0)
+    drive.join("a", "b")
+    drive.check("a")
+    drive.connect("c")
+    assert told(drive.wait(19.9, heard="ab"), Stop) == []
+    commands = drive.wait(0.1)
+    assert closed(commands) == ["c", "d"]
+    assert told(commands, Stop) == ["a", "b"]
+    drive.goodbye("a", "b")
+    assert isinstance(drive.outcome.error, StartError)
+    limit = "within 20 s (--start-timeout-s)"
+    assert drive.outcome.error.reasons == {
+        "b": f"did not answer {limit}", "c": f"did not answer {limit}", "d": f"was not reached {limit}",
+    }  # fmt: skip
+
+
+def test_a_store_that_does_not_open_in_time_is_an_error_of_its_host() -> None:
+    drive = Drive("a", "b", start_timeout_s=20.0)
+    drive.join()
+    drive.check()
+    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
+    assert drive.say("a", drive.opened()) == [], "too late"
+    drive.goodbye()
+    assert isinstance(drive.outcome.error, HostError)
+    assert str(drive.outcome.error).startswith("a: the rendezvous store was not opened within 20 s")
+
+
+def test_workers_that_do_not_start_in_time_are_named_with_their_host() -> None:
+    drive = Drive("a", "b", start_timeout_s=20.0)
+    drive.join()
+    drive.check()
+    drive.say("a", drive.opened())
+    drive.say("a", Started(0, 0, 100, drive.now), Started(0, 1, 101, drive.now))
+    drive.say("b", Started(0, 2, 102, drive.now))
+    assert drive.job.progress == "3 of 4 workers started"
+    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
+    drive.stop_all()
+    assert str(drive.outcome.error) == "b: rank 3 was not started within 20 s (--start-timeout-s)"
+    assert drive.outcome.exit_code == 1
+
+
+def test_a_deadline_never_stays_in_the_past() -> None:
+    drive = Drive("a", "b", start_timeout_s=500.0)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("a")
+    for _ in range(3):
+        drive.event(Tick())
+        assert drive.job.deadline() > drive.now
+
+
+def test_where_event_follows_event_the_heartbeats_go_out_all_the_same() -> None:
+    drive = Drive("a")
+    drive.run()
+    sent = [c for _ in range(100) for c in drive.say("a", Heartbeat(drive.time("a")), after_s=0.1)]
+    assert 3 <= len(messages(sent, Heartbeat)) <= 4, "every 3 s, though there was no Tick"
+
+
+# ---- failures ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
+    drive = Drive("a", "b", clocks={"a": 5000.0, "b": -900.0})
+    drive.run()
+    drive.now += 10
+    later, first = drive.now - 0.5, drive.now - 2.0
+    assert messages(drive.say("a", drive.exited("a", 1, 7, at=later)), Stop) == []
+    drive.say("b", drive.exited("b", 2, -signal.SIGSEGV, at=first))  # its news took longer
+    commands = drive.collected()
+    assert [(stop.signum, stop.grace_s) for stop in messages(commands, Stop)] == 2 * [(signal.SIGTERM, 10.0)]
+    drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
+    drive.say("b", drive.exited("b", 3, 0, provoked=True))
+    drive.goodbye()
+    outcome = drive.outcome
+    assert outcome.cause is not None
+    assert (outcome.cause.rank, outcome.cause.host, outcome.cause.kind) == (2, "b", FailureKind.KILLED)
+    assert outcome.exit_code == 128 + signal.SIGSEGV
+    assert (len(outcome.victims), outcome.stopped) == (1, 2)
+    assert outcome.cause.at == pytest.approx(first)
+
+
+def test_the_clock_of_a_host_is_corrected_by_its_quickest_message() -> None:
+    drive = Drive("a", clocks={"a": 5000.0})
+    drive.run()
+    late = Heartbeat(drive.time("a"))
+    drive.say("a", late, after_s=3)  # three seconds on its way: it must not move what is known of the clock
+    drive.fail(0, at=drive.now)
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert drive.outcome.cause.at == drive.now
+
+
+def test_a_clock_that_drifts_is_measured_anew() -> None:
+    drive = Drive("a", clocks={"a": 5000.0})
+    drive.run()
+    drive.clocks["a"] -= 10  # it stood still for 10 s
+    for _ in range(150):
+        drive.now += 1
+        drive.say("a", Heartbeat(drive.time("a")))
+    drive.fail(0, at=drive.now)
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert drive.outcome.cause.at == drive.now
+
+
+def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> None:
+    drive = Drive("a", clocks={"a": -5000.0})
+    drive.run()
+    for _ in range(5):
+        assert closed(drive.event(Unread("a"), after_s=T - 1)) == []
+        assert closed(drive.event(Tick())) == []
+    drive.fail(0)
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert drive.outcome.cause.at == drive.now
+
+
+def test_workers_that_end_because_we_stopped_them_are_no_failures() -> None:
+    drive = Drive("a")
+    drive.run()
+    drive.fail(0, 3)
+    drive.say("a", drive.exited("a", 1, 9, provoked=True))
+    drive.goodbye()
+    assert (drive.outcome.exit_code, drive.outcome.victims, drive.outcome.stopped) == (3, (), 1)
+
+
+def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> None:
+    error = {"type": "ValueError", "message": "loss is nan", "where": "train.py:9 in step"}
+    drive = Drive("a", "b", clocks={"b": 77.0})
+    drive.run()
+    drive.now += 2
+    raised = drive.now - 1
+    drive.fail(0)  # its peer noticed that it is gone, and ended first
+    drive.say("b", drive.exited("b", 2, -signal.SIGTERM, at=raised, provoked=True, error=error))
+    drive.say("b", drive.exited("b", 3, -signal.SIGTERM, provoked=True, error=error), after_s=1)  # raised by our signal
+    drive.goodbye()
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.rank, cause.kind, cause.error_type, cause.message, cause.where) == (
+        2, FailureKind.RAISED, "ValueError", "loss is nan", "train.py:9 in step",
+    )  # fmt: skip
+    assert (drive.outcome.exit_code, len(drive.outcome.victims), drive.outcome.stopped) == (1, 1, 1)
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run() -> None:
+    error = {"type": "", "message": "could not be started: ./train: Permission denied", "where": ""}
+    drive = Drive("a")
+    drive.run()
+    drive.fail(1, 127, pid=0, error=error)
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.NEVER_STARTED, 127)
+
+
+def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    commands = drive.lose("b", after_s=5)
+    assert closed(commands) == ["b"]
+    assert told(drive.collected("a"), Stop) == ["a"]
+    drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
+    assert drive.event(Said("b", 1, drive.exited("b", 2, 9))) == [], "nothing is heard from the dead"
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.kind, cause.host, cause.message) == (FailureKind.HOST_LOST, "b", "the connection broke")
+    assert (drive.outcome.exit_code, drive.outcome.victims) == (1, ())
+
+
+def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    last = drive.now
+    assert closed(drive.wait(T - 1, heard="a")) == []
+    commands = drive.wait(1, heard="a")
+    assert closed(commands) == ["b"]
+    drive.collected("a")
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert cause.message == "nothing was heard from it for 30 s"
+    assert cause.at == last
+
+
+def test_an_agent_that_somebody_else_ends_is_a_lost_host() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("b", drive.exited("b", 2, 0, provoked=True), drive.exited("b", 3, -15, provoked=True))
+    at = drive.now
+    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"), after_s=7)
+    assert told(drive.collected("a"), Stop) == ["a"]
+    drive.goodbye("a")
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.kind, cause.message) == (FailureKind.HOST_LOST, "somebody sent it SIGTERM")
+    assert cause.at == at, "when the first of its workers was ended, not when it was done"
+    assert (drive.outcome.exit_code, drive.outcome.unchecked) == (1, ())
+
+
+def test_a_host_whose_workers_have_ended_well_may_go() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("b", drive.exited("b", 2), drive.exited("b", 3))
+    drive.lose("b")
+    assert drive.job.phase is Phase.RUNNING
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert (drive.outcome.exit_code, drive.outcome.cause) == (0, None)
+
+
+def test_the_host_of_the_store_may_not_go() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.lose("a")
+    assert drive.job.phase is Phase.COLLECTING
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_before_any_worker() -> None:
+    drive = Drive("a", "b")
+    drive.join()
+    drive.check()
+    assert told(drive.say("a", StoreFailed(0, "port 29500 is in use by pid 7", drive.now)), Stop) == ["a", "b"]
+    drive.goodbye()
+    assert isinstance(drive.outcome.error, StoreError)
+    assert str(drive.outcome.error) == "a: port 29500 is in use by pid 7"
+    assert (drive.outcome.exit_code, messages(drive.commands, StartWorker)) == (1, [])
+
+
+def test_a_store_that_ends_while_workers_run_is_the_cause() -> None:
+    drive = Drive("a", "b", clocks={"a": 33.0})
+    drive.run()
+    drive.now += 5
+    died = drive.time("a") - 1
+    drive.say("b", drive.exited("b", 2, 1))  # a consequence, and quicker here
+    drive.say("a", StoreFailed(0, "the store's process ended: Killed", died))
+    drive.collected()
+    drive.stop_all()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.STORE_LOST, "a")
+    assert (drive.outcome.exit_code, len(drive.outcome.victims)) == (1, 1)
+
+
+def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
+    drive = Drive("a")
+    drive.run()
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.say("a", StoreFailed(0, "the store's process ended", drive.now))
+    drive.goodbye()
+    assert (drive.outcome.exit_code, drive.outcome.cause, drive.outcome.error) == (0, None, None)
+
+
+# ---- evidence, before anything is stopped --------------------------------------------------------------------
+
+
+def evidence(number: int, rank: int) -> Evidence:
+    return Evidence(number, 0, rank, 100 + rank, "S", "", 1, 0.0, "stack")
+
+
+def test_where_the_others_stand_is_asked_before_they_are_stopped() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    commands = drive.say("a", drive.exited("a", 0, 1))
+    assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
+    assert drive.say("a", evidence(1, 1), Collected(1)) == []
+    commands = drive.say("b", evidence(1, 3), evidence(1, 2), Collected(1))
+    (keep,) = [command for command in commands if isinstance(command, Keep)]
+    assert [found.rank for found in keep.evidence] == [1, 2, 3]
+    assert (keep.attempt, keep.asked, told(commands, Stop)) == (0, False, ["a", "b"])
+    drive.stop_all()
+    assert drive.outcome.evidence == keep.evidence
+
+
+def test_evidence_is_not_waited_for_beyond_its_time() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, 1))
+    drive.say("a", evidence(1, 1), Collected(1))
+    assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
+    commands = drive.wait(0.01)
+    assert [type(command) for command in commands[:2]] == [Keep, Tell]
+    assert told(commands, Stop) == ["a", "b"]
+
+
+def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    assert drive.event(Signalled(signal.SIGQUIT)) == [], "one at a time"
+    drive.say("a", evidence(1, 0), Collected(1))
+    (keep,) = drive.wait(COLLECT_S, heard="ab")
+    assert isinstance(keep, Keep)
+    assert (keep.asked, len(keep.evidence)) == (True, 1)
+    assert drive.job.phase is Phase.RUNNING
+    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    drive.say("a", evidence(2, 0))
+    commands = drive.say("b", drive.exited("b", 2, 1))
+    assert [type(command) for command in commands] == [Keep, Tell, Tell], "what was asked for is shown, then it is anew"
+
+
+def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() -> None:
+    closed_by_peer = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:1", "where": ""}
+    drive = Drive("a", "b", "c")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, 1, error=closed_by_peer))
+    assert told(drive.collected(), Stop) == []
+    commands = drive.say("b", drive.exited("b", 2, -9), after_s=ROOT_WAIT_S / 2)
+    assert told(commands, Stop) == ["a", "b", "c"]
+    drive.goodbye()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.rank, drive.outcome.exit_code) == (2, 137)
+
+
+def test_of_consequences_alone_the_first_is_named_after_that() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.say("a", drive.exited("a", 0, -6))
+    assert told(drive.collected(), Stop) == []
+    assert told(drive.wait(ROOT_WAIT_S, heard="ab"), Stop) == ["a", "b"]
+    drive.goodbye()
+    assert drive.outcome.exit_code == 134
+
+
+def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> None:
+    drive = Drive("a", "b", "c", nnodes=(1, 3))
+    drive.run()
+    last = drive.now
+    drive.say("a", drive.exited("a", 0, -6), after_s=1)
+    drive.collected("a", "b")
+    commands = drive.wait(T - 2, heard="ab")
+    assert told(commands, EndAttempt) == []
+    commands = drive.wait(2, heard="ab")
+    assert told(commands, EndAttempt) == ["a", "b"], "it costs no restart: there were none"
+    drive.swept("a", "b")
+    (ended, *_) = [text for text in notices(drive.commands) if "ended" in text]
+    assert ended == f"attempt 0 ended after {last - 1000:.1f} s: host c was lost: nothing was heard from it for 30 s"
+
+
+def test_a_stall_is_a_failure_of_its_own() -> None:
+    drive = Drive("a", "b", stall_timeout_s=20.0)
+    drive.run()
+    for progress in range(30):
+        drive.say("a", Heartbeat(drive.time("a"), progress), after_s=1)
+        drive.say("b", Heartbeat(drive.time("b"), 7))
+        assert messages(drive.event(Tick()), Collect) == []
+    assert told(drive.wait(20, heard="ab"), Collect) == [], "its own number has changed back, once"
+    assert told(drive.wait(20, heard="ab"), Collect) == ["a", "b"]
+    drive.collected()
+    drive.stop_all()
+    cause = drive.outcome.cause
+    assert cause is not None
+    assert (cause.kind, cause.host, cause.rank) == (FailureKind.STALLED, "", None)
+    assert (cause.message, drive.outcome.exit_code) == ("no rank has made progress for 20 s", 1)
+
+
+# ---- back at work --------------------------------------------------------------------------------------------
+
+
+def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    assert told(drive.fail(0, 7), EndAttempt) == ["a", "b"]
+    assert drive.swept("a") == []
+    commands = drive.swept("b")
+    assert notices(commands) == [
+        "attempt 0 ended after 1.0 s: rank 0 on a exited with code 7",
+        "attempt 1 begins on 2 hosts",
+    ]
+    assert messages(commands, OpenStore) == [OpenStore(1, "", "b", 29500, exact=False)]
+    starts = messages(drive.say("a", StoreOpened(0, "10.0.0.9", 1), StoreOpened(1, "10.0.0.9", 29501)), StartWorker)
+    assert [(start.attempt, start.rank) for start in starts] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert {start.env["TORCHELASTIC_RESTART_COUNT"] for start in starts} == {"1"}
+    assert {start.env["MASTER_PORT"] for start in starts} == {"29501"}
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.cause) == (0, 2, None)
+
+
+def test_restarts_are_used_up_and_the_last_cause_decides() -> None:
+    drive = Drive("a", max_restarts=2)
+    drive.run()
+    for status in (3, 4):
+        drive.fail(0, status)
+        drive.swept()
+        drive.wait(1, heard="a")
+        drive.begin()
+    assert told(drive.fail(1, 5), Stop) == ["a"], "for good"
+    drive.goodbye()
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.attempts) == (5, 3)
+    assert outcome.gave_up == "all 2 restarts (--max-restarts) were used"
+
+
+def test_a_script_that_succeeds_at_the_fourth_try_succeeds() -> None:
+    drive = Drive("a", max_restarts=3)
+    drive.run()
+    pauses = []
+    for _ in range(3):
+        drive.fail(0, 1)
+        ended = drive.now
+        drive.swept()
+        while drive.job.phase is Phase.GATHERING:
+            drive.wait(0.125, heard="a")
+        pauses.append(drive.now - ended)
+        drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 4)
+    assert pauses == [0.0, 0.5, 1.0], "it backs off"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "ran_s", "again"),
+    [
+        ("SyntaxError", 1, 1.0, False),
+        ("ModuleNotFoundError", 1, 20.0, False),
+        ("FileNotFoundError", 1, 31.0, True),
+        ("ValueError", 1, 1.0, True),
+        ("", 2, 1.0, False),
+        ("", 127, 1.0, False),
+        ("", 3, 1.0, True),
+    ],
+)
+def test_what_no_restart_can_mend_is_not_tried_again(kind: str, status: int, ran_s: float, again: bool) -> None:
+    error = {"type": kind, "message": "", "where": ""} if kind else None
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    commands = drive.fail(0, status, error=error, ran_s=ran_s)
+    assert bool(messages(commands, EndAttempt)) is again
+    if not again:
+        drive.goodbye()
+        assert drive.outcome.gave_up == "not tried again: no restart can mend that"
+        assert drive.outcome.exit_code == status
+
+
+def test_a_later_attempt_that_finds_no_file_is_tried_again() -> None:
+    error = {"type": "FileNotFoundError", "message": "", "where": ""}
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    drive.fail(0, 7)
+    drive.swept()
+    drive.begin()
+    assert told(drive.fail(0, 1, error=error), EndAttempt) == ["a"]
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_crash_loop_without_progress_ends_early(saved: int) -> None:
+    drive = Drive("a", max_restarts=100)
+    drive.run()
+    for _ in range(4):
+        drive.fail(0, 1)
+        drive.swept(saved=saved)
+        drive.wait(30, heard="a")
+        drive.begin()
+    assert told(drive.fail(0, 1), EndAttempt) == ["a"], "whether it made progress is not known before it has ended"
+    commands = drive.swept(saved=saved)
+    if saved:
+        assert drive.job.phase is Phase.OPENING_STORE
+        return
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye()
+    assert drive.outcome.gave_up == "not tried again: the same failure came 5 times in a row, without any progress"
+    assert (drive.outcome.attempts, drive.outcome.exit_code) == (5, 1)
+
+
+def test_a_host_that_is_lost_between_attempts_is_waited_for() -> None:
+    drive = Drive("a", "b", max_restarts=3)
+    drive.run()
+    drive.fail(0, 7)
+    drive.lose("b")
+    drive.swept("a")
+    assert opened(drive.event(Tick())) == ["b"]
+    drive.join("b")
+    clean = messages(drive.commands, Prepare)[-1].clean
+    assert clean == ["b1"], "its new agent ends what the lost one left, before it answers"
+    assert drive.job.phase is Phase.ENDING
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
+def test_too_few_hosts_end_the_run_with_the_last_cause() -> None:
+    drive = Drive("a", "b", max_restarts=3, start_timeout_s=20.0)
+    drive.run()
+    drive.lose("b", "no route to host")
+    drive.collected("a")
+    drive.swept("a")
+    commands = drive.wait(100, heard="a")
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.gave_up.startswith("1 of at least 2 hosts were ready for another attempt within 20 s")
+    assert "b: " in drive.outcome.gave_up
+    assert (drive.outcome.exit_code, drive.outcome.cause is not None) == (1, True)
+
+
+def test_a_host_is_fenced_by_the_end_of_its_lease() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    drive.event(Tick())
+    assert drive.job.phase is Phase.ENDING, "its workers may live"
+    commands = drive.wait(0.8 * T - 0.1, heard="a")
+    assert messages(commands, OpenStore) == []
+    drive.lose("b", "no route to host")
+    commands = drive.wait(0.1, heard="a")
+    assert told(commands, OpenStore) == ["a"], "its agent has heard no heartbeat for so long that it has ended them"
+    drive.begin()
+    drive.end_well()
+    drive.wait(CHECK_S)
+    ((name, reason),) = drive.outcome.unchecked
+    assert (name, drive.outcome.exit_code) == ("b", 0)
+    assert reason.endswith("having heard nothing from dtrain, it has ended its workers by itself")
+
+
+def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.event(Signalled(signal.SIGTSTP))
+    drive.event(Slept(100), after_s=100)
+    drive.event(Signalled(signal.SIGCONT))
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    commands = drive.wait(200, heard="a")
+    assert messages(commands, OpenStore) == []
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.gave_up == "no further attempt: workers of the last one may still live on b"
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+
+
+def test_what_cannot_be_ended_keeps_its_host_out_of_the_next_attempt() -> None:
+    drive = Drive("a", "b", "c", nnodes=(1, 2), max_restarts=1)
+    drive.run()
+    drive.fail(0, 7)
+    commands = drive.swept("a", left=["pid 9 (python, state D)"])
+    assert told(commands, Stop) == ["a"]
+    assert notices(commands) == ["a cannot be used for now: processes cannot be ended there: pid 9 (python, state D)"]
+    drive.goodbye("a", left=["pid 9 (python, state D)"])
+    assert told(drive.swept("b"), OpenStore) == ["c"]
+    assert drive.members == ("c", "b")
+    drive.begin()
+    drive.end_well()
+    assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
+
+
+def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("a")
+    drive.collected("b")
+    drive.swept("b")
+    drive.event(Tick())
+    drive.join("a")
+    commands = drive.say("a", drive.facts("a", left=["pid 9 (python, state D)"]))
+    assert told(commands, Stop) == ["a"]
+    assert told(commands, OpenStore) == ["b"]
+    drive.goodbye("a")
+    drive.begin()
+    drive.end_well()
+    assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
+
+
+def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.say("b", Bye(0, ["pid 9 (python, state D)"], "somebody sent it SIGTERM"))
+    drive.collected("a")
+    assert told(drive.swept("a"), OpenStore) == ["a"]
+    drive.begin()
+    assert opened(drive.wait(60, heard="a")) == []
+    drive.end_well()
+    assert drive.outcome.left == (("b", ("pid 9 (python, state D)",)),)
+
+
+def test_what_an_agent_says_of_an_attempt_before_it_has_cleaned_up_proves_nothing() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.event(Tick())
+    drive.join("b")
+    assert told(drive.collected("a"), EndAttempt) == ["a"], "it takes no part in the attempt"
+    drive.swept("a")
+    drive.swept("b")
+    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
+def test_all_hosts_lost_at_once_may_all_come_back() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.run()
+    drive.lose("a")
+    drive.lose("b")
+    assert opened(drive.event(Tick())) == ["a", "b"]
+    drive.back("a", "b")
+    assert drive.members == ("a", "b")
+    drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 2)
+
+
+def test_the_only_host_lost_while_the_store_opens_ends_the_run() -> None:
+    drive = Drive("a")
+    drive.join()
+    drive.check()
+    drive.lose("a")
+    drive.wait(CHECK_S)
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.HOST_LOST, 1)
+
+
+def test_a_long_grace_period_is_not_cut_short_by_the_lease() -> None:
+    drive = Drive("a", grace_s=300.0, max_restarts=1)
+    drive.run()
+    drive.fail(0, 7)
+    assert len(messages(drive.wait(290, heard="a"), Heartbeat)) > 90
+    drive.event(Signalled(signal.SIGTERM))
+    assert len(messages(drive.wait(290, heard="a"), Heartbeat)) > 90
+    drive.goodbye()
+    assert drive.outcome.exit_code == 7
+
+
+# ---- elastic -------------------------------------------------------------------------------------------------
+
+
+def lose_and_leave(drive: Drive, name: str) -> None:
+    """Lose a host that answers no more, and let the others begin the next attempt."""
+    drive.lose(name)
+    others = [member for member in drive.members if member != name]
+    if drive.job.phase is Phase.COLLECTING:
+        drive.collected(*others)
+    drive.swept(*others)
+    drive.event(Tick())
+    drive.lose(name, "connection refused")
+    while drive.job.phase is not Phase.OPENING_STORE:
+        drive.wait(1, heard="".join(state.name for state in drive.job.fleet if state.greeted))
+        if drive.job.fleet.states[name].phase.name == "CONNECTING":
+            drive.lose(name, "connection refused")
+
+
+def test_a_lost_host_costs_no_restart_and_the_others_go_on() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3))
+    drive.run()
+    lose_and_leave(drive, "a")
+    assert drive.members == ("b", "c")
+    assert notices(drive.commands)[-1] == "attempt 1 begins on 2 hosts, without a"
+    drive.begin()
+    drive.end_well()
+    drive.wait(CHECK_S)
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.world_size) == (0, 2, 4)
+
+
+def test_a_spare_takes_the_place_of_a_lost_host_and_the_others_keep_their_ranks() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 2), max_restarts=0)
+    drive.run()
+    assert drive.members == ("a", "b")
+    lose_and_leave(drive, "a")
+    assert drive.members == ("c", "b")
+    assert notices(drive.commands)[-1] == "attempt 1 begins on 2 hosts, without a, with c"
+
+
+def test_a_returned_host_waits_for_the_next_attempt_unless_the_run_is_to_grow() -> None:
+    for grow in (False, True):
+        drive = Drive("a", "b", nnodes=(1, 2), grow=grow)
+        drive.run()
+        lose_and_leave(drive, "a")
+        drive.begin()
+        while drive.job.fleet.states["a"].phase.name != "CONNECTING":
+            drive.wait(0.5, heard="b")
+        commands = drive.back("a")
+        if not grow:
+            assert commands[1:] == []
+            assert drive.job.phase is Phase.RUNNING
+            continue
+        assert notices(commands) == ["a has come; attempt 1 ends so that the next one can use it"]
+        assert told(commands, EndAttempt) == ["b"]
+        assert told(drive.swept("b"), OpenStore) == ["b"]
+        assert drive.members == ("b", "a"), "who stayed keeps its rank"
+
+
+def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.say("a", drive.opened())
+    drive.wait(1)
+    drive.back("b")
+    assert drive.say("a", Started(0, 0, 100, drive.now)) == []
+    assert told(drive.say("a", Started(0, 1, 101, drive.now)), EndAttempt) == ["a"]
+
+
+def test_a_run_about_to_end_does_not_grow() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.begin()
+    drive.say("a", drive.exited("a", 0))
+    drive.wait(1)
+    drive.back("b")
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_hosts_that_are_lost_while_a_run_ends_an_attempt_to_grow_may_come_back() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    drive.lose("c", "connection refused")
+    drive.begin()
+    drive.wait(1)
+    drive.back("c")
+    assert drive.job.phase is Phase.ENDING
+    drive.lose("c")
+    drive.lose("b")
+    drive.swept("a")
+    drive.event(Tick())
+    drive.back("b")  # its workers are gone, so the attempt is over
+    drive.wait(3, heard="ab")  # the last call for c
+    assert drive.job.phase is Phase.OPENING_STORE
+    assert drive.members == ("a", "b")
+
+
+def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_failed() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    drive.lose("c", "connection refused")
+    drive.begin()
+    drive.wait(1)
+    drive.back("c")
+    drive.swept("a")
+    drive.lose("c")
+    drive.say("b", Swept(0, 0, 0, ["pid 9 (python, state D)"]))
+    drive.goodbye("b")
+    commands = drive.wait(30, heard="a")
+    assert told(commands, Stop) == ["a"]
+    drive.goodbye("a")
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.HOST_LOST, "b")
+    assert (drive.outcome.exit_code, drive.outcome.gave_up != "") == (1, True)
+
+
+def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    for _ in range(2):
+        drive.begin()
+        while drive.job.fleet.states["b"].phase.name != "CONNECTING":
+            drive.wait(0.5, heard="a")
+        assert told(drive.back("b"), EndAttempt) == ["a"]
+        drive.lose("b")
+        drive.swept("a")
+        assert drive.members == ("a",)
+        drive.wait(4, heard="a")
+    assert (
+        notices(drive.commands)[-1] == "b is left out from now on: for 2 attempts that ended for it, it was gone again"
+    )
+    drive.begin()
+    assert opened(drive.wait(60, heard="a")) == []
+
+
+def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2), max_restarts=5)
+    drive.run()
+    drive.fail(2, 7)
+    drive.swept()
+    drive.begin()
+    drive.fail(2, 8)
+    commands = drive.swept()
+    assert "b is left out from now on: it ended 2 attempts in a row" in notices(commands)
+    assert told(commands, Stop) == ["b"]
+    drive.wait(1, heard="a")
+    assert drive.members == ("a",)
+
+
+def test_a_host_is_not_left_out_where_it_is_needed() -> None:
+    drive = Drive("a", "b", max_restarts=5)
+    drive.run()
+    for status in (7, 8, 9):
+        drive.fail(2, status)
+        drive.swept()
+        drive.wait(1, heard="ab")
+        drive.begin()
+    assert drive.members == ("a", "b")
+
+
+def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3))
+    drive.join("a", "b")
+    drive.check("a", "b")
+    assert messages(drive.wait(14.9, heard="ab"), OpenStore) == []
+    assert told(drive.wait(0.1, heard="ab"), OpenStore) == ["a"]
+    assert drive.members == ("a", "b")
+
+
+def test_a_last_call_leaves_time_for_the_start() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=10.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    assert told(drive.wait(10, heard="ab"), OpenStore) == ["a"], "c did not answer in all that time"
+    drive.wait(5, heard="ab")
+    drive.begin()
+
+
+def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -> None:
+    drive = Drive("a", "b", nnodes=(1, 2))
+    drive.join()
+    commands = drive.say("b", drive.facts("b", problems=["no /work"]))
+    assert notices(commands) == ["b cannot be used for now: no /work"]
+    assert told(drive.check("a"), OpenStore) == ["a"]
+
+
+def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_others_are_enough() -> None:
+    hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
+    drive = Drive("a", "b", hosts=hosts, nnodes=(1, 2), nproc="gpu")
+    drive.join()
+    drive.say("a", drive.facts("a", gpus=["0", "1"], gpus_verified=True))
+    commands = drive.check("b")
+    assert "b is left out from now on: one worker for each GPU, but it has none" in notices(commands)
+    assert told(commands, OpenStore) == ["a"]
+    assert drive.members == ("a",)
+
+
+def test_below_the_least_number_the_run_waits_and_then_ends() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=20.0)
+    drive.join("a")
+    drive.check("a")
+    drive.lose("b", "connection refused")
+    drive.lose("c", "connection refused")
+    assert "b" in opened(drive.wait(10, heard="a")), "it is tried again"
+    assert told(drive.wait(10, heard="a"), Stop) == ["a"]
+    drive.goodbye("a")
+    assert isinstance(drive.outcome.error, StartError)
+    assert drive.outcome.error.reasons["b"] == "connection refused"
+
+
+# ---- signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_decides_the_exit_code(signum: signal.Signals) -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    commands = drive.event(Signalled(signum))
+    assert [(tell.host, tell.message) for tell in tells(commands)] == [
+        (name, Stop(signum=signum, grace_s=10.0)) for name in ("a", "b")
+    ]
+    drive.say("a", drive.exited("a", 0, 1))  # the script's own answer to the signal
+    drive.stop_all()
+    assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (128 + signum, signum, None)
+
+
+def test_a_signal_between_two_attempts_ends_the_run() -> None:
+    drive = Drive("a", max_restarts=5)
+    drive.run()
+    drive.fail(0, 7)
+    drive.swept()
+    drive.begin()
+    drive.fail(0, 7)
+    drive.swept()
+    assert drive.job.phase is Phase.GATHERING
+    assert told(drive.event(Signalled(signal.SIGINT)), Stop) == ["a"]
+    drive.goodbye()
+    assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (130, 2, None)
+
+
+def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.event(Signalled(signal.SIGINT))
+    second = drive.event(Signalled(signal.SIGINT), after_s=1)
+    assert {(stop.signum, stop.grace_s) for stop in messages(second, Stop)} == {(signal.SIGKILL, 0.0)}
+    give_up_at = drive.now + ANSWER_S
+    for _ in range(100):
+        drive.event(Signalled(signal.SIGINT), after_s=0.1)
+    drive.wait(give_up_at - drive.now - 0.1, heard="ab")
+    assert drive.job.outcome is None
+    drive.wait(0.1)
+    assert drive.outcome.exit_code == 130
+
+
+def test_a_second_ctrl_c_looks_at_no_lost_host_again() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.lose("b")
+    drive.event(Signalled(signal.SIGINT))
+    drive.event(Tick())
+    drive.connect("b")
+    second = drive.event(Signalled(signal.SIGINT))
+    assert (told(second, Stop), closed(second)) == (["a"], ["b"]), "nothing is told to an agent that has not greeted"
+    drive.goodbye("a")
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+
+
+def test_ctrl_c_while_a_failure_is_cleaned_up_kills_and_keeps_the_cause() -> None:
+    drive = Drive("a")
+    drive.run()
+    drive.fail(1, 5)
+    assert [stop.signum for stop in messages(drive.event(Signalled(signal.SIGINT)), Stop)] == [signal.SIGKILL]
+    drive.stop_all()
+    assert (drive.outcome.exit_code, drive.outcome.signum) == (5, None)
+
+
+def test_a_signal_after_the_last_worker_ended_well_changes_nothing() -> None:
+    drive = Drive("a")
+    drive.run()
+    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.event(Signalled(signal.SIGTERM))
+    drive.goodbye()
+    assert (drive.outcome.exit_code, drive.outcome.signum) == (0, None)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_user_signals_are_passed_on_and_end_nothing(signum: signal.Signals) -> None:
+    drive = Drive("a", "b")
+    drive.join("a")
+    assert drive.event(Signalled(signum)) == []
+    drive = Drive("a", "b")
+    drive.run()
+    assert [(tell.host, tell.message) for tell in tells(drive.event(Signalled(signum)))] == [
+        ("a", SignalWorkers(signum)), ("b", SignalWorkers(signum)),
+    ]  # fmt: skip
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_a_suspended_run_goes_on_where_it_was() -> None:
+    drive = Drive("a", "b", stall_timeout_s=20.0)
+    drive.run()
+    commands = drive.event(Signalled(signal.SIGTSTP))
+    assert messages(commands, Suspend) == 2 * [Suspend(suspended=True)]
+    assert isinstance(commands[-1], SuspendSelf)
+    drive.event(Slept(3600), after_s=3600)
+    assert messages(drive.event(Signalled(signal.SIGCONT)), Suspend) == 2 * [Suspend(suspended=False)]
+    commands = drive.event(Tick())
+    assert (closed(commands), messages(commands, Collect)) == ([], [])
+    assert drive.event(Signalled(signal.SIGCONT)) == [], "it was not suspended"
+    drive.end_well()
+    assert drive.outcome.exit_code == 0
+
+
+def test_a_stop_while_hosts_still_connect_waits_for_none_of_them() -> None:
+    drive = Drive("a", "b", "c")
+    drive.join("a")
+    drive.connect("b")
+    commands = drive.event(Signalled(signal.SIGINT))
+    assert (told(commands, Stop), closed(commands)) == (["a"], ["b", "c"])
+    assert drive.connect("c") == []
+    assert drive.say("b", drive.hello("b")) == []
+    drive.goodbye("a")
+    assert (drive.outcome.exit_code, drive.outcome.error, drive.outcome.world_size) == (130, None, 0)
+
+
+def test_a_stop_before_any_host_connects_ends_at_once() -> None:
+    drive = Drive("a", "b")
+    assert closed(drive.event(Signalled(signal.SIGTERM))) == ["a", "b"]
+    assert drive.outcome.exit_code == 143
+    assert drive.connect("a") == []
+
+
+# ---- the end -------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_does_not_answer_is_given_up_after_the_grace_period_and_a_bound() -> None:
+    drive = Drive("a", "b", grace_s=20.0)
+    drive.run()
+    drive.event(Signalled(signal.SIGTERM))
+    drive.goodbye("a")
+    assert closed(drive.wait(20 + ANSWER_S - 0.1, heard="b")) == []
+    assert closed(drive.wait(0.1)) == ["b"]
+    ((name, reason),) = drive.outcome.unchecked
+    assert name == "b"
+    assert reason.startswith("it did not say that its workers are gone; hearing nothing from dtrain, it ends its")
+    assert drive.outcome.exit_code == 143
+
+
+def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.event(Signalled(signal.SIGTERM))
+    drive.lose("b")
+    drive.goodbye("a")
+    assert drive.job.outcome is None
+    assert opened(drive.event(Tick())) == ["b"]
+    drive.join("b")
+    assert messages(drive.commands, Prepare)[-1].clean == ["b1"]
+    assert told(drive.check("b"), Stop) == ["b"]
+    drive.goodbye("b")
+    assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
+
+
+def test_a_lost_host_that_is_not_reached_again_is_named() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    drive.event(Signalled(signal.SIGTERM))
+    drive.lose("b")
+    drive.goodbye("a")
+    drive.wait(CHECK_S)
+    assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+    assert closed(drive.commands)[-1] == "b"
+
+
+def test_a_host_lost_before_workers_were_started_left_none() -> None:
+    drive = Drive("a", "b")
+    drive.join()
+    drive.check("a")
+    drive.event(Signalled(signal.SIGTERM))
+    drive.lose("a")
+    drive.goodbye("b")
+    assert (drive.outcome.unchecked, drive.outcome.hosts) == ((), 0)
+
+
+def test_what_a_host_could_not_end_is_named() -> None:
+    drive = Drive("a", "b")
+    drive.run()
+    for rank in range(4):
+        drive.say("ab"[rank // 2], drive.exited("ab"[rank // 2], rank))
+    drive.goodbye("a", swept=2)
+    drive.goodbye("b", swept=1, left=["pid 9 (python, state D)"])
+    assert (drive.outcome.swept, drive.outcome.left) == (3, (("b", ("pid 9 (python, state D)",)),))
+
+
+def test_what_an_older_link_still_says_is_ignored() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.event(Tick())
+    for late in (
+        Said("b", 1, Bye(0, [], "")),
+        Lost("b", 1, "late"),
+        Said("b", 1, Swept(0, 0, 0, [])),
+        Connected("b", 1),
+    ):
+        assert drive.event(late) == []
+    assert drive.job.fleet.states["b"].dirty
+
+
+def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
+    drive = Drive("a", "b", max_restarts=1)
+    drive.run()
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    drive.event(Tick())
+    drive.join("b")
+    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"))
+    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    drive.wait(1, heard="a")
+    drive.join("b")
+    assert messages(drive.commands, Prepare)[-1].clean[0] == "b1"
+    assert told(drive.check("b"), OpenStore) == ["a"]
+
+
+def test_progress_says_what_is_waited_for() -> None:
+    drive = Drive("a", "b", "c", "d", "e")
+    assert drive.job.progress == "0 of 5 hosts ready; waiting for a, b, c and 2 more"
+    drive.join()
+    drive.check("a", "b", "c", "d")
+    assert drive.job.progress == "4 of 5 hosts ready; waiting for e"
+    drive.check("e")
+    assert drive.job.progress == "opening the rendezvous store"
+    drive.say("a", drive.opened())
+    assert drive.job.progress == "0 of 10 workers started"
+    drive.event(Signalled(signal.SIGINT))
+    drive.goodbye("a", "b", "c", "d")
+    assert drive.job.progress == "stopping; waiting for e"
+    drive.goodbye("e")
+    assert drive.job.progress == ""
+
+
+def test_nothing_happens_after_the_end() -> None:
+    drive = Drive("a")
+    drive.event(Signalled(signal.SIGTERM))
+    outcome = drive.outcome
+    late = (Connected("a", 1), Said("a", 1, drive.hello("a")), Lost("a", 1, "x"), Signalled(signal.SIGINT), Tick())
+    for event in late:
+        assert drive.event(event, after_s=100) == []
+    assert drive.outcome is outcome
+
+
+# ---- processes that fail alone -------------------------------------------------------------------------------
+
+PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
+
+
+def running(*names: str, **changes: Any) -> Drive:
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
+
+
+def fails_alone(drive: Drive, rank: int, standing: int = 1, status: int = -9, **changes: Any) -> list[Command]:
+    host = drive.host_of(rank)
+    return drive.say(host, drive.exited(host, rank, status, standing=standing, **changes))
+
+
+def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> None:
+    drive = running("a", "b", max_restarts=3)
+    commands = fails_alone(drive, 3, ran_s=12.3)
+    assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
+    assert notices(commands) == [
+        "rank 3 on b was killed by SIGKILL after 12.3 s; it alone starts again (restart 1 of 3)"
+    ]
+    drive.say("b", Started(0, 3, 200, drive.time("b")))
+    assert messages(fails_alone(drive, 2, standing=2, status=1), RestartWorker) == [RestartWorker(2, 0, restart=1)]
+    again = fails_alone(drive, 3) + drive.wait(0.5, heard="ab")
+    assert messages(again, RestartWorker) == [RestartWorker(3, 0, restart=2)]
+    assert notices(again) == [
+        "rank 3 on b was killed by SIGKILL after 1.0 s; it alone starts again in 0.5 s (restart 3 of 3)"
+    ]
+    assert drive.job.phase is Phase.RUNNING
+    assert messages(drive.commands, Collect) == []
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 1, 3)
+
+
+def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> None:
+    drive = running("a", "b", max_restarts=1)
+    assert messages(fails_alone(drive, 3, status=1, error=PEER_LOST), RestartWorker) == []
+    drive.wait(0.5, heard="ab")
+    drive.fail(0, 7, at=drive.now - 0.5)
+    assert drive.job.phase is Phase.ENDING
+    drive.swept()
+    assert messages(drive.commands, RestartWorker) == []
+    assert "rank 0 on a exited with code 7" in notices(drive.commands)[-2]
+    assert told(drive.commands, OpenStore) == ["a", "a"], "it took the one restart, not two"
+    drive.begin()
+    fails_alone(drive, 3)
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.lone_restarts) == (137, 0)
+
+
+def test_without_such_a_thing_it_starts_again_all_the_same() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    assert messages(drive.wait(1.1, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=1)]
+
+
+def test_others_that_cannot_do_without_it_end_the_attempt_and_it_is_the_cause() -> None:
+    drive = running("a", "b", max_restarts=1)
+    assert messages(fails_alone(drive, 3), RestartWorker) == [RestartWorker(3, 0, restart=1)]
+    drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=0.1)
+    drive.fail(0, 1, error=PEER_LOST)
+    drive.swept()
+    assert notices(drive.commands)[-2].startswith("attempt 0 ended after 1.0 s: rank 3 on b was killed by SIGKILL")
+    drive.begin()
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 2, 0)
+
+
+def test_a_later_failure_by_itself_is_the_cause() -> None:
+    drive = running("a", "b", max_restarts=0)
+    fails_alone(drive, 3)
+    drive.now += 0.5
+    drive.fail(0, 7)
+    drive.stop_all()
+    assert drive.outcome.exit_code == 7
+    assert [failure.rank for failure in drive.outcome.left_out] == [3]
+
+
+def test_a_process_that_is_left_out_is_the_cause_once_the_others_have_ended_well() -> None:
+    drive = running("a", "b", "c", max_restarts=0)
+    for rank in (4, 5):
+        commands = fails_alone(drive, rank, status=-9 - rank)
+        assert tells(commands) == []
+        assert notices(commands)[0].endswith("; the others go on without it")
+    assert drive.lose("c") == [Close("c")], "nothing lives there any more"
+    drive.end_well()
+    drive.wait(10.0)
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.cause and outcome.cause.rank) == (128 + 13, 4)
+    assert [failure.rank for failure in outcome.left_out] == [4, 5]
+
+
+def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
+    drive = running("a", max_restarts=0)
+    fails_alone(drive, 0, status=3)
+    drive.now += 50
+    assert told(fails_alone(drive, 1, status=4), Collect) == ["a"]
+    drive.collected()
+    drive.goodbye()
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.left_out, len(outcome.victims)) == (3, (), 1)
+
+
+def test_the_last_of_them_may_be_left_out_where_another_has_ended_well() -> None:
+    drive = running("a", max_restarts=0)
+    drive.say("a", drive.exited("a", 0))
+    assert told(fails_alone(drive, 1), Stop) == ["a"]
+    drive.goodbye()
+    assert drive.outcome.exit_code == 137
+
+
+def test_one_that_the_others_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, standing=2)
+    drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
+    fails_alone(drive, 3, standing=2, status=-11, ran_s=40.0)
+    drive.collected()
+    assert drive.job.phase is Phase.STOPPING
+    drive.stop_all()
+    assert (drive.outcome.exit_code, drive.outcome.gave_up) == (139, "the one restart (--max-restarts) was used")
+
+
+def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
+    drive = running("a", "b", max_restarts=100)
+    for life in range(5):
+        fails_alone(drive, 3, standing=2, status=3)
+        if life < 4:
+            drive.wait(5.0, heard="ab")
+            drive.say("b", Started(0, 3, 200, drive.time("b")))
+            fails_alone(drive, 2, standing=1, status=3)  # of another rank: it says nothing of that one
+            drive.say("b", Started(0, 2, 300, drive.time("b")))
+    drive.collected()
+    assert drive.job.phase is Phase.STOPPING
+    drive.stop_all()
+    assert drive.outcome.exit_code == 3
+    assert "the same failure came 5 times in a row" in drive.outcome.gave_up
+
+
+def test_steps_are_progress_of_a_process_alone() -> None:
+    drive = running("a", "b", max_restarts=100)
+    for _ in range(12):
+        commands = fails_alone(drive, 3, steps=1)
+        assert len(messages(commands, RestartWorker)) == 1, "at once, each time"
+        drive.say("b", Started(0, 3, 200, drive.time("b")))
+
+
+def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
+    drive = running("a", "b", max_restarts=3)
+    drive.say("a", drive.exited("a", 0, 7))
+    assert messages(fails_alone(drive, 3), RestartWorker) == []
+    drive.collected()
+    assert messages(fails_alone(drive, 2), RestartWorker) == []
+    drive.swept()
+    drive.begin()
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    drive.event(Signalled(signal.SIGINT))
+    assert messages(drive.wait(3.0, heard="ab") + fails_alone(drive, 2), RestartWorker) == []
+    drive.stop_all()
+    assert drive.outcome.exit_code == 130
+
+
+def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
+    drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0)
+    for _ in range(3):
+        fails_alone(drive, 3, standing=2, status=3)
+        drive.wait(1.1, heard="ab")
+        drive.say("b", Started(0, 3, 200, drive.time("b")))
+    fails_alone(drive, 3, standing=2, status=3)
+    drive.wait(1.9, heard="ab")
+    assert drive.job.phase is Phase.RUNNING
+    drive.wait(10.0, heard="ab")  # sweeping what it left takes a while
+    assert drive.job.phase is Phase.RUNNING
+    drive.say("b", Started(0, 3, 200, drive.time("b")))
+    drive.wait(1.1, heard="ab")
+    assert drive.job.phase is Phase.COLLECTING
+
+
+def test_time_in_which_nobody_listened_does_not_count_for_a_restart() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails_alone(drive, 3, status=1, error=PEER_LOST)
+    drive.event(Slept(100.0), after_s=100.0)
+    assert messages(drive.wait(0.9, heard="ab"), RestartWorker) == []
+    assert len(messages(drive.wait(0.2, heard="ab"), RestartWorker)) == 1
+
+
+def test_one_that_makes_room_after_a_warning_is_not_started_again() -> None:
+    drive = running("a", "b", max_restarts=3, requeue=True)
+    drive.event(Signalled(signal.SIGUSR1))
+    assert messages(fails_alone(drive, 3, status=75), RestartWorker) == []
+    drive.collected()
+    drive.stop_all()
+    assert drive.outcome.exit_code == 75
+
+
+def test_a_lost_host_ends_the_attempt_whatever_its_processes_said() -> None:
+    drive = running("a", "b", nnodes=(1, 2), max_restarts=0)
+    drive.lose("b")
+    drive.collected("a")
+    assert drive.job.phase is Phase.ENDING
+
+
+def test_the_run_s_key_is_in_no_text() -> None:
+    drive = Drive("a")
+    drive.job._run_key = "canary"
+    drive.run()
+    starts = messages(drive.commands, StartWorker)
+    assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}
+    assert "canary" not in repr(drive.commands)

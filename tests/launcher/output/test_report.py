@@ -1,0 +1,339 @@
+"""The last screen says what failed first and why, counts what followed, and ends with the next step."""
+
+import dataclasses
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed.outcomes import STOOD, evidence, failure, outcome
+
+from launcher.errors import StartError
+from launcher.job.outcome import FailureKind, Outcome
+from launcher.job.secondary_failures import count_victims, plain_message
+from launcher.output.report import SCREEN_LINES, report
+
+FOLDER = Path("runs/r1")
+
+
+def lines(
+    end: Outcome,
+    *,
+    stderr: list[str] | None = None,
+    stdout: list[str] | None = None,
+    folder: Path | None = FOLDER,
+    evidence_file: Path | None = None,
+) -> list[str]:
+    said = {2: stderr or [], 1: stdout or []}
+    text = report(end, folder=folder, tail=lambda _rank, stream: said[stream], evidence_file=evidence_file)
+    return [line.strip() for line in text.splitlines()]
+
+
+def gloo(source: str, port: int) -> str:
+    return f"[/pytorch/third_party/gloo/gloo/transport/tcp/{source}] Connection closed by peer [127.0.0.1]:{port}"
+
+
+# ---- the cause ----
+
+
+def test_exception_names_rank_message_and_line() -> None:
+    end = outcome(failure(error_type="ValueError", message="bad batch", where="/home/me/train.py:7 in load"))
+    shown = lines(end, stderr=["Traceback", "ValueError: bad batch"])
+    assert shown[:6] == [
+        "rank 1 on sim1 (pid 812) raised an exception after 1.1 s",
+        "ValueError: bad batch",
+        "at /home/me/train.py:7 in load",
+        "the last lines of its stderr:",
+        "| Traceback",
+        "| ValueError: bad batch",
+    ]
+
+
+def test_exception_below_the_users_line_names_both() -> None:
+    cause = failure(where="/home/me/train.py:7 in step", inside="all_reduce")
+    assert "at /home/me/train.py:7 in step, inside all_reduce" in lines(outcome(cause))
+    own = failure(where="/home/me/train.py:7 in step", inside="step")
+    assert "at /home/me/train.py:7 in step" in lines(outcome(own))
+
+
+def test_long_messages_are_cut_and_counted() -> None:
+    cause = failure(error_type="RuntimeError", message="\n".join(f"line {n}" for n in range(30)))
+    shown = lines(outcome(cause))
+    assert shown[1:6] == ["RuntimeError: line 0", "line 1", "line 2", "line 3", "(and 26 more lines)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"kind": FailureKind.KILLED, "status": -9, "killer": "the out-of-memory killer: 61 of 64 GiB in use"},
+            "was killed by SIGKILL (the out-of-memory killer: 61 of 64 GiB in use) after 1.1 s",
+        ),
+        (
+            {"kind": FailureKind.KILLED, "status": -9},
+            "(by somebody else, or by itself: dtrain did not send it, and no out-of-memory kill was seen)",
+        ),
+        (
+            {"kind": FailureKind.KILLED, "status": -11},
+            "was killed by SIGSEGV (it crashed: segmentation fault) after 1.1 s",
+        ),
+        ({"kind": FailureKind.KILLED, "status": -6}, "was killed by SIGABRT (it aborted itself) after 1.1 s"),
+        (
+            {"kind": FailureKind.KILLED, "status": -15},
+            "by SIGTERM (by somebody else, or by itself: dtrain did not send it) after",
+        ),
+        (
+            {"kind": FailureKind.KILLED, "status": -40},
+            "was killed by signal 40 (by somebody else, or by itself: dtrain",
+        ),
+        ({"kind": FailureKind.EXITED, "status": 7}, "rank 1 on sim1 (pid 812) exited with code 7 after 1.1 s"),
+        (
+            {"kind": FailureKind.NEVER_STARTED, "message": "could not be started: Permission denied"},
+            "rank 1 on sim1 could not be started: Permission denied",
+        ),
+        (
+            {"kind": FailureKind.HOST_LOST, "rank": None, "message": "nothing was heard from it for 30 s"},
+            "host sim1 was lost after 1.1 s: nothing was heard from it for 30 s",
+        ),
+        (
+            {"kind": FailureKind.STORE_LOST, "rank": None, "message": "its process was killed"},
+            "the rendezvous store on sim1 was lost after 1.1 s: its process was killed",
+        ),
+    ],
+)
+def test_every_kind_of_failure_has_its_words(changes: dict[str, Any], expected: str) -> None:
+    assert expected in lines(outcome(failure(**changes)))[0]
+
+
+def test_our_own_stop_is_never_put_on_somebody_else() -> None:
+    end = outcome(failure(kind=FailureKind.EXITED, status=3), stopped=3)
+    shown = lines(end)
+    assert "3 workers stopped by dtrain" in shown
+    assert not any("somebody" in line for line in shown)
+
+
+def test_attempt_and_why_there_was_no_other() -> None:
+    end = outcome(failure(attempt=3), attempts=4, gave_up="all 3 restarts (--max-restarts) were used")
+    shown = lines(end)
+    assert shown[0].startswith("attempt 3 of run r1: rank 1 on sim1 (pid 812) raised")
+    assert "all 3 restarts (--max-restarts) were used" in shown
+    assert "attempt" not in lines(outcome(failure()))[0]
+
+
+def test_what_a_worker_wrote_cannot_steer_the_terminal() -> None:
+    text = report(
+        outcome(
+            failure(message="\x1b[2Jgone\x07", where="a\x1b]0;title.py:1"),
+            victims=(failure(message="\x1b[31mred\x08", rank=0),),
+            left=(("sim0", ("pid 5 (\x1b[2J, state D)",)),),
+        ),
+        folder=FOLDER,
+        tail=lambda _rank, _stream: [],
+    )
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert "gone\\x07" in text
+    assert "\x1b" not in lines(outcome(failure(kind=FailureKind.HOST_LOST, rank=None, message="\x1b[2Jit said so")))[0]
+
+
+# ---- what followed ----
+
+
+def test_victims_of_one_loss_are_one_line_whatever_address_they_saw() -> None:
+    alike = [
+        failure(rank=n, at=2.0 + n / 10, inside="all_reduce", message=gloo("pair.cc:554", 41952 + n)) for n in range(6)
+    ]
+    shown = lines(outcome(failure(), victims=(*alike, failure(kind=FailureKind.KILLED, status=-6, rank=7, at=2.5))))
+    assert "6 others ended in all_reduce: connection closed by peer" in shown
+    assert "1 other was killed by SIGABRT" in shown
+    assert not any("41952" in line or "pair.cc" in line for line in shown)
+
+
+def test_other_ways_to_fail_are_counted_only() -> None:
+    victims = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code, at=5.0 + code) for code in range(1, 7))
+    shown = lines(outcome(failure(), victims=victims))
+    assert [line for line in shown if "exited with code" in line] == [
+        f"1 other exited with code {c}" for c in (1, 2, 3)
+    ]
+    assert "and 3 more in other ways" in shown
+
+
+def test_victims_are_told_apart_by_what_they_were_in() -> None:
+    closed = gloo("pair.cc:554", 41952)
+    victims = [failure(rank=2, inside="barrier", message=closed), failure(rank=3, inside="all_reduce", message=closed)]
+    assert [group.ranks for group in count_victims(victims)] == [(2,), (3,)]
+    nameless = failure(rank=4, error_type="DistBackendError", message=closed)
+    assert count_victims([nameless])[0].how == "ended with DistBackendError: connection closed by peer"
+
+
+def test_lost_hosts_among_the_victims_are_called_hosts() -> None:
+    lost = [failure(kind=FailureKind.HOST_LOST, host=name, rank=None, message="the connection closed") for name in "ab"]
+    assert "2 other hosts were lost: the connection closed" in lines(outcome(failure(), victims=tuple(lost)))
+
+
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        (gloo("pair.cc:554", 41952), "connection closed by peer"),
+        ("[enforce fail at /a/b/tcp.cc:12] . Read timeout [::1]:2", "read timeout"),
+        (
+            "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500).",
+            "the client socket has timed out after 60000ms while trying to connect",
+        ),
+        (
+            "[/p/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:4711: Connection reset by peer. "
+            "This is typically caused by a remote worker hanging or bugs in the application.",
+            "read error: Connection reset by peer",
+        ),
+        ("[rank3]: Broken pipe", "broken pipe"),
+        ("Rank 3 was lost, pid 812 on alpha", "rank ... was lost, pid ... on alpha"),
+        ("CUDA out of memory. Tried to allocate 2 GiB", "CUDA out of memory. Tried to allocate 2 GiB"),
+        ("ValueError: no", "ValueError: no"),
+        ("", ""),
+        ("\n\nsecond\nthird", "second"),
+        ("x" * 500, "x" * 120 + "..."),
+    ],
+)
+def test_plain_message_keeps_what_is_alike(message: str, plain: str) -> None:
+    assert plain_message(message) == plain
+
+
+# ---- where they stood ----
+
+
+def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
+    stalled = failure(
+        kind=FailureKind.STALLED, host="", rank=None, message="no rank has made progress for 300 s", where="", inside=""
+    )
+    shown = lines(
+        outcome(stalled, evidence=STOOD, stopped=4), evidence_file=FOLDER / "attempt_0/evidence-1.txt", stderr=["words"]
+    )
+    assert shown[0] == "no rank has made progress for 300 s"
+    at = shown.index("where each rank stands:")
+    assert any("all_reduce" in line for line in shown[at + 1 : at + 3])
+    assert any("look at rank 2 first" in line for line in shown[at + 1 : at + 4])
+    assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
+
+
+def test_failure_quotes_where_the_others_stood() -> None:
+    shown = lines(outcome(failure(), evidence=STOOD))
+    at = shown.index("where the others stood then:")
+    assert "train.py" in shown[at + 1]
+    assert not any("look at rank" in line for line in shown)
+
+
+def test_at_most_five_places_are_shown() -> None:
+    many = [evidence(rank, "forward", line=100 + rank) for rank in range(9)]
+    shown = lines(outcome(failure(), evidence=many))
+    at = shown.index("where the others stood then:")
+    assert shown[at + 6] == "and 4 ranks in 4 other places"
+
+
+# ---- what is left ----
+
+
+def test_scan_says_that_nothing_is_left() -> None:
+    assert "0 processes left on 2 hosts" in lines(outcome(failure()))
+
+
+def test_scan_names_what_could_not_be_killed() -> None:
+    end = outcome(failure(), left=(("beta", ("pid 9 (python, state D)",)),), swept=2)
+    shown = lines(end)
+    assert "1 process left on 2 hosts (2 processes outlived the workers and were ended)" in shown
+    assert "still there on beta: pid 9 (python, state D)" in shown
+
+
+def test_hosts_that_were_not_looked_at_are_not_counted_as_clean() -> None:
+    shown = lines(outcome(failure(), unchecked=(("beta", "was not reached within 3 s"),)))
+    assert "0 processes left on 1 host; 1 host could not be checked" in shown
+    assert "host beta could not be checked: was not reached within 3 s" in shown
+    blind = lines(outcome(failure(), hosts=1, unchecked=(("beta", "gone"),)))
+    assert "1 host could not be checked" in blind
+    assert not any("0 processes" in line for line in blind)
+
+
+# ---- the next step ----
+
+
+def test_next_step_is_a_command_that_a_shell_understands() -> None:
+    folder = Path("my runs/r1")
+    shown = lines(outcome(failure(attempt=2), attempts=3), folder=folder, stderr=["x"])
+    assert shlex.split(shown[-1].removeprefix("see it: ")) == ["less", "my runs/r1/attempt_2/1/stderr.log"]
+    silent = lines(outcome(failure()), stdout=["only here"])
+    assert "the last lines of its stdout:" in silent
+    assert silent[-1] == "see it: less runs/r1/attempt_0/1/stdout.log"
+
+
+def test_stacks_are_named_before_the_command() -> None:
+    shown = lines(outcome(failure()), evidence_file=Path("runs/r1/attempt_0/evidence-1.txt"))
+    assert shown[-2:] == [
+        "stacks of all ranks: runs/r1/attempt_0/evidence-1.txt",
+        "see it: less runs/r1/attempt_0/1/stderr.log",
+    ]
+
+
+def test_without_log_files_no_command_is_offered() -> None:
+    shown = lines(outcome(failure()), folder=None)
+    assert shown[-1] == "the output was not kept: the log files could not be written"
+
+
+def test_lost_host_points_to_the_output_of_all() -> None:
+    end = outcome(failure(kind=FailureKind.HOST_LOST, rank=None, message="gone"))
+    assert lines(end)[-2:] == [
+        "the output of all workers: runs/r1/attempt_0",
+        "see it: tail runs/r1/attempt_0/*/stderr.log",
+    ]
+
+
+def test_everything_at_once_is_one_screen() -> None:
+    victims = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code) for code in range(1, 30))
+    end = outcome(
+        failure(message="\n".join("abcdefghij"), where="t.py:1 in f", attempt=3),
+        victims=victims,
+        evidence=[evidence(rank, "forward", line=rank) for rank in range(30)],
+        stopped=5,
+        attempts=4,
+        gave_up="all 3 restarts (--max-restarts) were used",
+        left=(("a", tuple(f"pid {n}" for n in range(20))), ("b", ("pid 1",))),
+        unchecked=tuple((f"host{n}", "gone") for n in range(30)),
+        hosts=40,
+    )
+    shown = lines(end, stderr=[f"line {n}" for n in range(50)], evidence_file=Path("e.txt"))
+    assert len(shown) <= SCREEN_LINES + 6
+    assert "and 15 more processes" in shown
+    assert "and 26 more hosts" in shown
+    tail = [line for line in shown if line.startswith("| ")]
+    assert tail[-1] == "| line 49"
+    few = lines(outcome(failure()), stderr=[f"line {n}" for n in range(50)])
+    assert len([line for line in few if line.startswith("| ")]) == 12
+
+
+# ---- runs without a failure ----
+
+
+def test_good_end_is_one_line() -> None:
+    end = outcome(None, exit_code=0, duration_s=12.34, attempts=2)
+    assert lines(end) == ["all 4 workers ended well after 12.3 s, 1 restart; 0 processes left on 2 hosts"]
+    alone = dataclasses.replace(end, world_size=1, hosts=1, attempts=1)
+    assert lines(alone) == ["the worker ended well after 12.3 s; 0 processes left on 1 host"]
+
+
+def test_good_end_still_names_what_is_left() -> None:
+    end = outcome(None, exit_code=0, left=(("beta", ("pid 9 (python, state D)",)),))
+    assert lines(end)[1:] == ["still there on beta: pid 9 (python, state D)"]
+
+
+def test_stop_by_a_signal() -> None:
+    end = outcome(None, exit_code=130, signum=signal.SIGINT, stopped=4, duration_s=3.21)
+    assert lines(end) == ["stopped by SIGINT after 3.2 s; 4 workers stopped", "0 processes left on 2 hosts"]
+
+
+def test_run_that_never_started_says_why_and_counts_no_hosts() -> None:
+    error = StartError({"beta": "there is no Python at /opt/py"}, total=2)
+    end = outcome(None, error=error, hosts=0, attempts=0)
+    assert lines(end) == [
+        "1 of 2 hosts cannot start; no worker was started.",
+        "beta: there is no Python at /opt/py",
+    ]
+    found = dataclasses.replace(end, left=(("beta", ("pid 9 (python, state D)",)),))
+    assert lines(found)[2:] == ["1 process left on 1 host", "still there on beta: pid 9 (python, state D)"]

@@ -1,0 +1,121 @@
+"""The environment that scripts written for torchrun expect: every variable of it, in every worker."""
+
+import json
+from pathlib import Path
+
+import pytest
+from testbed.processes import run_dtrain
+
+from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
+from launcher.placement.placement import HostOffer, place
+
+HOSTS = [
+    HostOffer("alpha", 2, ("3", "GPU-5"), True, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4),
+    HostOffer("beta", 1, ("0", "1"), True, "HIP_VISIBLE_DEVICES", (0,), 1),
+    HostOffer("gamma", 1, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1),
+]
+
+
+def _environments() -> list[dict[str, str]]:
+    placement = place(HOSTS, nproc=None)
+    return [
+        worker_environment(
+            placement,
+            worker,
+            roles=roles_in_order(placement),
+            run_key="5e" * 32,
+            run_id="r1",
+            attempt=2,
+            max_restarts=3,
+            elastic=True,
+            signals=("SIGTERM", "SIGINT"),
+            master_addr="10.0.0.1",
+            master_port=29500,
+        )
+        for worker in placement.workers
+    ]
+
+
+def test_the_environment_is_the_contract_s() -> None:
+    assert _environments()[1] == {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "r1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
+        "CUDA_VISIBLE_DEVICES": "3,GPU-5",
+        "DTRAIN_HOST": "alpha",
+        "DTRAIN_ELASTIC": "1",
+        "DTRAIN_ROLES": "default:4",
+        "DTRAIN_RUN_KEY": "5e" * 32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("RANK", ["0", "1", "2", "3"]),
+        ("LOCAL_RANK", ["0", "1", "0", "0"]),
+        ("LOCAL_WORLD_SIZE", ["2", "2", "1", "1"]),
+        ("GROUP_RANK", ["0", "0", "1", "2"]),
+        ("ROLE_RANK", ["0", "1", "2", "3"]),
+        ("CUDA_VISIBLE_DEVICES", ["3,GPU-5", "3,GPU-5", None, None]),
+        ("HIP_VISIBLE_DEVICES", [None, None, "0,1", None]),
+    ],
+)
+def test_what_differs_between_workers(name: str, values: list[str | None]) -> None:
+    assert [env.get(name) for env in _environments()] == values
+
+
+def test_defaults_give_way_to_what_a_worker_inherits() -> None:
+    defaults = [worker_defaults(worker) for worker in place(HOSTS, nproc=None).workers]
+    assert [env["OMP_NUM_THREADS"] for env in defaults] == ["2", "2", "1", "1"]
+    assert {env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for env in defaults} == {"1"}
+
+
+def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: Path) -> None:
+    script = "import json, os; print(json.dumps(dict(os.environ)), flush=True)"
+    (tmp_path / "show.py").write_text(script)
+    inherited = {
+        "DTRAIN_RUN_KEY": "77",
+        "DTRAIN_ROLES": "ps:1",
+        "RANK": "77",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "elsewhere",
+        "TORCHELASTIC_ERROR_FILE": "/elsewhere",
+    }
+    also = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "here"}
+    options = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--run-id", "r1", "-x", "GIVEN=there"]
+    result = run_dtrain("run", *options, "show.py", cwd=tmp_path, env={**inherited, **also})
+    assert result.returncode == 0, result
+    lines = sorted(result.stdout.splitlines())
+    for rank, line in enumerate(lines):
+        env = json.loads(line.partition("] ")[2])
+        expected = {**_environments()[0], "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        expected["DTRAIN_ELASTIC"] = "0"
+        expected["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+        expected |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2"}
+        expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "DTRAIN_HOST": f"sim{rank}"}
+        expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        expected |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "there"}
+        expected |= {
+            "DTRAIN_ROLES": "default:2",
+            "DTRAIN_RUN_KEY": json.loads(lines[0].partition("] ")[2])["DTRAIN_RUN_KEY"],
+        }
+        del expected["CUDA_VISIBLE_DEVICES"]
+        assert {name: env.get(name) for name in expected} == expected
+        assert int(env["MASTER_PORT"]) > 0
+        assert len(bytes.fromhex(env["DTRAIN_RUN_KEY"])) == 32
+        assert env["TORCHELASTIC_ERROR_FILE"] != "/elsewhere"
+    assert len(lines) == 2

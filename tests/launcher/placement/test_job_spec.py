@@ -1,0 +1,153 @@
+"""What is checked once where the JobSpec is made, and which variables travel with a job."""
+
+import re
+from typing import Any
+
+import pytest
+
+from launcher.errors import UsageError
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import Command, CommandKind, JobSpec, new_run_id, parse_exports, parse_nproc
+
+HERE = {
+    "MY_A": "1",
+    "MY_B": "x=y",
+    "YOURS": "2",
+    "EMPTY": "",
+    "PATH": "/bin",
+    "HOME": "/root",
+    "SSH_CONNECTION": "1 2 3 4",
+    "NCCL_DEBUG": "INFO",
+    "OMP_NUM_THREADS": "4",
+    "PYTHONPATH": "/lib",
+    "HF_HOME": "/hf",
+    "WANDB_API_KEY": "secret",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "PYTHONHOME": "/usr",
+    "TORCH_LOGS": "all",
+    "TORCHELASTIC_RUN_ID": "outer",
+    "TF_CONFIG": "{}",
+    "DTRAIN_AGENT": "mark",
+    "RANK": "3",
+    "LD_LIBRARY_PATH": "/opt",
+}
+TRAVELLING = {
+    "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "HF_HOME", "WANDB_API_KEY", "CUDA_LAUNCH_BLOCKING", "TORCH_LOGS",
+}  # fmt: skip
+
+
+def _spec(**changes: Any) -> JobSpec:
+    command = Command(CommandKind.SCRIPT, "train.py")
+    given = {"command": command, "hosts": (Host("a", HostKind.LOCAL),), "run_id": "r1", **changes}
+    return JobSpec(**given)
+
+
+@pytest.mark.parametrize(
+    ("text", "nproc"),
+    [("1", 1), ("007", 7), ("999999", 999999), ("auto", "auto"), ("gpu", "gpu"), ("cpu", "cpu"), (None, None)],
+)
+def test_nproc_is_a_number_or_a_word(text: str | None, nproc: int | str | None) -> None:
+    assert parse_nproc(text) == nproc
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1.5", "2 ", "+2", "1e3", "²", "٣", "GPU", "9" * 7, "9" * 5000])
+def test_any_other_nproc_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"--nproc-per-node is {text!r}; it must be a number from 1, or")):
+        parse_nproc(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hosts": ()}, "a job needs at least one host"),
+        ({"run_id": ""}, "run id '' names a folder"),
+        ({"run_id": ".."}, "run id '..' names a folder"),
+        ({"run_id": "a/b"}, "run id 'a/b' names a folder"),
+        ({"run_id": "a\n"}, "run id 'a\\n' names a folder"),
+        ({"run_id": "a" * 129}, "at most 128"),
+        ({"start_timeout_s": 0.0}, "--start-timeout-s is 0; it must be more than 0 seconds"),
+        ({"start_timeout_s": float("nan")}, "--start-timeout-s is nan"),
+        ({"start_timeout_s": float("inf")}, "--start-timeout-s is inf"),
+        ({"grace_s": -1.0}, "--grace-s is -1; it must be 0 seconds or more"),
+        ({"grace_s": 1e300}, "--grace-s is 1e+300"),
+        ({"grace_s": float("nan")}, "--grace-s is nan"),
+        ({"gpus_per_proc": 0}, "--gpus-per-proc is 0; it must be 1 or more"),
+        ({"master_port": 0}, "--master-port is 0; a port is 1 to 65535"),
+        ({"master_port": 65536}, "--master-port is 65536"),
+    ],
+)
+def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        _spec(**changes)
+    assert complaint in str(raised.value)
+
+
+def test_the_ends_of_every_range_are_allowed() -> None:
+    for changes in ({"run_id": "a" * 128}, {"grace_s": 0.0}, {"gpus_per_proc": 1}, {"master_port": 65535}):
+        _spec(**changes)
+
+
+def test_run_ids_sort_by_time_and_differ() -> None:
+    ids = [new_run_id(1e9 + second) for second in range(0, 100000, 5000)]
+    assert sorted(ids) == ids
+    assert len({new_run_id(1e9) for _ in range(20)}) > 10
+    _spec(run_id=ids[0])
+
+
+# ---- variables -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ((), {}),
+        (("MY_A",), {"MY_A": "1"}),
+        (("MY_A=7",), {"MY_A": "7"}),
+        (("NEW=a=b=c",), {"NEW": "a=b=c"}),
+        (("NEW=",), {"NEW": ""}),
+        (("EMPTY",), {"EMPTY": ""}),
+        (("NEW=*",), {"NEW": "*"}),
+        (("NEW=two\nlines",), {"NEW": "two\nlines"}),
+        (("MY_*",), {"MY_A": "1", "MY_B": "x=y"}),
+        (("MY_[AX]", "YOUR?"), {"MY_A": "1", "YOURS": "2"}),
+        (("NONE_*",), {}),
+        (("MY_*", "MY_A=9"), {"MY_A": "9", "MY_B": "x=y"}),
+        (("MY_A=9", "MY_A"), {"MY_A": "1"}),
+    ],
+)
+def test_exports_are_names_assignments_or_globs_and_the_last_wins(
+    wanted: tuple[str, ...], chosen: dict[str, str]
+) -> None:
+    assert parse_exports(wanted, HERE, remote=False) == chosen
+
+
+@pytest.mark.parametrize("item", ["", "=x", "9A=x", "A B=x", "MY-A=x", "MY_*=x", "Ä=x"])
+def test_what_cannot_be_a_variable_s_name_is_refused(item: str) -> None:
+    with pytest.raises(UsageError, match=r"--export '.*' is not the name of a variable"):
+        parse_exports((item,), HERE, remote=False)
+
+
+def test_a_name_that_is_not_set_here_is_an_error_that_says_what_to_write() -> None:
+    with pytest.raises(UsageError, match=r"--export GONE: it is not set here; write GONE=VALUE, or set it first"):
+        parse_exports(("GONE",), HERE, remote=True)
+
+
+def test_a_value_never_appears_in_an_error() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_exports(("MY-KEY=secret",), HERE, remote=True)
+    assert "secret" not in str(raised.value)
+
+
+def test_settings_of_the_known_libraries_travel_and_what_belongs_to_this_host_does_not() -> None:
+    assert set(parse_exports((), HERE, remote=True)) == TRAVELLING
+    assert parse_exports((), HERE, remote=False) == {}
+
+
+def test_what_stays_by_default_travels_when_it_is_named() -> None:
+    chosen = parse_exports(("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES=1", "NCCL_DEBUG=WARN"), HERE, remote=True)
+    assert {name: chosen[name] for name in chosen.keys() - TRAVELLING} == {
+        "LD_LIBRARY_PATH": "/opt",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    assert chosen["NCCL_DEBUG"] == "WARN"

@@ -1,0 +1,433 @@
+"""A node that was started by hand lends itself to a run: real processes that join a real door."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testbed import REPOSITORY
+from testbed.processes import Result, started, wait_until
+
+from launcher.errors import HostError
+from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, Output, Prepare, StartWorker, Stop
+from launcher.protocol import encode as frame
+from launcher.transport.tcp.joined_node import JoinedStream
+from launcher.transport.tcp.listener import Door
+from launcher.transport.tcp.rendezvous_file import Meeting, publish
+
+TOKEN = "canary-0123456789-canary"
+JOINER = """
+import functools, os, sys, time
+from pathlib import Path
+from launcher.errors import DtrainError
+from launcher.transport.tcp.greeting import Greeting
+from launcher.cli.run_node import join
+from launcher.transport.tcp.rendezvous_file import Meeting, read_meeting
+
+where, deadline_s, rejoin_s, *command = sys.argv[1:]
+token = os.environ["DTRAIN_TOKEN"].encode()
+host, _, port = where.rpartition(":")
+find = Meeting(host, int(port), token) if host else functools.partial(read_meeting, Path(where), "run")
+try:
+    code = join(find, greeting=Greeting.ours(1, {"command": "x"}), agent_command=command,
+                deadline=time.monotonic() + float(deadline_s), rejoin_s=float(rejoin_s),
+                tell=lambda text: print(text, flush=True))
+except DtrainError as error:
+    print(error, file=sys.stderr)
+    code = error.exit_code
+sys.exit(code)
+"""
+# Says that it has started, then returns what it is told, and says so when that is over.
+ECHO = """
+import os, sys
+os.write(1, b"started %d\\n" % os.getpid())
+while data := os.read(0, 1 << 16):
+    while data:
+        data = data[os.write(1, data):]
+os.write(1, b"ended\\n")
+os.write(2, b"its words")
+sys.exit(5)
+"""
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+
+
+class Run:
+    """Node 0 of a run: its door, with one other place."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.told: list[str] = []
+        self.door = Door(
+            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, places=["a", "b"], tell=self.told.append
+        )
+
+    def wait(self, within_s: float = 10.0) -> JoinedStream:
+        return self.door.wait("b", time.monotonic() + within_s)
+
+    @contextlib.contextmanager
+    def joiner(self, code: str = ECHO, **how: Any) -> Iterator["subprocess.Popen[bytes]"]:
+        with joiner(f"127.0.0.1:{self.door.port}", [sys.executable, "-c", code], **how) as process:
+            yield process
+
+
+@contextlib.contextmanager
+def joiner(
+    where: str, command: list[str], *, token: str = TOKEN, deadline_s: float = 10, rejoin_s: float = 10
+) -> Iterator["subprocess.Popen[bytes]"]:
+    argv = [sys.executable, "-c", JOINER, where, str(deadline_s), str(rejoin_s), *command]
+    with started(*argv, env={"DTRAIN_TOKEN": token}, cwd=REPOSITORY) as process:
+        yield process
+
+
+def finished(process: "subprocess.Popen[bytes]") -> Result:
+    out, err = process.communicate(timeout=15)
+    return Result(process.returncode, out.decode(), err.decode(), 0.0)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run()
+    try:
+        yield run
+    finally:
+        run.door.close(1, linger_s=0.0)
+
+
+def read_until(stream: JoinedStream, end: bytes) -> bytes:
+    data = b""
+    while end not in data:
+        more = stream.read()
+        assert more, data
+        data += more
+    return data
+
+
+class Agent:
+    """A real agent at the other end of a stream, and all that it has said."""
+
+    def __init__(self, stream: JoinedStream) -> None:
+        self.stream = stream
+        self.messages: list[Message] = []
+        self._decoder = Decoder()
+        stream.write(PREAMBLE)
+        self.await_(Hello)
+        prepare = Prepare(
+            run_id="r", workdir="/", script=None, program="/bin/sh", export={}, grace_s=0.5, lease_s=0.0,
+            clean=[], part=0, parts=1, interfaces=[],
+        )  # fmt: skip
+        stream.write(frame(prepare))
+        self.await_(Facts)
+
+    def start(self, script: str, **env: str) -> None:
+        self.stream.write(frame(StartWorker(0, 0, "", ["/bin/sh", "-c", script], env, {})))
+
+    def await_(self, kind: type[Message]) -> Message:
+        while not (found := [message for message in self.messages if isinstance(message, kind)]):
+            self._read()
+        return found[0]
+
+    def output(self, until: bytes) -> bytes:
+        while until not in (said := b"".join(m.data for m in self.messages if isinstance(m, Output))):
+            self._read()
+        return said
+
+    def _read(self) -> None:
+        data = self.stream.read()
+        assert data, self.messages
+        self.messages += self._decoder.feed(data)
+
+
+# ---- the real agent ------------------------------------------------------------------------------------------
+
+
+def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: Run) -> None:
+    where = f"127.0.0.1:{run.door.port}"
+    with joiner(where, [sys.executable, "-m", "launcher.agent"]) as process:
+        stream = run.wait()
+        agent = Agent(stream)
+        script = 'trap "echo told by USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
+        agent.start(script, X="x" * 100_000)
+        said = agent.output(until=b"\nup\n")
+        assert f"SSH_CONNECTION=127.0.0.1 {run.door.port} 127.0.0.1 {process_port(process.pid)}\n".encode() in said
+        assert TOKEN.encode() not in said
+        process.send_signal(signal.SIGUSR1)
+        agent.output(until=b"told by USR1")
+        exited = agent.await_(Exited)
+        assert isinstance(exited, Exited)
+        assert exited.status == 3
+        assert process.poll() is None
+        stream.write(frame(Stop(signum=15, grace_s=0.0)))
+        while stream.read():
+            pass
+        assert stream.finish(5.0) == (0, "")
+        run.door.close(3, "it failed on node 0")
+        result = finished(process)
+    assert (result.returncode, result.stderr) == (3, "")
+    assert "as node rank 1" in result.stdout
+    assert result.stdout.endswith("it failed on node 0\n")
+
+
+@pytest.mark.parametrize("how", ["killed", "told"])
+def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: str) -> None:
+    with joiner(f"127.0.0.1:{run.door.port}", [sys.executable, "-m", "launcher.agent"]) as process:
+        stream = run.wait()
+        agent = Agent(stream)
+        agent.start("echo $$; sleep 100")
+        worker = psutil.Process(int(agent.output(until=b"\n")))
+        if how == "killed":
+            process.kill()
+        else:
+            process.send_signal(signal.SIGINT)
+            rest = b"".join(iter(lambda: stream.read(), b""))
+            assert b"somebody sent it SIGTERM" in rest
+            assert stream.finish(5.0) == (0, "")
+        assert process.wait(10) == {"killed": -signal.SIGKILL, "told": 128 + signal.SIGINT}[how]
+        wait_until(lambda: not worker.is_running(), "its worker is gone")
+
+
+def process_port(pid: int) -> int:
+    (connection,) = [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
+    return int(connection.laddr.port)
+
+
+# ---- breaks --------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A TCP connection to the door that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._socks: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                return
+            self._socks += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._socks.clear()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join(5.0)
+        self.cut()
+
+
+def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: Run) -> None:
+    wire = Wire(run.door.port)
+    try:
+        with joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO]) as process:
+            stream = run.wait()
+            first = int(read_until(stream, b"\n").split()[1])
+            wire.cut()
+            with pytest.raises(ConnectionError):
+                read_until(stream, b"nothing more")
+            stream = run.wait()
+            assert not psutil.pid_exists(first)
+            assert int(read_until(stream, b"\n").split()[1]) != first
+            stream.end()
+            assert read_until(stream, b"ended\n")
+            assert stream.finish(5.0) == (5, "its words")
+            run.door.close(0, "")
+            result = finished(process)
+    finally:
+        wire.close()
+    assert result.returncode == 0
+    assert "dialling again for 10 s" in result.stdout
+    assert "as node rank 1 again" in result.stdout
+
+
+def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
+    wire = Wire(run.door.port)
+    with run_of(wire, rejoin_s=0.5) as process:
+        read_until(run.wait(), b"\n")
+        wire.close()
+        result = finished(process)
+    assert result.returncode == 1
+    assert "the connection to node 0 broke (" in result.stderr
+    assert f"nobody listens at 127.0.0.1:{wire.port}" in result.stderr
+
+
+def run_of(wire: Wire, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
+    return joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO], **how)
+
+
+# ---- finding node 0 ------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_start_does_not_matter() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with joiner(f"localhost:{port}", [sys.executable, "-c", ECHO]) as process:
+        wait_until(lambda: psutil.Process(process.pid).cpu_times().user > 0.05, "it has begun to dial")
+        run = Run(port)
+        try:
+            read_until(run.wait(), b"started")
+        finally:
+            run.door.close(4, "")
+        result = finished(process)
+    assert (result.returncode, result.stderr) == (4, "")
+
+
+def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+
+        def answer() -> None:
+            sock, _ = foreign.accept()
+            with sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
+                sock.recv(100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with contextlib.ExitStack() as stack:
+            cases = [
+                (joiner(f"127.0.0.1:{run.door.port}", ["x"], token="another token entirely"), "has another token"),
+                (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it says 'SSH-2.0-OpenSSH_9.2p1'; is that"),
+                (joiner("127.0.0.1:1", ["x"], deadline_s=0.5), "nobody listens at 127.0.0.1:1; start dtrain on node 0"),
+                (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "the name no-such-host.invalid is not known"),
+            ]
+            began = time.monotonic()
+            processes = [(stack.enter_context(process), why) for process, why in cases]
+            for process, why in processes:
+                result = finished(process)
+                assert result.returncode == 1, result
+                assert why in result.stderr
+                assert "canary" not in result.stderr + result.stdout
+            assert time.monotonic() - began < 8
+        thread.join(5.0)
+    wait_until(lambda: run.told, "node 0 says it too")
+    assert "another token" in run.told[0]
+
+
+def test_a_stale_meeting_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
+        foreign.settimeout(10.0)
+        stale = Meeting("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
+        stack.enter_context(publish(tmp_path, "run", stale))
+        process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
+        with foreign.accept()[0] as sock:
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        stack.enter_context(publish(tmp_path, "run", Meeting("127.0.0.1", run.door.port, TOKEN.encode())))
+        read_until(run.wait(), b"started")
+        run.door.close(0)
+        assert finished(process).returncode == 0
+
+
+# ---- signals, and what the agent does ------------------------------------------------------------------------
+
+
+def test_a_node_that_waits_for_node_0_can_be_told_to_end() -> None:
+    with joiner("127.0.0.1:1", ["x"]) as process:
+        wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it waits")
+        process.send_signal(signal.SIGUSR1)  # for workers, of which there are none
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_the_second_signal_kills_an_agent_that_does_not_end(run: Run) -> None:
+    with run.joiner(STUBBORN) as process:
+        stream = run.wait()
+        read_until(stream, b"up")
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: _pending_none(process.pid), "the first one was taken")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 128 + signal.SIGINT
+        assert stream.finish(5.0)[0] == -signal.SIGKILL
+
+
+def _catches(pid: int, signum: int) -> bool:
+    return bool(_mask(pid, "SigCgt") >> (signum - 1) & 1)
+
+
+def _pending_none(pid: int) -> bool:
+    return not (_mask(pid, "SigPnd") or _mask(pid, "ShdPnd"))
+
+
+def _mask(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1], 16)
+    raise AssertionError(name)
+
+
+def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> None:
+    with joiner(f"127.0.0.1:{run.door.port}", ["/no/such/python"]) as process:
+        stream = run.wait()
+        assert stream.read() == b""
+        status, words = stream.finish(5.0)
+        result = finished(process)
+    assert (status, result.returncode) == (127, 1)
+    assert "cannot run /no/such/python" in words
+    assert "cannot run /no/such/python here: No such file or directory; name the Python" in result.stderr
+    with pytest.raises(HostError):
+        run.wait(0.0)
+
+
+def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> None:
+    flood = "import os, select\nwhile not select.select([0], [], [], 0)[0]: os.write(1, bytes(1 << 16))"
+    with run.joiner(flood) as process:
+        stream = run.wait()
+        children = psutil.Process(process.pid).children
+        wait_until(children, "the agent is there")
+        wait_until(lambda: _idle(children()[0]), "it waits for its reader")
+        assert psutil.Process(process.pid).memory_info().rss < 100 << 20
+        assert sum(len(stream.read()) for _ in range(200)) > 4 << 20  # and goes on when it is read
+        run.door.close(0)
+        assert finished(process).returncode == 0
+
+
+def _idle(process: psutil.Process) -> bool:
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.1)
+    return sum(process.cpu_times()[:2]) == before
+
+
+def test_all_bytes_come_through_unchanged_both_ways(run: Run) -> None:
+    data = os.urandom(1 << 20) * 8
+    with run.joiner(ECHO) as process:
+        stream = run.wait()
+        read_until(stream, b"\n")
+        writer = threading.Thread(target=lambda: (stream.write(data), stream.end()))
+        writer.start()
+        received = bytearray()
+        while more := stream.read():
+            received += more
+        writer.join(5.0)
+        assert bytes(received) == data + b"ended\n"
+        assert stream.finish(5.0) == (5, "its words")
+        run.door.close(0)
+        assert finished(process).returncode == 0

@@ -1,0 +1,545 @@
+"""The door of node 0: the nodes of the run get in and get their places; everybody else gets and costs nothing."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from testbed.processes import wait_until
+
+from launcher.errors import HostError, UsageError
+from launcher.transport.tcp import admission, listener_thread, tcp
+from launcher.transport.tcp.dial import JoinError, Link, Verdict, dial
+from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
+from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
+from launcher.transport.tcp.joined_node import HOLD_BYTES
+from launcher.transport.tcp.listener import Door
+from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.signals import Signals
+
+TOKEN = b"a token that is long enough"
+COMMAND = {"command": "train.py --lr 1", "nnodes": "3"}
+
+
+class Lab:
+    """A door, what it has told, and nodes that are this test."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.door = Door(
+            "127.0.0.1",
+            0,
+            TOKEN,
+            expected=COMMAND,
+            places=["alpha", "beta", "gamma"],
+            tell=self.told.append,
+            typed=lambda rank: f"dtrain run --node-rank {rank}",
+        )
+        self.links: list[Link] = []
+        self.sockets: list[socket.socket] = []
+        self.signals = Signals()
+
+    def knock(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 5.0) -> Link | Verdict:
+        """Dial as a node does."""
+        meeting = Meeting("127.0.0.1", self.door.port, token)
+        deadline = time.monotonic() + within_s
+        found = dial(lambda: meeting, greeting, certain=True, deadline=deadline, signals=self.signals)
+        if isinstance(found, Link):
+            found.sock.setblocking(True)
+            found.sock.settimeout(5.0)
+            self.links.append(found)
+        return found
+
+    def join(self, rank: int | None = 1, **changes: Any) -> "Node":
+        link = self.knock(replace(Greeting.ours(rank, COMMAND), **changes))
+        assert isinstance(link, Link)
+        return Node(link)
+
+    def raw(self, said: bytes = b"") -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.door.port), 5.0)
+        self.sockets.append(sock)
+        sock.sendall(said)
+        return sock
+
+    def wait_for(self, place: str, within_s: float = 5.0) -> Any:
+        return self.door.wait(place, time.monotonic() + within_s)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.sock.close()
+        for sock in self.sockets:
+            sock.close()
+        self.door.close(0, linger_s=0.0)
+
+
+class Node:
+    """The other end of a link, which speaks as the test says."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.sock = link.sock
+
+    def receive(self) -> Record:
+        while not self.link.records:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self.link.records.extend(self.link.opener.feed(data))
+        return self.link.records.popleft()
+
+    def send(self, kind: Kind, data: bytes = b"") -> None:
+        self.sock.sendall(self.link.sealer.seal(kind, data))
+
+    def ended(self, status: int | None = 0, words: str = "") -> None:
+        self.send(Kind.END)
+        self.send(Kind.ENDED, json.dumps({"status": status, "words": words}).encode())
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    lab = Lab()
+    with lab.signals:
+        try:
+            yield lab
+        finally:
+            lab.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "door"]
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        assert more
+        data += more
+    return data
+
+
+def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+# ---- streams -------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> None:
+    node = lab.join(1, nproc="4")
+    assert (node.link.place, node.link.node_rank) == ("beta", 1)
+    stream = lab.wait_for("beta")
+    assert (stream.our_address, stream.greeting.nproc) == ("127.0.0.1", "4")
+    assert node.receive().kind is Kind.START
+    long = os.urandom(200_000)
+    stream.write(long)
+    records = [node.receive() for _ in range(4)]
+    assert [record.kind for record in records] == [Kind.PART] * 3 + [Kind.DATA]
+    assert b"".join(record.data for record in records) == long
+    node.send(Kind.DATA, b"one")
+    assert stream.read() == b"one"
+    stream.end()
+    assert node.receive().kind is Kind.END
+    node.send(Kind.DATA, b"last words")
+    node.ended(3, "it said so")
+    assert (stream.read(), stream.read(), stream.read()) == (b"last words", b"", b"")
+    assert stream.finish(5.0) == stream.finish(5.0) == (3, "it said so")
+    with pytest.raises(BrokenPipeError):
+        stream.write(b"late")
+    again = lab.wait_for("beta")  # the node stays, for another agent
+    assert node.receive().kind is Kind.START
+    assert again is not stream
+
+
+def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab) -> None:
+    thread, results = _in_thread(lambda: lab.wait_for("gamma"))
+    node = lab.join(2)
+    assert node.receive().kind is Kind.START
+    thread.join(5.0)
+    assert results[0].greeting.node_rank == 2
+
+
+def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) -> None:
+    with pytest.raises(HostError, match=r"nobody has joined as node rank 1 .* dtrain run --node-rank 1"):
+        lab.wait_for("beta", 0.05)
+    node = lab.join(1)  # the one that nobody waits for any more gets no agent
+    lab.wait_for("beta")
+    assert node.receive().kind is Kind.START
+    node.send(Kind.PONG)
+    assert not node.link.records
+
+
+def test_a_broken_connection_is_an_error_after_what_had_arrived(lab: Lab) -> None:
+    node = lab.join(1)
+    stream = lab.wait_for("beta")
+    assert node.receive().kind is Kind.START
+    node.send(Kind.DATA, b"the last")
+    node.sock.close()
+    assert stream.read() == b"the last"
+    with pytest.raises(ConnectionError, match="closed at the other end"):
+        stream.read()
+    assert stream.finish(5.0) == (None, "it was closed at the other end")
+
+
+def test_an_agent_that_is_given_up_is_ended_and_its_node_kept(lab: Lab) -> None:
+    node = lab.join(1)
+    stream = lab.wait_for("beta")
+    thread, results = _in_thread(stream.read)
+    assert stream.finish(0.0) == (None, "")
+    thread.join(5.0)
+    assert results == [b""]  # a blocked read returns
+    assert [node.receive().kind for _ in range(2)] == [Kind.START, Kind.END]
+    thread, results = _in_thread(lambda: lab.wait_for("beta"))
+    node.send(Kind.DATA, b"still something")
+    node.ended()
+    assert node.receive().kind is Kind.START
+    thread.join(5.0)
+    node.send(Kind.DATA, b"new")
+    assert results[0].read() == b"new"
+
+
+def test_what_nobody_reads_stays_with_the_node(lab: Lab) -> None:
+    node = lab.join(1)
+    stream = lab.wait_for("beta")
+    node.sock.settimeout(0.3)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 64 * HOLD_BYTES:
+            node.send(Kind.DATA, bytes(1 << 16))
+            sent += 1 << 16
+    assert sent < 16 * HOLD_BYTES
+    assert stream._unread_bytes <= HOLD_BYTES + (1 << 17)
+    received = 0
+    while received < sent:
+        received += len(stream.read())
+
+
+def test_writing_ends_when_the_connection_does(lab: Lab) -> None:
+    node = lab.join(1)
+    stream = lab.wait_for("beta")
+    thread, results = _in_thread(lambda: stream.write(bytes(64 << 20)))
+    wait_until(lambda: node.sock.recv(1 << 16), "the write has begun")
+    node.sock.close()
+    thread.join(5.0)
+    assert isinstance(results[0], OSError)
+
+
+# ---- places --------------------------------------------------------------------------------------------------
+
+
+def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab: Lab) -> None:
+    first = Greeting.ours(None, COMMAND)
+    link = lab.knock(first)
+    assert isinstance(link, Link)
+    assert link.node_rank == 1
+    assert lab.join(None).link.node_rank == 2
+    with pytest.raises(JoinError, match="all 3 nodes of the run are there already"):
+        lab.join(None)
+    link.sock.close()
+    again = lab.knock(first)
+    assert isinstance(again, Link)
+    assert again.node_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"node_rank": 0}, r"node rank 0 is alpha, where the run was started"),
+        ({"node_rank": 3}, r"the run has 3 nodes, so there is no node rank 3"),
+        ({"node_rank": -1}, r"no node rank -1"),
+        ({"version": "9.9"}, r"has dtrain 9\.9, node 0 has .*pip install dtrain=="),
+        (
+            {"command": {"command": "train.py --lr 2", "nnodes": "3"}},
+            r"train\.py --lr 1 on node 0, train\.py --lr 2 on",
+        ),
+    ],
+)
+def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes: dict[str, Any], why: str) -> None:
+    for _ in range(3):
+        with pytest.raises(JoinError, match=why):
+            lab.join(1, **changes)
+    wait_until(lambda: lab.told, "node 0 tells")
+    assert len(lab.told) == 1  # once
+    assert lab.join(1).link.node_rank == 1  # the right one gets in
+
+
+def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(lab: Lab) -> None:
+    first = lab.join(1, hostname="beta-host", pid=4711)
+    thread, results = _in_thread(first.receive)
+    began = time.monotonic()
+    answering, _ = _in_thread(lambda: (thread.join(), first.send(Kind.PONG)))
+    with pytest.raises(JoinError, match=r"node rank 1 is already taken by beta-host \(pid 4711\)"):
+        lab.join(1)
+    answering.join(5.0)
+    assert results[0].kind is Kind.PING
+    assert time.monotonic() - began < listener_thread.CHALLENGE_S
+    assert "cannot join: node rank 1 is already taken" in lab.told[0]
+
+
+def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 0.3)
+    lab.join(1)
+    stream = lab.wait_for("beta")
+    second = lab.join(1, hostname="second")
+    with pytest.raises(ConnectionError, match="did not answer"):
+        stream.read()
+    lab.wait_for("beta")
+    assert second.receive().kind is Kind.START
+
+
+def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab) -> None:
+    greeting = Greeting.ours(1, COMMAND)
+    lab.knock(greeting)
+    stream = lab.wait_for("beta")
+    began = time.monotonic()
+    assert isinstance(lab.knock(greeting), Link)
+    with pytest.raises(ConnectionError, match="dialled again"):
+        stream.read()
+    assert time.monotonic() - began < listener_thread.CHALLENGE_S
+    lab.wait_for("beta")
+
+
+def test_a_node_that_is_no_longer_wanted_is_told_so(lab: Lab) -> None:
+    lab.door.dismiss("beta", "beta was left out: it ended 2 attempts in a row")
+    with pytest.raises(JoinError, match="left out"):
+        lab.join(1)
+
+
+# ---- the end -------------------------------------------------------------------------------------------------
+
+
+def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
+    greeting = Greeting.ours(1, COMMAND)
+    idle = lab.join(2)
+    broken = lab.knock(greeting)
+    assert isinstance(broken, Link)
+    stream = lab.wait_for("gamma")
+    broken.sock.close()
+    thread, results = _in_thread(lambda: lab.wait_for("beta", 10.0))
+    closing, _ = _in_thread(lambda: lab.door.close(7, "it failed", linger_s=5.0))
+    assert idle.receive().kind is Kind.START
+    verdict = idle.receive()
+    assert (verdict.kind, json.loads(verdict.data)) == (Kind.VERDICT, {"exit_code": 7, "text": "it failed"})
+    with pytest.raises(JoinError, match="node 0 was not found in time"):
+        lab.knock(Greeting.ours(1, COMMAND), within_s=0.2)  # of the next run, perhaps: this one's end is not its own
+    assert lab.knock(greeting) == Verdict(7, "it failed")  # it dialled again, a moment too late
+    idle.sock.close()
+    began = time.monotonic()
+    closing.join(5.0)
+    assert time.monotonic() - began < 4.0  # everybody has been told, so it does not linger
+    thread.join(5.0)
+    assert isinstance(results[0], HostError)
+    with pytest.raises(ConnectionError, match="the run is over"):
+        stream.read()
+    with pytest.raises(HostError, match="the run is over"):
+        lab.wait_for("beta")
+    lab.door.close(0)  # only the first one counts
+    with pytest.raises(ConnectionRefusedError):
+        lab.raw()
+
+
+# ---- everybody else ------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab) -> None:
+    for _ in range(200):
+        lab.raw(MAGIC[:5])
+    began = time.monotonic()
+    lab.join(1)
+    assert time.monotonic() - began < admission.STRANGER_S / 2  # it did not wait for any of them
+    open_files = len(os.listdir("/proc/self/fd"))
+    assert open_files < 200 + admission.STRANGERS + 60  # 200 are our own ends
+    assert lab.told == []
+
+
+def test_a_slow_stranger_is_shut_out_after_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "STRANGER_S", 0.4)
+    sock = lab.raw()
+    hello = Handshake(Side.JOINER, TOKEN).greeting
+    began = time.monotonic()
+    sent = 0
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for byte in hello:
+            sock.sendall(bytes([byte]))
+            sent += 1
+            time.sleep(0.05)
+    assert sent < len(hello)
+    assert time.monotonic() - began < 3.0
+
+
+def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab: Lab) -> None:
+    for _ in range(3):
+        sock = lab.raw(b"GET / HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) == b""
+        with pytest.raises(JoinError, match="another token"):
+            lab.knock(Greeting.ours(1, COMMAND), token=b"a token of somebody else")
+    assert lab.raw(b"dtrain-join 0009" + bytes(64)).recv(100) == MAGIC
+    wait_until(lambda: len(lab.told) == 3, "each is told once")
+    assert "knocked at the control port" in lab.told[0]
+    assert "GET / HTTP/1.0" in lab.told[0]
+    assert "a node at 127.0.0.1 has another token" in lab.told[1]
+    assert "another way of joining" in lab.told[2]
+    lab.door.close(0, linger_s=0.0)
+    assert "2 that were no dtrain" in lab.told[3]
+    assert TOKEN.decode() not in "".join(lab.told)
+
+
+def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
+    handshake = Handshake(Side.JOINER, TOKEN)
+    real = lab.raw(handshake.greeting)
+    proof = handshake.feed(_exactly(real, HELLO_BYTES))
+    real.sendall(proof)
+    handshake.feed(_exactly(real, PROOF_BYTES))
+    assert handshake.keys is not None
+    greeting = Sealer(handshake.keys.sending).seal(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
+    real.sendall(greeting)
+    assert Opener(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
+
+    sock = lab.raw(handshake.greeting)
+    _exactly(sock, HELLO_BYTES)
+    sock.sendall(proof + greeting)
+    with contextlib.suppress(ConnectionResetError):
+        assert sock.recv(1000) == b""  # too much at once
+    sock = lab.raw(handshake.greeting)
+    _exactly(sock, HELLO_BYTES)
+    sock.sendall(proof)
+    assert _exactly(sock, PROOF_BYTES) == WRONG
+    assert sock.recv(1000) == b""
+    lab.wait_for("beta")  # the real one is still there
+
+
+def test_a_node_that_turns_bad_loses_its_place_and_nothing_else(lab: Lab) -> None:
+    other = lab.join(2)
+    for said in (b"garbage after the handshake", None, Kind.VERDICT, Kind.ENDED):
+        node = lab.join(1)
+        stream = lab.wait_for("beta")
+        if isinstance(said, Kind):
+            node.send(said, b"[1]")
+        elif said is None:
+            sealed = bytearray(node.link.sealer.seal(Kind.DATA, b"text"))
+            sealed[6] ^= 4
+            node.sock.sendall(sealed)
+        else:
+            node.sock.sendall(said + bytes(1 << 17))
+        with pytest.raises(ConnectionError):
+            stream.read()
+    lab.wait_for("gamma")
+    assert other.receive().kind is Kind.START
+
+
+_SAID = st.lists(
+    st.one_of(
+        st.binary(max_size=100),
+        st.just(MAGIC),
+        st.builds(lambda tail: MAGIC + tail, st.binary(min_size=64, max_size=64)),
+        st.binary(min_size=32, max_size=32),
+    ),
+    max_size=4,
+)
+
+
+def test_no_stranger_harms_the_door(lab: Lab) -> None:
+    node = lab.join(1)
+
+    @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(_SAID, st.booleans())
+    def stranger(said: list[bytes], abruptly: bool) -> None:
+        with socket.create_connection(("127.0.0.1", lab.door.port), 5.0) as sock:
+            if abruptly:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for data in said:
+                    sock.sendall(data)
+
+    @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=4))
+    def insider(said: list[tuple[Kind, bytes]]) -> None:
+        """One that knows the token, and nothing of how to behave."""
+        link = lab.knock(replace(Greeting.ours(2, COMMAND), id="insider"))
+        assert isinstance(link, Link)
+        with contextlib.closing(link.sock), contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for kind, data in said:
+                Node(link).send(kind, data)
+
+    stranger()
+    insider()
+    lab.wait_for("beta")
+    assert node.receive().kind is Kind.START
+    assert len(lab.told) < 40
+
+
+def test_a_door_without_descriptors_left_opens_again(lab: Lab) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    socks = [socket.socket() for _ in range(4)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(sock.fileno() for sock in socks) + 1, limits[1]))
+        assert highest
+        for sock in socks:
+            sock.connect(("127.0.0.1", lab.door.port))
+        time.sleep(0.3)  # nothing to wait for: it must do nothing wrong meanwhile
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for sock in socks:
+            sock.close()
+    lab.join(1)
+
+
+# ---- where it listens ----------------------------------------------------------------------------------------
+
+
+def test_the_door_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", lab.door.port), 5.0)
+
+    def open_at(address: str, port: int) -> Door:
+        return Door(address, port, TOKEN, expected={}, places=["a"], tell=print)
+
+    with pytest.raises(UsageError, match=rf"port {lab.door.port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("):
+        open_at("127.0.0.1", lab.door.port)
+    with pytest.raises(UsageError, match=r"no interface here has the address 192\.0\.2\.99"):
+        open_at("192.0.2.99", 0)
+    with pytest.raises(UsageError, match="means all interfaces"):
+        open_at("0.0.0.0", 0)
+    with pytest.raises(UsageError, match="is not known here"):
+        open_at("no-such-host.invalid", 0)
+
+
+# ---- the connection ------------------------------------------------------------------------------------------
+
+
+def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_silent_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp, "SILENCE_S", 0.3)  # shorter than the pause of the keepalives, which say that one lives
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        full, silent = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
+        for _ in range(2):
+            stack.enter_context(listening.accept()[0])
+        full.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                full.send(bytes(1 << 16))
+        assert not tcp.dead(silent)
+        wait_until(lambda: tcp.dead(silent), "it was silent for too long")
+        assert not tcp.dead(full)

@@ -1,0 +1,172 @@
+"""The shared token is found, and believed only where nobody else can read it; nodes find node 0 through a file."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import UsageError
+from launcher.transport.tcp import token as token_module
+from launcher.transport.tcp.rendezvous_file import Meeting, find_meeting, local_folder, publish, read_meeting
+from launcher.transport.tcp.token import find_token, new_token
+
+SECRET = "canary-0123456789-canary"
+MEETING = Meeting("127.0.0.1", 4711, SECRET.encode())
+
+
+def _token_file(path: Path, text: str = SECRET + "\n", mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A default file of the test's own, which is not there at first."""
+    default = tmp_path / "default"
+    monkeypatch.setattr(token_module, "DEFAULT_FILE", default)
+    return default
+
+
+def test_the_token_is_taken_from_the_nearest_place(tmp_path: Path, no_default: Path) -> None:
+    assert find_token({}) is None
+    _token_file(no_default, "d" * 16)
+    one, two = _token_file(tmp_path / "one", "1" * 16), _token_file(tmp_path / "two", "2" * 16)
+    everything = {"DTRAIN_TOKEN": SECRET, "DTRAIN_TOKEN_FILE": str(one)}
+    assert find_token(everything, two) == SECRET.encode()
+    del everything["DTRAIN_TOKEN"]
+    assert find_token(everything, two) == b"2" * 16
+    assert find_token(everything) == b"1" * 16
+    assert find_token({"DTRAIN_TOKEN": "", "DTRAIN_TOKEN_FILE": ""}) == b"d" * 16
+
+
+def test_a_token_that_others_may_know_is_an_error_with_what_mends_it(tmp_path: Path) -> None:
+    for mode in (0o640, 0o604, 0o620):
+        path = _token_file(tmp_path / "my token", mode=mode)
+        with pytest.raises(UsageError, match=r"others can read it \(mode 06\d\d\); type: chmod 600 '.*my token'"):
+            find_token({}, path)
+    path.chmod(0o600)
+    assert find_token({}, path) == SECRET.encode()
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        with pytest.raises(UsageError, match="belongs to another user"):
+            find_token({}, path)
+
+
+def test_a_token_that_can_be_guessed_or_is_none_is_an_error_that_makes_a_good_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"at least 16 characters, this one has 6; make one by: .*openssl rand"):
+        find_token({"DTRAIN_TOKEN": "canary"})
+    with pytest.raises(UsageError, match=r"cannot read the token: No such file.*make one by"):
+        find_token({"DTRAIN_TOKEN_FILE": str(tmp_path / "nowhere")})
+    with pytest.raises(UsageError, match="Is a directory"):
+        find_token({}, _folder(tmp_path / "folder"))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(UsageError, match="this is no file"):
+        find_token({}, tmp_path / "pipe")
+    with pytest.raises(UsageError, match="right file"):
+        find_token({}, _token_file(tmp_path / "long", "x" * 100_000))
+
+
+def test_no_error_shows_the_token(tmp_path: Path) -> None:
+    short = SECRET[:15]
+    for env, path in (
+        ({"DTRAIN_TOKEN": short}, None),
+        ({}, _token_file(tmp_path / "short", short)),
+        ({}, _token_file(tmp_path / "open", mode=0o644)),
+        ({}, _token_file(tmp_path / "long", SECRET * 1000)),
+    ):
+        with pytest.raises(UsageError) as refused:
+            find_token(env, path)
+        assert "canary" not in str(refused.value)
+    assert "canary" not in repr(MEETING)
+
+
+def test_a_new_token_is_one_that_would_be_taken() -> None:
+    assert new_token() != new_token()
+    assert find_token({"DTRAIN_TOKEN": new_token().decode()})
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+# ---- meetings ------------------------------------------------------------------------------------------------
+
+
+def test_a_meeting_is_found_while_it_lasts_and_by_this_user_only(tmp_path: Path) -> None:
+    assert read_meeting(tmp_path, "job/7 step.0") is None
+    with publish(tmp_path, "job/7 step.0", MEETING) as path:
+        assert read_meeting(tmp_path, "job/7 step.0") == MEETING
+        assert path.parent == tmp_path
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert read_meeting(tmp_path, "another") is None
+        assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_waits_for_the_writer_and_a_stale_file_is_replaced(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert find_meeting(tmp_path, "run", began + 0.2) is None
+    assert time.monotonic() - began < 1.0
+    found: list[Meeting | None] = []
+    reader = threading.Thread(target=lambda: found.append(find_meeting(tmp_path, "run", began + 10)))
+    reader.start()
+    with publish(tmp_path, "run", Meeting("127.0.0.1", 1, b"of a killed run")):
+        reader.join(5.0)
+        assert found[0] is not None
+        with publish(tmp_path, "run", MEETING):
+            assert read_meeting(tmp_path, "run") == MEETING
+        assert read_meeting(tmp_path, "run") is None
+    with publish(tmp_path, "run", MEETING):
+        other = publish(tmp_path, "run", Meeting("::1", 2, b"the next run"))
+        other.__enter__()
+    assert read_meeting(tmp_path, "run") == Meeting("::1", 2, b"the next run")  # the first one left it alone
+    other.__exit__(None, None, None)
+
+
+def test_a_file_that_others_could_have_written_is_not_believed(tmp_path: Path) -> None:
+    with publish(tmp_path, "run", MEETING) as path:
+        for mode in (0o644, 0o660):
+            path.chmod(mode)
+            with pytest.raises(UsageError, match="not a file of this user alone"):
+                read_meeting(tmp_path, "run")
+        path.chmod(0o600)
+        link = tmp_path / "link.meeting"
+        link.symlink_to(path)
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_meeting(tmp_path, "link")
+        if os.geteuid() == 0:
+            os.chown(path, 12345, 12345)
+            with pytest.raises(UsageError, match="not a file of this user alone"):
+                read_meeting(tmp_path, "run")
+    for text in ("", "[]", "{}", json.dumps({"address": "a", "port": "x", "token": ""})):
+        _token_file(tmp_path / "bad.meeting", text)
+        with pytest.raises(UsageError, match="remove it") as refused:
+            read_meeting(tmp_path, "bad")
+        assert str(tmp_path) in str(refused.value)
+
+
+def test_the_folder_on_this_machine_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = local_folder()
+    assert local_folder() == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    with pytest.raises(UsageError, match="remove it"):
+        local_folder()
+    folder.rmdir()
+    folder.symlink_to(_folder(tmp_path / "trap"))
+    with pytest.raises(UsageError, match="remove it"):
+        local_folder()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="TMPDIR"):
+        local_folder()
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"), publish(tmp_path / "nowhere", "run", MEETING):
+        raise AssertionError("it was published")
