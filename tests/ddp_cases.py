@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-import ddp.buckets
+import ddp.data_parallel.buckets.bucket_plan
 
 F64 = torch.float64
 
@@ -155,7 +155,7 @@ class Setup(NamedTuple):
 
 def train(setup: Setup, steps: int) -> None:
     """Train replicas and oracle side by side and compare after every step."""
-    ddp.buckets._LARGE_BYTES = setup.large_bytes
+    ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = setup.large_bytes
     world = dist.get_world_size()
     oracle = build(setup.model)
     replica = build(setup.model, seed=dist.get_rank())  # equal only after the broadcast
@@ -215,7 +215,7 @@ def unused_parameters(setups: list[tuple[Any, ...]]) -> None:
 def train_with_unused(setup: Setup) -> None:
     """Every rank uses other branches, some are used by none; the oracle adds the ranks' losses."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ddp.buckets._LARGE_BYTES = setup.large_bytes
+    ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = setup.large_bytes
     oracle, replica = build("branches"), build("branches")
     model = ddp.DistributedDataParallel(
         replica,
@@ -253,7 +253,7 @@ def train_with_unused(setup: Setup) -> None:
 
 def unused_everywhere_keeps_its_gradient_to_the_bit(views: bool, large_bytes: int) -> None:
     """Also at a world size where the mean of equal numbers is not always that number."""
-    ddp.buckets._LARGE_BYTES = large_bytes
+    ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = large_bytes
     replica = build("branches")
     model = ddp.DistributedDataParallel(replica, gradient_as_bucket_view=views)
     for step in range(3):
@@ -421,7 +421,7 @@ def kept_gradients_stay(large_bytes: int, keep: str) -> None:
             (kept,) = torch.autograd.grad(kept, _leaves_of(kept), retain_graph=True)
         return [] if kept is None else torch.as_tensor(kept).flatten().tolist()
 
-    ddp.buckets._LARGE_BYTES = large_bytes
+    ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = large_bytes
     model = ddp.DistributedDataParallel(build("mlp"))
     kept, before = [], []
     for step in range(4):

@@ -18,8 +18,8 @@ from ddp_cases import Conv, Mlp, Odd, assert_replicas_equal
 from torch import nn
 
 import ddp
-from ddp.ps.memory import SharedSegment
-from ddp.strategies.central_storage import CentralOptimizer, CentralStorage
+from ddp.comm.shared_memory import SharedSegment
+from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
 
 F64 = torch.float64
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp import checkpoint_file, progress, randomness
+from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import rng
+from ddp.monitoring import progress
 
 
 def numbers_after_saving(folder: str) -> list[float]:
@@ -73,7 +75,7 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
     # Written as a process alone would have done it.
     for step in (3, 8) if rank == owner else (3,):
         weights = {"weight": torch.full((1, size), float(step))}
-        content = {"step": step, "world_size": 1, "model": weights, "random": [randomness.capture()], "values": {}}
+        content = {"step": step, "world_size": 1, "model": weights, "random": [rng.capture()], "values": {}}
         checkpoint_file.write(own, step, content)
     ddp.checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
     restored = ddp.Checkpoint(own).load(model=model)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.compression import CommHook, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import CommHook, Half, Int8, PowerSGD, make_compression
+from ddp.compression.quantize import dequantize, quantize, row_bytes
 from ddp.errors import CheckpointError, CollectiveError, LayoutMismatchError
-from ddp.quantize import dequantize, quantize, row_bytes
 
 SIZES = (1, 3, 0, 511, 512, 4097, 60_000)
 Method = str | Half | Int8 | PowerSGD

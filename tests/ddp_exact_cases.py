@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-import ddp.buckets
+import ddp.data_parallel.buckets.bucket_plan
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, int, int], torch.Tensor]  # (model, x, y, rank, step)
 
@@ -41,7 +41,7 @@ class Way(NamedTuple):
     large_bytes: int = 32 << 10
 
     def wrap(self, module: nn.Module, **settings: Any) -> ddp.DistributedDataParallel:
-        ddp.buckets._LARGE_BYTES = self.large_bytes
+        ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = self.large_bytes
         return ddp.DistributedDataParallel(
             module, bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=self.views, **settings
         )

@@ -22,9 +22,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp import collectives
-from ddp.broadcast_state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from ddp.distributed_optimizer import DistributedOptimizer
+from ddp.horovod import collectives
+from ddp.horovod.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ddp.horovod.optimizer import DistributedOptimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),

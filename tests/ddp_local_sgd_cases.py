@@ -22,7 +22,7 @@ from ddp_cases import Mlp, assert_replicas_equal, batch, build, loss_of
 from torch import nn
 
 import ddp
-from ddp.local_sgd import LocalSGD
+from ddp.strategies.local_sgd.averaging import LocalSGD
 
 F64 = torch.float64
 ROWS = 3  # of a rank's batch

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-from ddp.metrics import gather_metrics, gather_samples
+from ddp.data.metrics import gather_metrics, gather_samples
 
 
 def _everything(size: int) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,8 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
-from ddp.ps import endpoint
-from ddp.strategies.parameter_server import ParameterServer
+from ddp.strategies.parameter_server import transport
+from ddp.strategies.parameter_server.strategy import ParameterServer
 
 T = TypeVar("T")
 KEY = "5a" * 32
@@ -251,7 +251,7 @@ def strangers_are_refused() -> None:
                 assert KEY not in str(refused.value)
                 assert "ab" * 32 not in str(refused.value)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(endpoint, "own_version", lambda: "0.0.1")
+                patch.setattr(transport, "own_version", lambda: "0.0.1")
                 with pytest.raises(ddp.errors.VersionMismatchError, match=r"0\.0\.1"):
                     start(setting).prepare(*build(setting))
             odd = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4)).to(F64)

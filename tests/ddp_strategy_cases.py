@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import ddp
-from ddp.permutation import choose
+from ddp.data.permutation import choose
 
 F64 = torch.float64
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas

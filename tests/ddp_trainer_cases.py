@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import ddp
-from ddp import callbacks as cb
-from ddp.replica_loader import ReplicaLoader
+from ddp.data.replica_loader import ReplicaLoader
 from ddp.strategies.all_reduce import AllReduce
-from ddp.trainer import Trainer
+from ddp.training import callbacks as cb
+from ddp.training.trainer import Trainer
 
 F64 = torch.float64
 SAMPLES, BATCH, CLASSES = 23, 7, 3  # the last batch has two samples: none for the third replica

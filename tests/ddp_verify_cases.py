@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.verify import Verification, verify
+from ddp.verify.verification import Verification, verify
 
 ROWS = 24  # of the batch: divisible by 2, 3 and 4
 

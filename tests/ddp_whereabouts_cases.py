@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `ddp.whereabouts` do, and the process that forks them.
+"""What the ranks of the tests of `ddp.monitoring.stall_report` do, and the process that forks them.
 
 These ranks end as a user's do, through the end of the interpreter, where the last words are said; those of
 `ddp_world` leave with os._exit. Run as a script, this imports torch once and then, for each line on its input, forks
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CollectiveError
-from ddp.whereabouts import Whereabouts
+from ddp.monitoring.stall_report import Whereabouts
 
 kept: object = None
 DEADLINE_S = 30.0  # less than the group's own timeout

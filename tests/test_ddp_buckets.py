@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddp
-from ddp.buckets import BucketLimits, GradSpec, plan_buckets, slot_view, spec_of
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits, GradSpec, plan_buckets, slot_view, spec_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import BatchSampler
 
 import ddp
-from ddp import checkpoint_file
+from ddp.checkpoint import file as checkpoint_file
 
 CASES = Path(__file__).with_name("ddp_checkpoint_cases.py")
 

@@ -9,7 +9,7 @@ import pytest
 from ddp_compression_cases import LOW_RANK
 from ddp_world import Nursery
 
-from ddp.compression import PowerSGD
+from ddp.compression.compressors import PowerSGD
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -10,7 +10,7 @@ import torch
 from ddp_world import Nursery
 
 import ddp
-from ddp.metrics import gather_metrics, gather_samples
+from ddp.data.metrics import gather_metrics, gather_samples
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

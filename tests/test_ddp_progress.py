@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ddp
-from ddp import progress
+from ddp.monitoring import progress
 
 
 @pytest.fixture

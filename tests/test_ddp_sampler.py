@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp
-from ddp.permutation import LARGE, Keyed, choose
+from ddp.data.permutation import LARGE, Keyed, choose
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 100, 101])
@@ -136,7 +136,7 @@ def test_a_set_that_no_memory_would_hold(size: int) -> None:
 
 
 @pytest.mark.parametrize("even", ["pad", "drop", "exact"])
-def test_a_large_set_is_shared_out_like_a_small_one(even: ddp.sampler.Even) -> None:
+def test_a_large_set_is_shared_out_like_a_small_one(even: ddp.data.sampler.Even) -> None:
     size, replicas = LARGE + 2, 5  # 5 leave 3 over
     samplers = [ddp.DistributedSampler(range(size), replicas, rank, seed=3, even=even) for rank in range(replicas)]
     shares = [torch.tensor(list(sampler)) for sampler in samplers]
@@ -158,7 +158,7 @@ def test_a_large_set_is_shared_out_like_a_small_one(even: ddp.sampler.Even) -> N
     even=st.sampled_from(["pad", "drop", "exact"]),
 )
 def test_shares_cover_the_set(
-    size: int, replicas: int, seed: int, epoch: int, shuffle: bool, even: ddp.sampler.Even
+    size: int, replicas: int, seed: int, epoch: int, shuffle: bool, even: ddp.data.sampler.Even
 ) -> None:
     seen: Counter[int] = Counter()
     lengths = []

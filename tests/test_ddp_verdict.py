@@ -8,7 +8,7 @@ from ddp_world import Nursery
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp.verdict import HEADER_NUMEL, Word, read, used_among, write
+from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, Word, read, used_among, write
 
 
 @pytest.mark.parametrize(

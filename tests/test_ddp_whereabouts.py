@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from ddp_world import ROOT
 
-from ddp.whereabouts import _report, _Scene
-from ddp.whereabouts_store import Answer, Heard, Place, printable
+from ddp.monitoring.stall_channel import Answer, Heard, Place, printable
+from ddp.monitoring.stall_report import _report, _Scene
 
 CASES = ROOT / "tests" / "ddp_whereabouts_cases.py"
 

@@ -15,7 +15,7 @@ from ddp_world import Nursery
 from torch import nn
 
 import ddp
-from ddp.ps.plan import Settings, make_plan
+from ddp.strategies.parameter_server.run_plan import Settings, make_plan
 
 CASES = "ddp_ps_cases"
 NETWORK = {"shared_memory": False}  # as between hosts

@@ -25,7 +25,7 @@ import json, os, pathlib, sys, time
 import torch
 from torch.nn import functional as F
 import ddp
-from ddp.replica_loader import ReplicaLoader
+from ddp.data.replica_loader import ReplicaLoader
 
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)

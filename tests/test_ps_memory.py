@@ -11,8 +11,8 @@ import pytest
 import torch
 from testbed.processes import started, wait_until
 
+from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ArgumentError, ParameterServerError
-from ddp.ps.memory import SharedSegment
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not SharedSegment.available, reason="this system has no memfd_create")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not SharedSegment.available, reason="this system
 # Says where its segment is, opens ours, answers in both, and waits to be killed.
 _OTHER = """
 import json, sys
-from ddp.ps.memory import SharedSegment
+from ddp.comm.shared_memory import SharedSegment
 own = SharedSegment(1 << 20)
 own.tensor[:3] = 5
 print(json.dumps(own.ticket), flush=True)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ddp.ps.pace import Pace
+from ddp.strategies.parameter_server.consistency import Pace
 
 CHUNK = 0
 

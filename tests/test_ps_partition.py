@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp.errors import ArgumentError
-from ddp.ps.partition import Partition, partition
+from ddp.strategies.sharding.partition import Partition, partition
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ddp.errors import ArgumentError, UnsupportedError
-from ddp.ps.partition import Partition, partition
-from ddp.ps.shards import (
+from ddp.strategies.sharding.partition import Partition, partition
+from ddp.strategies.sharding.shards import (
     ChunkGradient,
     Rows,
     Shards,

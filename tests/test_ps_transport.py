@@ -20,9 +20,9 @@ import zmq
 from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.ps.endpoint import MAX_HALF_OPEN, ClientEndpoint, Poller, ServerEndpoint, Wakeup
-from ddp.ps.seal import Packet, RefusedError, RunKey, read_prefix
-from ddp.ps.wire import MAX_TENSORS, MalformedError, Message, decode, encode
+from ddp.strategies.parameter_server.auth import Packet, RefusedError, RunKey, read_prefix
+from ddp.strategies.parameter_server.messages import MAX_TENSORS, MalformedError, Message, decode, encode
+from ddp.strategies.parameter_server.transport import MAX_HALF_OPEN, ClientEndpoint, Poller, ServerEndpoint, Wakeup
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = secrets.token_bytes(32)
@@ -532,8 +532,8 @@ def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
 
 _CLIENT = """
 import sys, time, torch
-from ddp.ps.endpoint import ClientEndpoint
-from ddp.ps.wire import Message
+from ddp.strategies.parameter_server.transport import ClientEndpoint
+from ddp.strategies.parameter_server.messages import Message
 client = ClientEndpoint(bytes.fromhex(sys.stdin.readline()), sys.argv[1], name="worker 3")
 client.connect(30)
 while True:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ddp
-from ddp.replica_loader import ReplicaLoader
+from ddp.data.replica_loader import ReplicaLoader
 
 Pair = namedtuple("Pair", "x y")
 

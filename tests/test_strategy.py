@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ddp
-from ddp.reduction import combine, encode
-from ddp.strategy import Strategy
+from ddp.comm.reduction import combine, encode
+from ddp.strategies.strategy import Strategy
 from ddp.world import World
 
 CASES = "ddp_strategy_cases"
