@@ -61,7 +61,7 @@ class Keyed:
     lead outside and are taken through the network once more.
 
     `rounds` counts pairs. With 64 samples, two pairs can still be told from random orders by their neighbours, three
-    cannot (`tests/test_ddp_sampler.py`), and the larger the set, the harder it is.
+    cannot (`tests/ddp/data/test_sampler.py`), and the larger the set, the harder it is.
     """
 
     def __init__(self, n: int, key: bytes, *, rounds: int = 3) -> None:

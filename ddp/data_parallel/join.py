@@ -7,14 +7,10 @@ reduced and on whose buffers count, and go on; those that have joined take part 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
-
-if TYPE_CHECKING:
-    from ddp.data_parallel.wrapper import DistributedDataParallel
 
 __all__ = ["ShadowHook", "agree"]
 
@@ -34,27 +30,26 @@ class ShadowHook(JoinHook):
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        group: dist.ProcessGroup,
+        device: torch.device,
         keep_company: Callable[[], None],
         sync_buffers: Callable[[int], object],
         equalise: Callable[[int, bool], None],
     ) -> None:
-        self._model = model
+        self._group, self._device = group, device
         self._keep_company = keep_company
         self._sync_buffers = sync_buffers
         self._equalise = equalise
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
-        model = self._model
-        syncs, root = agree(model.process_group, model.device, syncs=False)
+        syncs, root = agree(self._group, self._device, syncs=False)
         self._sync_buffers(root)
         if syncs:
             self._keep_company()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of one that joined last."""
-        group = self._model.process_group
-        candidate = group.rank() if is_last_joiner else _NOBODY
-        _, root = agree(group, self._model.device, syncs=False, candidate=candidate)
+        candidate = self._group.rank() if is_last_joiner else _NOBODY
+        _, root = agree(self._group, self._device, syncs=False, candidate=candidate)
         self._equalise(root, is_last_joiner)

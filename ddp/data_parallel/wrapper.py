@@ -422,7 +422,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 if not is_last:
                     reducer.leave_company()
 
-        return ShadowHook(self, self._keep_company, self._sync_buffers_of, equalise)
+        return ShadowHook(self.process_group, self.device, self._keep_company, self._sync_buffers_of, equalise)
 
     def _keep_company(self) -> None:
         if self._reducer is not None:

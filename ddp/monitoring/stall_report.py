@@ -24,21 +24,28 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ddp.data_parallel.buckets.transfers import Pending
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring.stall_channel import Answer, Heard, Place, Wire, printable, wire_of_world
 
-__all__ = ["Whereabouts"]
+__all__ = ["Pending", "Whereabouts"]
 
 _TORCHS_TIMEOUT_S = 1800.0
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
 _VICTIM = 5  # sorts after every other place
+
+
+class Pending(Protocol):
+    """A reduction on its way: `dist.Work`, or what a communication hook does."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
 
 
 class Whereabouts:

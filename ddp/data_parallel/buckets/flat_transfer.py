@@ -14,7 +14,8 @@ from typing import cast
 import torch
 
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Slot, slot_view
-from ddp.data_parallel.buckets.transfers import AT_THE_END, Member, Pending, Sender, dense, ready_twice
+from ddp.data_parallel.buckets.transfers import AT_THE_END, Member, Sender, dense, ready_twice
+from ddp.monitoring.stall_report import Pending
 
 __all__ = ["FlatTransfer"]
 

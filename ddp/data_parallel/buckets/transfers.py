@@ -7,7 +7,6 @@ zeros, or what an older reduction left in `.grad`, which is the same on every ra
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -15,8 +14,9 @@ import torch.distributed as dist
 
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan
 from ddp.errors import BackwardError
+from ddp.monitoring.stall_report import Pending
 
-__all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Pending", "Sender", "dense", "ready_twice"]
+__all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Sender", "dense", "ready_twice"]
 
 
 def _owners(tensor: torch.Tensor) -> int:
@@ -39,14 +39,6 @@ class Member:
         self.index = index
         self.name = name
         self.parameter = parameter
-
-
-class Pending(Protocol):
-    """A reduction on its way: `dist.Work`, or what a communication hook does."""
-
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-
-    def is_completed(self) -> bool: ...
 
 
 class Sender(Protocol):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from os import PathLike
+from typing import Any, ClassVar, Protocol
 
-if TYPE_CHECKING:
-    from ddp.training.trainer import Trainer
+import torch
+from torch import Tensor, nn
 
-__all__ = ["HOOKS", "Callback"]
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.strategies.strategy import Strategy
+
+__all__ = ["HOOKS", "Callback", "Training"]
 
 HOOKS = (
     "on_restore",
@@ -23,6 +27,37 @@ HOOKS = (
 )
 
 
+class Training(Protocol):
+    """The trainer, as callbacks see it: `ddp.Trainer`."""
+
+    strategy: Strategy
+    module: nn.Module
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    train_loader: ReplicaLoader | None
+    epoch: int
+    epochs: int
+    step: int
+    epoch_step: int
+    steps_per_epoch: int | None
+    rate_factor: float
+    learning_rate: float
+    logs: dict[str, float]
+
+    @property
+    def steps(self) -> int: ...
+    def stop(self) -> None: ...
+    def record(self, name: str, total: Any, count: Any) -> None: ...
+    def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]: ...
+    def predict(self, data: Any, *, global_batch_size: int | None = None) -> Any: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def load_weights(self, weights: Mapping[str, Any]) -> None: ...
+    def save(self, path: str | PathLike[str]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Callback:
     """Override the hooks that you need; `self.trainer` is the trainer.
 
@@ -33,7 +68,7 @@ class Callback:
     every replica. An exception ends the training on all replicas, with an error that names the callback.
     """
 
-    trainer: Trainer
+    trainer: Training
     runs_last: ClassVar[bool] = False  # whether its hooks come after those of the others
 
     def on_restore(self) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp.errors import ArgumentError, DdpError
-from ddp.training.callbacks.callback import HOOKS, Callback
-
-if TYPE_CHECKING:
-    from ddp.training.trainer import Trainer
+from ddp.training.callbacks.callback import HOOKS, Callback, Training
 
 __all__ = ["CallbackList"]
 
@@ -18,7 +15,7 @@ __all__ = ["CallbackList"]
 class CallbackList:
     """The callbacks of a trainer, in the order of their calls."""
 
-    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
+    def __init__(self, callbacks: Sequence[Callback], trainer: Training) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ArgumentError(f"callbacks: {callback!r} is no object of a class derived from ddp.Callback")
