@@ -18,7 +18,7 @@ from ddp_worlds.nursery import ROOT
 from ddp.monitoring.stall_channel import Answer, Heard, Place, printable
 from ddp.monitoring.stall_report import _report, _Scene
 
-CASES = ROOT / "tests" / "stall_report_cases.py"
+CASES = ROOT / "tests" / "ddp_worlds" / "stall_report_cases.py"
 
 
 @dataclass(frozen=True)
