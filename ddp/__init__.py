@@ -13,20 +13,36 @@ Other ways to train the same loop are behind `ddp.strategy(name)`; `ddp.Trainer`
 `ddp.DistributedOptimizer` and the collectives are for scripts in Horovod's style.
 """
 
-from ddp.broadcast_state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from ddp.callbacks import (
-    Callback,
-    CSVLogger,
-    EarlyStopping,
-    History,
-    LearningRateScheduler,
-    LinearScaling,
-    ModelCheckpoint,
-    ProgressBar,
-    TensorBoard,
+from ddp.checkpoint.checkpoint import Checkpoint, Restored
+from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
+from ddp.data.metrics import gather_metrics, gather_samples
+from ddp.data.sampler import DistributedSampler
+from ddp.data_parallel.tracing import skip_package
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.errors import (
+    ArgumentError,
+    BackwardError,
+    CheckpointError,
+    CollectiveError,
+    DdpError,
+    DriftError,
+    KeyRefusedError,
+    LaunchEnvironmentError,
+    LayoutMismatchError,
+    NotInitializedError,
+    ParameterServerError,
+    PeerFailedError,
+    RendezvousError,
+    UnsupportedError,
+    VersionMismatchError,
 )
-from ddp.checkpoint import Checkpoint, Restored
-from ddp.collectives import (
+from ddp.horovod.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ddp.horovod.collectives import (
     Average,
     Compression,
     Handle,
@@ -60,33 +76,22 @@ from ddp.collectives import (
     size,
     synchronize,
 )
-from ddp.compression import Half, Int8, PowerSGD, make_compression
-from ddp.distributed_optimizer import DistributedOptimizer
-from ddp.errors import (
-    ArgumentError,
-    BackwardError,
-    CheckpointError,
-    CollectiveError,
-    DdpError,
-    DriftError,
-    KeyRefusedError,
-    LaunchEnvironmentError,
-    LayoutMismatchError,
-    NotInitializedError,
-    ParameterServerError,
-    PeerFailedError,
-    RendezvousError,
-    UnsupportedError,
-    VersionMismatchError,
+from ddp.horovod.optimizer import DistributedOptimizer
+from ddp.strategies.local_sgd.averaging import LocalSGD
+from ddp.strategies.strategy import Strategy, strategy
+from ddp.training.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    History,
+    LearningRateScheduler,
+    LinearScaling,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
 )
-from ddp.local_sgd import LocalSGD
-from ddp.metrics import gather_metrics, gather_samples
-from ddp.parallel import DistributedDataParallel
-from ddp.sampler import DistributedSampler
-from ddp.strategy import Strategy, strategy
-from ddp.tracing import skip_package
-from ddp.trainer import Trainer
-from ddp.verify import Difference, Verification, verify
+from ddp.training.trainer import Trainer
+from ddp.verify.verification import Difference, Verification, verify
 from ddp.world import World, init
 
 __all__ = [

@@ -10,7 +10,7 @@ import hypothesis
 import psutil
 import pytest
 import testbed.slurm
-from ddp_world import Nursery
+from ddp_worlds.nursery import Nursery
 from testbed.namespaces import PARTS, find_part
 from testbed.network import NetworkHosts, why_not
 from testbed.processes import MARK, describe, everyone, kill, left_behind

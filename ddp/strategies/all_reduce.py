@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp.parallel import DistributedDataParallel
-from ddp.strategy import Strategy, join
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.strategies.strategy import Strategy, join
 
 __all__ = ["AllReduce"]
 

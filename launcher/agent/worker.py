@@ -22,7 +22,7 @@ from launcher.protocol import Exited
 
 __all__ = ["Files", "Worker", "spawn"]
 
-_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/progress.py
+_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/monitoring/progress.py
 _STANDINGS = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
 
 

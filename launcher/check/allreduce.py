@@ -1,4 +1,4 @@
-"""The all-reduce of `dtrain check`: a short run like any other, whose workers measure (ddp/allreduce_speed.py).
+"""The all-reduce of `dtrain check`: a short run like any other, whose workers measure (ddp/comm/allreduce_speed.py).
 
 That it ends well proves that a run would start. It writes no log files.
 """
@@ -26,7 +26,7 @@ LINES = 12  # of a failure's report
 
 @dataclass(frozen=True)
 class Measured:
-    """How the run ended. `figures` are what ddp/allreduce_speed.py prints; `problem` is the report if there are none.
+    """How the run ended. `figures` are what allreduce_speed.py prints; `problem` is the report if there are none.
 
     `signum` is the signal by which dtrain was told to stop.
     """
@@ -48,7 +48,7 @@ def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFac
     on_gpus = all(one.gpu_ids and one.torch_cuda for one in facts) and not spec.oversubscribe
     folders = {one.ddp for one in facts}
     args = ("--backend", "nccl" if on_gpus else "gloo")
-    command = Command(CommandKind.MODULE, "ddp.allreduce_speed", args)
+    command = Command(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)
     if len(folders) == 1 and (folder := folders.pop()):
         command = Command(CommandKind.SCRIPT, str(Path(folder) / "allreduce_speed.py"), args)
     hosts = tuple(hosts if on_gpus else (replace(host, slots=None, max_slots=None) for host in hosts))

@@ -123,7 +123,7 @@ def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
         return []
     message = f"the all-reduce failed: {measured.problem}" if measured.problem else "the all-reduce's sum is wrong"
     hosts = ",".join(host.name for host in spec.hosts)
-    fix = f"NCCL_DEBUG=INFO TORCH_CPP_LOG_LEVEL=INFO dtrain run --hosts {hosts} -m ddp.allreduce_speed"
+    fix = f"NCCL_DEBUG=INFO TORCH_CPP_LOG_LEVEL=INFO dtrain run --hosts {hosts} -m ddp.comm.allreduce_speed"
     return [Finding(Severity.ERROR, "allreduce", (), message, fix)]
 
 

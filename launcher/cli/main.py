@@ -193,7 +193,7 @@ def check(command: tuple[str, ...], as_json: bool, no_allreduce: bool, **options
     from launcher.check.command import run_check
 
     if not command:
-        command, options["module"], options["no_python"] = ("ddp.allreduce_speed",), True, False
+        command, options["module"], options["no_python"] = ("ddp.comm.allreduce_speed",), True, False
     request = _request(command, options)
     sys.exit(run_check(request, as_json=as_json, say=_complain, allreduce=not no_allreduce))
 

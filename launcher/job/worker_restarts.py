@@ -1,6 +1,6 @@
 """Processes whose failure does not end the attempt: started again alone, left out, or not. Pure; owned by job.py.
 
-A process says of itself, while it runs, how it stands (Exited.standing, ddp/progress.py): the others go on without it,
+A process says of itself, while it runs, how it stands (Exited.standing, ddp.monitoring): the others go on without it,
 as without a worker of an asynchronous run; or they wait for its successor, as for a parameter server. A restart of it
 is one of those that the run has (--max-restarts), as another attempt is. Without any left, the others go on without the
 first kind, and the run's end then has that failure as its cause; the second kind ends the attempt, as any failure does.

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp
-from ddp.callbacks import LearningRateScheduler, ModelCheckpoint, ProgressBar, TensorBoard
-from ddp.trainer import Trainer
+from ddp.training.callbacks import LearningRateScheduler, ModelCheckpoint, ProgressBar, TensorBoard
+from ddp.training.trainer import Trainer
 
 try:
     from sklearn.datasets import load_digits

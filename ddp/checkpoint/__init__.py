@@ -1,0 +1,1 @@
+"""Saves what a run needs to go on, and restores it."""

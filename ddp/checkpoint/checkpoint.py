@@ -1,0 +1,373 @@
+"""Saves all that a run needs to go on, and finds it again: one file a checkpoint, in a folder of this run's own.
+
+    checkpoint = ddp.Checkpoint("runs/first/checkpoints")
+    restored = checkpoint.load(model=model, optimizer=optimizer, sampler=sampler)
+    step = restored.step if restored else 0
+    ...
+    if checkpoint.due(step, every=100):
+        checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
+
+Rank 0 writes, with `ddp.checkpoint.file`; what the ranks must agree on, they tell each other here before and after, so
+that an error of one is raised by all and none waits for another that has given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import rng
+from ddp.checkpoint.file import Trailer
+from ddp.checkpoint.preemption import Warned
+from ddp.checkpoint.state import Stateful, check_plain, given_parts, reduction_state, restore_parts, restore_reduction
+from ddp.comm.objects import device_of, gather_values
+from ddp.errors import ArgumentError, CheckpointError, CollectiveError, DdpError
+from ddp.monitoring.progress import count_checkpoint
+
+__all__ = ["Checkpoint", "Restored"]
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU."""
+
+    step: int
+    values: dict[str, Any]
+    path: Path
+    world_size: int
+
+
+class Checkpoint:
+    """Keep the last `keep` checkpoints of one run in `folder`, which is made when it is needed.
+
+    Checkpoints are `step-NNNNNNNNNN.pt`. Each is one file with a checksum, readable by
+    `torch.load(path, weights_only=True)` without this package: a dict with "step", "world_size", "model" and so on,
+    "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
+    is durable. What was cut short, damaged or written by somebody else is never counted and never removed.
+
+    `folder` belongs to one run: another one goes on from what it finds there, or is refused. On several hosts, put
+    it on a file system that they share, because a checkpoint on a host that is lost is lost with it.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._warned: Warned | None = None
+        self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
+
+    def due(self, step: int, *, every: int) -> bool:
+        """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
+
+        The latter is when any rank got SIGUSR1, as SLURM sends it ahead of the end; from the first call on it ends no
+        process. Every rank must call it after every step; it returns the same on all of them. `every` 0: only then.
+        """
+        if self._warned is None:
+            self._warned = Warned()
+        warned = self._warned.together()
+        return warned or (every > 0 and step % every == 0)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Stateful | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        **values: Any,
+    ) -> None:
+        """Write a checkpoint of what is given and of every rank's random number generators.
+
+        Every rank must call it, with the same step and the same things; it blocks until rank 0's file is durable
+        (written, fsynced and renamed), at most as long as the process group's timeout. States and `values` are those
+        of rank 0, but what `compression=` still owes is that of all. Values may be None, numbers, strings, tensors,
+        and lists, tuples, sets and dicts of them. Wrappers around the model (DDP, torch.compile) are taken off, so
+        that it can be loaded with or without.
+
+        Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
+        else than rank 0, if the folder has a later step than `step`, or if rank 0 cannot write (a full disk);
+        the checkpoints before are still there then. CollectiveError if a rank is gone.
+        """
+        rank, _ = _place()
+        problem: Exception | None = None
+        state: dict[str, Any] = {}
+        note = _SaveNote(step=step, random=rng.capture())
+        try:
+            parts = given_parts(model, optimizer, scheduler, scaler, sampler)
+            position = None if sampler is None else dict(sampler.state_dict())
+            note = replace(note, names=(*parts, *sorted(values)), position=position)
+            check_plain(values)
+            if rank == 0:
+                _check_step(step, self.folder, self._broken)
+                state = {name: part.state_dict() for name, part in parts.items()}
+                for name, part_state in state.items():
+                    check_plain(part_state, name)
+        except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
+            problem = error
+        told = _exchange(vars(replace(note, problem=_reason(problem))), "notes before saving")
+        notes = [_SaveNote(**each) for each in told]
+        _raise_together(f"save step {step}", [note.problem for note in notes], problem)
+        _require_agreement(notes)
+        reduction = reduction_state(model)
+
+        if rank == 0:
+            generators = [note.random for note in notes]
+            content = {"step": step, "world_size": len(notes), **state, "random": generators, "values": values}
+            if reduction is not None:
+                content["reduction"] = reduction
+            try:
+                path = checkpoint_file.write(self.folder, step, content)
+                self._broken.discard(path.name)
+                checkpoint_file.prune(self.folder, self.keep, self._broken)
+            except Exception as error:  # as above
+                problem = error
+        problems = _exchange(_reason(problem), "verdict after saving")
+        _raise_together(f"write step {step} to {self.folder.absolute()}", problems, problem)
+        count_checkpoint()
+
+    def load(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Stateful | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        sampler: Stateful | None = None,
+    ) -> Restored | None:
+        """Restore what is given, in place, from the newest whole checkpoint, or from the file at `path`.
+
+        Every rank must call it; it blocks until all have restored. Returns None if the folder has no
+        checkpoint. A file that is not whole is passed over with a warning that says why. The ranks take the
+        newest checkpoint that any of them sees, and one that does not see it receives it from one that does.
+
+        Each rank's random number generators go on where they were if the world has the size that was saved;
+        otherwise they are seeded anew from the saved state of rank 0 and the rank. A DataLoader without a `generator`
+        of its own draws one number whenever it is iterated, so also when a resumed run enters an epoch again.
+
+        Raises CheckpointError on every rank if there are files but none is whole, if `path` is not, if something is
+        given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
+        changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
+        """
+        rank, world_size = _place()
+        with contextlib.ExitStack() as open_files:
+            found = self._find(open_files, None if path is None else Path(path))
+            notes = [_LoadNote.of(told) for told in _exchange(asdict(found.note), "notes before loading")]
+            source = _choose(notes)
+            if source is None:
+                if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
+                    raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
+                return None
+            # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
+            if path is None and (rank == 0 or found.note.refused != notes[0].refused):
+                _warn_of(found.note.refused)
+            chosen = notes[source]
+            assert chosen.trailer is not None
+            lacks = [note.trailer is None or note.trailer.digest != chosen.trailer.digest for note in notes]
+            file: BinaryIO | None = found.file
+            if any(lacks):
+                received = _send(source, file, chosen.trailer, is_wanted=lacks[rank])
+                file = received if lacks[rank] else file
+            problem: Exception | None = None
+            restored = None
+            try:
+                assert file is not None
+                if lacks[rank]:
+                    checkpoint_file.verify(file)
+                parts = given_parts(model, optimizer, scheduler, scaler, sampler)
+                restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
+            except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
+                problem = error
+        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "verdict after loading"), problem)
+        return restored
+
+    def _find(self, open_files: contextlib.ExitStack, path: Path | None) -> _Found:
+        """Open the newest whole file that this rank sees, and say what was passed over on the way."""
+        refused: list[str] = []
+        try:
+            candidates = checkpoint_file.newest_first(self.folder) if path is None else [(None, path)]
+        except OSError as error:
+            return _Found(_LoadNote(refused=(f"{self.folder.absolute()}: cannot be read: {error.strerror}",)))
+        for named_step, candidate in candidates:
+            try:
+                file = open_files.enter_context(open(candidate, "rb"))  # noqa: SIM115  # what that stack is for
+                trailer = checkpoint_file.verify(file)
+                if named_step not in (None, trailer.step):
+                    raise CheckpointError(f"was saved as step {trailer.step} and has another name now")
+            except (OSError, CheckpointError) as error:
+                reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                refused.append(f"{candidate.absolute()}: {reason}")
+                if path is None:
+                    self._broken.add(candidate.name)
+            else:
+                return _Found(_LoadNote(str(candidate.absolute()), trailer, tuple(refused)), file)
+        return _Found(_LoadNote(refused=tuple(refused)))
+
+
+@dataclass(frozen=True)
+class _SaveNote:
+    """What a rank tells the others before rank 0 writes."""
+
+    step: int
+    random: Mapping[str, Any]
+    names: tuple[str, ...] = ()
+    position: Mapping[str, Any] | None = None  # of the sampler
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class _LoadNote:
+    """The newest whole file that a rank sees, if any, and those that it passed over."""
+
+    path: str = ""
+    trailer: Trailer | None = None
+    refused: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> _LoadNote:
+        trailer = None if told["trailer"] is None else Trailer(**told["trailer"])
+        return cls(told["path"], trailer, told["refused"])
+
+
+@dataclass(frozen=True)
+class _Found:
+    note: _LoadNote
+    file: BinaryIO | None = None
+
+
+def _check_step(step: int, folder: Path, broken: set[str]) -> None:
+    """Refuse what is no step, and one before others that are there: after a restart those would be loaded instead."""
+    if type(step) is not int or step < 0:
+        raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
+    for found, path in checkpoint_file.newest_first(folder):
+        if found > step and path.name not in broken and checkpoint_file.ends_whole(path):
+            raise CheckpointError(
+                f"{path.absolute()} is later than step {step}: this folder belongs to another run, or to a later part "
+                "of this one. load() first to go on from there, use another folder, or move that file away"
+            )
+
+
+def _require_agreement(notes: Sequence[_SaveNote]) -> None:
+    for rank, note in enumerate(notes):
+        for what, theirs, first in (
+            ("step", note.step, notes[0].step),
+            ("names", note.names, notes[0].names),
+            ("position of the sampler", note.position, notes[0].position),
+        ):
+            if theirs != first:
+                raise CheckpointError(
+                    f"the ranks do not save the same: {what} is {theirs} on rank {rank}, but {first} on rank 0"
+                )
+
+
+def _choose(notes: Sequence[_LoadNote]) -> int | None:
+    """The rank with the newest whole file, the lowest of several, or None."""
+    steps = [(note.trailer.step, -rank) for rank, note in enumerate(notes) if note.trailer is not None]
+    return -max(steps)[1] if steps else None
+
+
+def _warn_of(refused: Sequence[str]) -> None:
+    for line in refused:
+        warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=3)
+
+
+def _restore(
+    file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
+) -> Restored:
+    file.seek(0)
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    restore_parts(state, parts)
+    restore_reduction(model, state.get("reduction"))
+    generators = state["random"]
+    if len(generators) == world_size:
+        rng.restore(generators[rank])
+    else:
+        rng.reseed(generators[0], rank)
+    return Restored(state["step"], state["values"], path, state["world_size"])
+
+
+# Between the ranks
+
+T = TypeVar("T")
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _exchange(mine: T, what: str) -> list[T]:
+    """Give every rank's value to every rank. Every rank must call it; blocks."""
+    rank, world_size = _place()
+    if world_size == 1:
+        return [mine]
+    try:
+        return gather_values(mine, device=device_of())
+    except RuntimeError as error:
+        raise _lost(rank, world_size, f"exchange of {what}", error) from error
+
+
+def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bool) -> BinaryIO | None:
+    """Send rank `source`'s file to all, and return it where it `is_wanted`. Every rank must call it; blocks."""
+    rank, world_size = _place()
+    device = device_of()
+    received = io.BytesIO() if is_wanted else None
+    left = trailer.length + checkpoint_file.TRAILER_BYTES
+    if file is not None:
+        file.seek(0)
+    while left:
+        buffer = bytearray(min(left, _CHUNK_BYTES))
+        if rank == source and file is not None:
+            buffer[:] = file.read(len(buffer))
+        chunk = torch.frombuffer(buffer, dtype=torch.uint8)
+        moved = chunk.to(device)
+        try:
+            dist.broadcast(moved, src=source)
+        except RuntimeError as error:
+            raise _lost(rank, world_size, "broadcast", error) from error
+        if received is not None:
+            chunk.copy_(moved)
+            received.write(buffer)
+        left -= len(buffer)
+    return received
+
+
+def _lost(rank: int, world_size: int, what: str, error: RuntimeError) -> CollectiveError:
+    return CollectiveError(
+        f"rank {rank} of {world_size}: the {what} of a checkpoint failed, most likely because another rank is gone; "
+        f"see its output. {error}",
+        rank=rank,
+        what=what,
+    )
+
+
+def _reason(problem: Exception | None) -> str | None:
+    if problem is None:
+        return None
+    known = isinstance(problem, DdpError | OSError)
+    return str(problem) if known else f"{type(problem).__name__}: {problem}"
+
+
+def _raise_together(what: str, problems: Sequence[str | None], mine: Exception | None) -> None:
+    """Raise CheckpointError if any rank had a problem, from this rank's own where it has one."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            who = f"rank {rank}: " if len(problems) > 1 else ""
+            raise CheckpointError(f"{who}could not {what}: {problem}") from mine

@@ -1,0 +1,62 @@
+"""Notices that the job's time is nearly up: SIGUSR1, which SLURM sends ahead of the end, seen by all ranks in one step.
+
+Used by Checkpoint.due. The signal reaches the ranks at different moments, between different steps; what they do about
+it they must do together.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.objects import device_of
+
+__all__ = ["Warned"]
+
+
+class Warned:
+    """Listens for `signum` from its construction on, beside whatever handler there was before.
+
+    Outside of the main thread, where Python has no signals, it hears nothing by itself, but takes part.
+    """
+
+    def __init__(self, signum: int = signal.SIGUSR1) -> None:
+        self._heard = 0  # by this rank
+        self._acted = 0  # on how many
+        self._most: torch.Tensor | None = None  # (1,) that any rank has heard, on its way
+        self._work: dist.Work | None = None
+        self._before: object = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signum, self._hear)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        self._heard += 1
+        if callable(self._before):
+            self._before(signum, frame)
+
+    def together(self) -> bool:
+        """Return True once for each warning, on all ranks in the same call: the one after the first rank has heard it.
+
+        Every rank must call it equally often. It starts an all-reduce of one number and waits for that of the call
+        before, which is over by then unless a rank is a whole step behind.
+        """
+        # Counts, not flags: the ranks hear one warning in different steps, and it is still one.
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            most = self._heard
+        else:
+            most = self._take()
+            self._most = torch.tensor([self._heard], dtype=torch.int32, device=device_of())
+            self._work = dist.all_reduce(self._most, op=dist.ReduceOp.MAX, async_op=True)
+        warned = most > self._acted
+        self._acted = max(most, self._acted)
+        return warned
+
+    def _take(self) -> int:
+        if self._work is None or self._most is None:
+            return 0
+        self._work.wait()
+        return int(self._most.item())

@@ -1,0 +1,134 @@
+"""What of a run's objects goes into a checkpoint, and back into them. Knows neither files nor ranks.
+
+Called by `ddp.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
+from ddp.errors import ArgumentError, CheckpointError
+
+__all__ = [
+    "PARTS",
+    "Stateful",
+    "check_plain",
+    "given_parts",
+    "reduction_state",
+    "restore_parts",
+    "restore_reduction",
+]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
+_NAMED_DIFFERENCES = 3
+# What `torch.load(weights_only=True)` reads; subclasses it does not.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+_SEQUENCES = frozenset({list, tuple, set})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+
+
+class Stateful(Protocol):
+    """Anything that can say and take back its state: an optimizer, a scheduler, a GradScaler, a DistributedSampler."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def given_parts(
+    model: nn.Module | None,
+    optimizer: Stateful | None,
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
+    sampler: Stateful | None,
+) -> dict[str, Stateful]:
+    """What a user gave, by name, the model without wrappers. Raises ArgumentError for what has no state."""
+    parts: dict[str, Stateful] = {}
+    objects = (None if model is None else unwrapped(model), optimizer, scheduler, scaler, sampler)
+    for name, part in zip(PARTS, objects, strict=True):
+        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            hint = ": ddp.DistributedSampler has them" if name == "sampler" else ""
+            raise ArgumentError(f"{name}={type(part).__name__} has no state_dict() and load_state_dict(){hint}")
+        if part is not None:
+            parts[name] = part
+    return parts
+
+
+def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The wrapper of this package, if there is one around or inside."""
+    while model is not None and not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)  # torch.compile
+    return model
+
+
+def reduction_state(model: nn.Module | None) -> dict[str, Any] | None:
+    """What gradient compression needs to go on, or None. Every rank must call it; blocks."""
+    wrapper = _wrapper(model)
+    return None if wrapper is None else wrapper.reduction_state()
+
+
+def restore_reduction(model: nn.Module | None, state: Mapping[str, Any] | None) -> None:
+    """Let gradient compression go on. Raises CheckpointError if it cannot."""
+    wrapper = _wrapper(model)
+    if wrapper is not None and state is not None:
+        wrapper.load_reduction_state(state)
+
+
+def check_plain(value: Any, name: str = "") -> None:
+    """Refuse what `torch.load(weights_only=True)` would refuse, before it is written."""
+    kind = type(value)
+    if kind in _MAPPINGS:
+        for key, item in value.items():
+            inner = f"{name}[{key!r}]" if name else str(key)
+            if type(key) not in _ATOMS:
+                raise ArgumentError(f"the key {inner} is a {type(key).__qualname__}: use a string or a number")
+            check_plain(item, inner)
+    elif kind in _SEQUENCES:
+        for index, item in enumerate(value):
+            check_plain(item, f"{name}[{index}]")
+    elif kind not in _ATOMS and kind not in _TENSORS:
+        raise ArgumentError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which loading with weights_only refuses: save its "
+            "numbers, strings, tensors, or lists and dicts of them"
+        )
+
+
+def restore_parts(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:
+    """Give every part its state, the model only if all of its keys and shapes fit. Raises CheckpointError."""
+    saved = [name for name in PARTS if name in state]
+    for name in parts:
+        if name not in saved:
+            raise CheckpointError(f"{name} is given, but the file only holds {', '.join(saved) or 'values'}")
+    for name in saved:
+        if name not in parts:
+            raise CheckpointError(
+                f"the file holds {name}, which is not given: pass {name}=..., or read only what you need with "
+                "torch.load(path, weights_only=True)"
+            )
+    if "model" in parts:
+        _require_fit(parts["model"].state_dict(), state["model"])
+    for name, part in parts.items():
+        try:
+            part.load_state_dict(state[name])
+        except Exception as error:  # of another package; which object it was is all that can be added
+            raise CheckpointError(f"{name}: {error}") from error
+
+
+def _require_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    differences = [f"{key} is missing in the file" for key in own if key not in saved]
+    differences += [f"{key} is only in the file" for key in saved if key not in own]
+    for key in own:
+        mine, theirs = own[key], saved.get(key)
+        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor) and mine.shape != theirs.shape:
+            differences.append(f"{key} has shape {tuple(mine.shape)} here and {tuple(theirs.shape)} in the file")
+    if differences:
+        shown = "; ".join(differences[:_NAMED_DIFFERENCES])
+        more = len(differences) - _NAMED_DIFFERENCES
+        raise CheckpointError(f"the model is another one: {shown}{f'; and {more} more' if more > 0 else ''}")

@@ -1,0 +1,1 @@
+"""Values between processes: objects, broadcasts, combined numbers, layouts that are compared, shared memory."""

@@ -1,0 +1,165 @@
+"""Gradients travel as signed bytes, and what rounding lost is added to the next ones (error feedback).
+
+`ddp.compression` makes it. Error feedback on both ways is that of 1-bit Adam's compressed all-reduce (Tang et al. 2021,
+arXiv:2102.02888, algorithm 1), with a byte for each value instead of a bit; why it converges is in Karimireddy et al.
+2019, Error Feedback Fixes SignSGD, arXiv:1901.09847.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.compression.memory import Scratch, Wires
+from ddp.compression.quantize import add_dequantized, dequantize, quantize, row_bytes
+from ddp.compression.row_exchange import RowExchange, Rows, open_exchange
+from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
+from ddp.errors import CheckpointError
+
+__all__ = ["Int8Compressor"]
+
+_NAME = "int8"
+
+
+class Int8Compressor:
+    """Averages buckets over `group` with a byte for each value and a float32 for each `block` values on the wire.
+
+    Each rank remembers what its own rounding lost, and the owner of a part of a bucket what the rounding of the
+    average lost; both are added to the next step's. So the sum of all averages that were delivered is the sum of the
+    true ones, up to the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient.
+
+    A block with an infinite or NaN value is not finite on any rank, and what was owed for it is forgotten. With a
+    GradScaler, what is owed is in its scale at the time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, block: int, error_feedback: bool) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._size = group.size()
+        self._block = block
+        self._has_feedback = error_feedback
+        self._exchange: RowExchange | None = open_exchange(group)
+        self._wires = Wires()
+        self._scratch = Scratch()
+        self._owed: dict[int, _Owed] = {}
+        self._loaded = LoadedBuckets()
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging; the future has the bucket's own buffer, with the averages in it."""
+        buffer = bucket.buffer()
+        numel = buffer.numel()
+        held = self._loaded.fetch(bucket)
+        if self._size == 1 or numel == 0:
+            if held is not None:  # nothing is compressed here, but the run that was resumed may owe
+                buffer.add_(held["sent"].to(buffer)).add_(held["kept"].to(buffer))
+            return completed(buffer)
+        assert self._group is not None
+        assert self._exchange is not None
+        owed = self._owed_for(bucket, held)
+        with torch.no_grad():
+            owed.flat(owed.sent).add_(buffer)
+            blocks = owed.kept.shape[0]
+            wire = self._wires.take(bucket.index(), (self._size, row_bytes(blocks, self._block)), buffer.device)
+            with self._scratch.lend(owed.sent) as scratch:
+                quantize(owed.sent, wire.send, scratch)
+
+        def average(received: torch.Tensor) -> torch.Tensor:
+            with self._scratch.lend(owed.kept) as scratch:
+                for row in received:
+                    add_dequantized(row, owed.kept, scratch, divisor=self._size)
+                quantize(owed.kept, received[0], scratch)
+            return received[0]
+
+        def deliver(gathered: torch.Tensor) -> torch.Tensor:
+            if numel == owed.sent.numel() and buffer.is_contiguous():
+                dequantize(gathered, buffer.view(owed.sent.shape))
+                return buffer
+            with self._scratch.lend(owed.sent) as values:
+                dequantize(gathered, values)
+                return buffer.copy_(owed.flat(values))
+
+        return self._exchange.start(self._group, Rows(f"bucket {bucket.index()}", wire, average, deliver))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is owed, in tensors of whole buckets, the same on every rank.
+
+        Every rank must call it, between two steps; blocks. What this rank owes is replaced by the mean over the
+        ranks, which changes no average that will be delivered: so that a run that goes on and one that resumes from
+        here, with any number of ranks, start from the same.
+        """
+        assert self._group is not None
+        buckets = []
+        for index in sorted(self._owed):
+            owed = self._owed[index]
+            kept = torch.empty_like(owed.sent)
+            mean_over_ranks(self._group, owed.sent)
+            self._group._allgather_base(kept.view(-1), owed.kept.view(-1)).wait()
+            whole = {"sent": owed.flat(owed.sent).clone(), "kept": owed.flat(kept).clone()}
+            buckets.append({"index": index, "numel": owed.numel, **whole})
+        rest = [dict(held) for held in self._loaded.rest()]
+        return {"method": _NAME, "buckets": sorted([*buckets, *rest], key=lambda held: int(held["index"]))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Owe what `state_dict()` returned on any rank of any number of ranks. Every rank must load the same.
+
+        Raises CheckpointError for the state of another method, and the next backward pass does if the sizes of the
+        buckets are others.
+        """
+        need_method(state, _NAME)
+        loaded = LoadedBuckets(state)
+        for held in loaded.rest():
+            for key in ("sent", "kept"):
+                tensor = held.get(key)
+                if not isinstance(tensor, torch.Tensor) or tensor.shape != (held["numel"],):
+                    raise CheckpointError(f"the compressor's state of bucket {held['index']} has no whole {key!r}")
+        self._owed.clear()
+        self._loaded = loaded
+
+    def close(self) -> None:
+        """Let go of the group, before it is destroyed."""
+        self._group = None
+        if self._exchange is not None:
+            self._exchange.leave()
+        self._exchange = None
+
+    def _owed_for(self, bucket: Bucket, held: Mapping[str, Any] | None) -> _Owed:
+        """What is owed for `bucket`: what was loaded, or nothing if it is new or has another size than last time."""
+        buffer, index = bucket.buffer(), bucket.index()
+        owed = self._owed.get(index)
+        if held is not None or owed is None or owed.numel != buffer.numel() or owed.sent.device != buffer.device:
+            owed = _nothing_owed(buffer, self._size, self._block)
+            if held is not None:
+                assert self._group is not None
+                owed.flat(owed.sent).copy_(held["sent"])
+                whole = torch.zeros_like(owed.sent)
+                owed.flat(whole).copy_(held["kept"])
+                owed.kept.copy_(whole[self._group.rank()])
+            if self._has_feedback:
+                self._owed[index] = owed
+        return owed
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """What rounding has lost of one bucket of `numel` gradients, in float32.
+
+    `sent`, of shape (n, blocks, block): by this rank, before the average. `kept`, of shape (blocks, block): of the
+    average, in the row that this rank owns. Beyond `numel` both are zero.
+    """
+
+    numel: int
+    sent: torch.Tensor
+    kept: torch.Tensor
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """The elements of the bucket in `rows`, as a view."""
+        return rows.view(-1)[: self.numel]
+
+
+def _nothing_owed(buffer: torch.Tensor, size: int, block: int) -> _Owed:
+    blocks = -(-buffer.numel() // (size * block))
+    sent = torch.zeros(size, blocks, block, dtype=torch.float32, device=buffer.device)
+    return _Owed(buffer.numel(), sent, torch.zeros_like(sent[0]))

@@ -1,0 +1,192 @@
+"""Gradients travel as products of two thin matrices: torch's PowerSGD hook, made safe for what training loops do.
+
+`ddp.compression` makes it. The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression
+for Distributed Optimization, arXiv:1905.13727; the hook is torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
+from ddp.errors import CheckpointError, CollectiveError, UnsupportedError
+
+__all__ = ["PowerSGDCompressor"]
+
+_NAME = "powersgd"
+
+# Torch's default of 0 divides by zero where a gradient is zero, for instance of a parameter that was not used.
+_EPSILON = 1e-8
+
+
+class PowerSGDCompressor:
+    """Averages buckets over `group`, from step `start_step` on by matrices of rank `rank`.
+
+    What it adds to torch's hook: it forgets what it remembers of a bucket that is not finite (a GradScaler's skipped
+    step) or that has other gradients than last time; it takes gradients of any shape and layout; a world of one
+    compresses nothing.
+
+    On the CPU a bucket is finished before backward goes on: torch's hook starts collectives from the threads that
+    end others, in no order that ranks share, which with several buckets on their way stalls or mixes them up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, rank: int, start_step: int, min_compression_rate: float) -> None:
+        try:
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            self._state: Any = powersgd.PowerSGDState(
+                group,
+                matrix_approximation_rank=rank,
+                start_powerSGD_iter=start_step,
+                min_compression_rate=min_compression_rate,
+                orthogonalization_epsilon=_EPSILON,
+            )
+        except ImportError as error:
+            raise UnsupportedError(
+                f"compression by PowerSGD needs numpy, which torch's hook draws random numbers with: {error}"
+            ) from error
+        self._hook = powersgd.powerSGD_hook
+        self._group: dist.ProcessGroup | None = group
+        self._size = group.size()
+        self._rank = rank
+        self._shapes: dict[int, list[torch.Size]] = {}
+        self._loaded = LoadedBuckets()
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging; the future has the bucket's own buffer, with the averages in it."""
+        assert self._group is not None
+        index, buffer = bucket.index(), bucket.buffer()
+        held = self._loaded.fetch(bucket)
+        if self._size == 1:
+            if held is not None:
+                buffer.add_(held["error"].to(buffer))
+            self._state.maybe_increase_iter(bucket)
+            return completed(buffer)
+        matrices = _Matrices(bucket)
+        shapes = [matrix.shape for matrix in matrices.gradients()]
+        if self._shapes.get(index) != shapes:
+            self._forget(index)
+            self._shapes[index] = shapes
+        if held is not None:
+            self._take(index, held, buffer)
+        is_plain = self._state.iter < self._state.start_powerSGD_iter
+        try:
+            started: torch.futures.Future[torch.Tensor] = self._hook(self._state, matrices)
+            if is_plain:
+                return started
+            if buffer.device.type == "cpu":
+                return completed(self._checked(index, started.wait()))
+        except RuntimeError as error:
+            raise self._failed(index, error) from error
+        return started.then(lambda done: self._checked(index, done.value()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step needs, the same on every rank. Every rank must call it, between two steps; blocks.
+
+        Each rank's error is replaced by the mean over the ranks, which is all that the sum over ranks sees of it.
+        """
+        assert self._group is not None
+        state = self._state
+        buckets = []
+        for index in sorted(state.error_dict):
+            error = state.error_dict[index]
+            mean_over_ranks(self._group, error)
+            held = {"index": index, "numel": error.numel(), "error": error.clone()}
+            if index in state.q_memory_dict:
+                held |= {"q": state.q_memory_dict[index].clone(), "p_numel": state.p_memory_dict[index].numel()}
+            buckets.append(held)
+        rest = [dict(held) for held in self._loaded.rest()]
+        _, keys, position, *_ = state.rng.get_state(legacy=True)
+        return {
+            "method": _NAME,
+            "rank": self._rank,
+            "step": state.iter,
+            "random": {"keys": [int(key) for key in keys], "position": int(position)},
+            "buckets": sorted([*buckets, *rest], key=lambda held: int(held["index"])),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict()` returned on any rank of any number of ranks. Every rank must load the same.
+
+        Raises CheckpointError for the state of another method or rank, and the next backward pass does if the sizes
+        of the buckets are others.
+        """
+        need_method(state, _NAME)
+        if state.get("rank") != self._rank:
+            raise CheckpointError(f"the state is that of PowerSGD of rank {state.get('rank')}, this has {self._rank}")
+        loaded = LoadedBuckets(state)
+        try:
+            step = int(state["step"])
+            keys, position = state["random"]["keys"], int(state["random"]["position"])
+            self._state.rng.set_state(("MT19937", keys, position))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"not the state of a compressor ({type(error).__name__}: {error})") from error
+        self._state.iter = step
+        for index in list(self._shapes):
+            self._forget(index)
+        self._loaded = loaded
+
+    def close(self) -> None:
+        """Let go of the group, before it is destroyed."""
+        self._group = None
+        self._state.process_group = None
+
+    def _failed(self, index: int, error: RuntimeError) -> CollectiveError:
+        assert self._group is not None
+        rank, what = self._group.rank(), f"PowerSGD of bucket {index}"
+        return CollectiveError(
+            f"rank {rank} of {self._size}: the {what} failed, most likely because another rank is gone; see its "
+            f"output. {error}",
+            rank=rank,
+            what=what,
+        )
+
+    def _checked(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Forget a bucket that is not finite: its errors would never be. All ranks have the same buffer, so all do."""
+        if not bool(buffer.isfinite().all()):
+            self._forget(index)
+        return buffer
+
+    def _forget(self, index: int) -> None:
+        for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
+            memory.pop(index, None)
+
+    def _take(self, index: int, held: Mapping[str, Any], buffer: torch.Tensor) -> None:
+        self._state.error_dict[index] = held["error"].to(buffer).clone()
+        if "q" in held:
+            self._state.q_memory_dict[index] = held["q"].to(buffer).clone()
+            self._state.p_memory_dict[index] = buffer.new_zeros(held["p_numel"])
+
+
+class _Matrices:
+    """A bucket as torch's hook reads it, its gradients as contiguous views of one or more dimensions.
+
+    The hook takes the first dimension for the rows and cannot take scalars, empty or channels_last gradients.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._index, self._buffer, self._is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+        self._gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+def _contiguous(gradient: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense gradient as a contiguous view: its dimensions in the order of their strides."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    order = sorted(range(real.dim()), key=lambda dim: (real.stride(dim), real.size(dim)), reverse=True)
+    return real.permute(order) if real.dim() else real.view(1)

@@ -1,0 +1,253 @@
+"""Averages over a group in two steps of bytes: to each rank its part of everybody's, then everybody's averages to all.
+
+The compressors of gradients (compression_half, compression_int8) say what the bytes mean; this module moves them, so
+that it works for any dtype on any backend, and never looks inside. With n ranks, a bucket is n rows; rank r owns row r:
+
+1. every rank sends row r of its own to rank r (all-to-all), and r makes one row of the n that it got;
+2. every rank sends the row it made to all (all-gather).
+
+That is a reduce-scatter and an all-gather, as in a ring all-reduce, and each rank sends as many bytes as there:
+2 (n-1)/n of the bucket.
+
+On the CPU both steps run beside backward. The second cannot use the group itself: ranks would start it at different
+points among the first steps of later buckets, and collectives must start in the same order on every rank. So it has
+connections of its own, one thread that starts second steps in the order of the first ones, and one that ends them.
+On CUDA the order of a stream does all this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from ddp.comm.objects import device_of, gather_values
+from ddp.compression.memory import Wire
+from ddp.errors import CollectiveError, UnsupportedError
+
+__all__ = ["RowExchange", "Rows", "open_exchange"]
+
+_CPU = torch.device("cpu")
+
+# How long an interpreter that ends waits for its threads here, which may have a bucket that nobody waited for, after an
+# error say. A thread that comes back from a collective later wants the interpreter's lock when there is none any more,
+# and aborts the process; one that waits for a rank which never comes does no harm.
+_SETTLE_S = 1.0
+
+_open: weakref.WeakKeyDictionary[dist.ProcessGroup, RowExchange] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One bucket to be averaged. Both functions may run in another thread, without autograd.
+
+    `average` makes of the n rows that this rank got, in the order of the ranks, its row (row bytes,), for which it
+    may use their memory. `deliver` makes the result of the rows of all, of shape (n, row bytes).
+    """
+
+    label: str
+    wire: Wire
+    average: Callable[[torch.Tensor], torch.Tensor]
+    deliver: Callable[[torch.Tensor], torch.Tensor]
+
+
+def open_exchange(group: dist.ProcessGroup) -> RowExchange:
+    """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block."""
+    if group not in _open:
+        name, *_ = gather_values(uuid.uuid4().hex, device=device_of(group), group=group)
+        _open[group] = RowExchange(group, name=name)
+    _open[group].users += 1
+    return _open[group]
+
+
+class RowExchange:
+    """The second step's connections of one group, as long as the group lives, and threads while it has `users`.
+
+    It does not own the group, which its callers pass.
+    """
+
+    users = 0
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str) -> None:
+        second = _connect_again(group, name) if group.size() > 1 else None
+        self._pipeline = None if second is None else _Pipeline(second)
+        if self._pipeline is not None:
+            weakref.finalize(self, self._pipeline.end).atexit = False
+
+    def leave(self) -> None:
+        """One who opened it is done with it; after the last one the threads end."""
+        self.users -= 1
+        if self.users == 0 and self._pipeline is not None:
+            self._pipeline.end()
+
+    def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging; return at once. The future has what `rows.deliver` returned, or a CollectiveError.
+
+        Every rank must start buckets of the same sizes in the same order. Nothing can be started after a failure:
+        ranks may have stopped at different buckets, and the next would meet another one's bytes.
+        """
+        if rows.wire.send.device.type != "cpu" or self._pipeline is None:
+            rows.wire.busy = _start_in_order(group, rows)
+        else:
+            rows.wire.busy = self._pipeline.start(group, rows)
+        return rows.wire.busy
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A bucket on its way, and the collective that it waits for."""
+
+    rows: Rows
+    work: dist.Work
+    future: torch.futures.Future[torch.Tensor]
+
+
+_Queue = queue.SimpleQueue[_Pending | None]
+
+
+class _Pipeline:
+    """Buckets between their steps, first in, first out: the caller starts the first, threads do the rest."""
+
+    def __init__(self, second: dist.ProcessGroupGloo) -> None:
+        self._second = second
+        self._rank, self._size = second.rank(), second.size()
+        self._sent: _Queue = queue.SimpleQueue()
+        self._lock = threading.Lock()  # two models may go backward in two threads
+        self._threads: list[threading.Thread] = []
+        self._is_ending = False
+        self._failure: str | None = None
+
+    def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+        with self._lock:
+            if self._failure is not None:
+                raise self._error(f"compressed average of {rows.label}", f"was not started: {self._failure}")
+            if not self._threads or self._is_ending:
+                self._start_threads()
+            try:
+                work = group.alltoall_base(rows.wire.received, rows.wire.send, [], [])
+            except RuntimeError as error:
+                raise self._failed(rows, error) from error
+            pending = _Pending(rows, work, torch.futures.Future())
+            self._sent.put(pending)
+            return pending.future
+
+    def end(self) -> None:
+        """Let the threads end when they have done what was started; the next `start` makes new ones."""
+        self._is_ending = True
+        self._sent.put(None)
+
+    def _start_threads(self) -> None:
+        for thread in self._threads:
+            thread.join()  # what was started before must be first
+        averaged: _Queue = queue.SimpleQueue()
+        self._sent = queue.SimpleQueue()
+        self._is_ending = False
+        self._threads = [
+            threading.Thread(
+                target=self._average, args=(self._sent, averaged), name="ddp-compression-average", daemon=True
+            ),
+            threading.Thread(target=self._deliver, args=(averaged,), name="ddp-compression-deliver", daemon=True),
+        ]
+        for thread in self._threads:
+            _threads.add(thread)
+            thread.start()
+
+    @torch.no_grad()
+    def _average(self, sent: _Queue, averaged: _Queue) -> None:
+        """Start the second step of every bucket, in the order of the first ones."""
+        while (pending := sent.get()) is not None:
+            try:
+                if self._failure is not None:
+                    raise RuntimeError(self._failure)
+                pending.work.wait()
+                mine = pending.rows.average(pending.rows.wire.received)
+                gathered = pending.rows.wire.send.view(-1)  # has been sent, so its memory is free
+                pending.work = self._second._allgather_base(gathered, mine)  # type: ignore[attr-defined]  # no stub
+            except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
+                self._give_up(pending, error)
+            else:
+                averaged.put(pending)
+            del pending  # its tensors and its caller must not wait for the next one to be let go
+        averaged.put(None)
+
+    @torch.no_grad()
+    def _deliver(self, averaged: _Queue) -> None:
+        while (pending := averaged.get()) is not None:
+            try:
+                pending.work.wait()
+                result = pending.rows.deliver(pending.rows.wire.send)
+            except Exception as error:
+                self._give_up(pending, error)
+            else:
+                pending.future.set_result(result)
+            del pending
+
+    def _give_up(self, pending: _Pending, error: Exception) -> None:
+        failure = self._failed(pending.rows, error)
+        failure.__cause__ = error
+        pending.future.set_exception(failure)  # type: ignore[arg-type]  # torch's annotation is that of set_result
+
+    def _failed(self, rows: Rows, error: Exception) -> CollectiveError:
+        what = f"compressed average of {rows.label}"
+        failure = self._error(what, f"failed, most likely because another rank is gone; see its output. {error}")
+        self._failure = self._failure or f"an earlier one failed, most likely because another rank is gone: {error}"
+        return failure
+
+    def _error(self, what: str, text: str) -> CollectiveError:
+        return CollectiveError(f"rank {self._rank} of {self._size}: the {what} {text}", rank=self._rank, what=what)
+
+
+def _start_in_order(group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+    """Enqueue all steps on the device at once: streams keep their order, so one group does."""
+    send, received = rows.wire.send, rows.wire.received
+    work = group.alltoall_base(received, send, [], [])
+
+    def finish(_: torch.futures.Future[object]) -> torch.Tensor:
+        with torch.no_grad():
+            mine = rows.average(received)
+            group._allgather_base(send.view(-1), mine).wait()
+            return rows.deliver(send)
+
+    # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
+    return work.get_future().then(finish)
+
+
+def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo | None:
+    """Connect the ranks of `group` once more, if it moves host memory by gloo; None otherwise.
+
+    `dist.new_group(use_local_synchronization=True)` would do, but it derives the name under which ranks meet from the
+    number of groups that this process is a member of, and hangs where that differs between them.
+    """
+    if "cpu:" not in dist.get_backend_config(group):
+        return None
+    first = group._get_backend(_CPU)
+    if not isinstance(first, dist.ProcessGroupGloo):
+        raise UnsupportedError(
+            f"compression needs gloo for tensors in host memory, but the group has {dist.get_backend_config(group)}"
+        )
+    timeout: timedelta = first.options._timeout
+    store = PrefixStore(f"ddp/exchange/{name}", _get_default_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+
+def _settle() -> None:
+    for exchange in list(_open.values()):
+        if exchange._pipeline is not None:
+            exchange._pipeline.end()
+    end = time.monotonic() + _SETTLE_S
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+atexit.register(_settle)

@@ -1,0 +1,273 @@
+"""What the ranks measured, each on its own share of the data, as one result that is the same on all of them.
+
+Called by evaluation loops. The shares may have different lengths, or none. Never changes what it is given, and moves
+nothing that would have to be unpickled freely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.comm.objects import device_of, gather_values
+from ddp.data.sampler import rank_and_size
+from ddp.errors import ArgumentError, CollectiveError
+
+__all__ = ["Amount", "gather_metrics", "gather_samples"]
+
+Amount: TypeAlias = "int | float | Tensor"
+
+
+def gather_metrics(
+    metrics: Mapping[str, Amount | tuple[Amount, Amount]], *, group: dist.ProcessGroup | None = None
+) -> dict[str, Amount]:
+    """Add up over all ranks what each has counted on its share, and divide where there is something to divide by.
+
+        sampler = ddp.DistributedSampler(test, shuffle=False, even="exact")
+        loss, right, count = 0.0, 0, 0
+        for x, y in DataLoader(test, 64, sampler=sampler):
+            ...
+            loss, right, count = loss + losses.sum(), right + (found == y).sum(), count + len(y)
+        result = ddp.gather_metrics({"loss": (loss, count), "accuracy": (right, count), "images": count})
+
+    A pair is (sum, count) and becomes the mean: all sums by all counts, NaN where the counts add up to 0. Anything
+    else is a sum and becomes the sum of all. An amount is a number, or a tensor of any shape and device, which is
+    added elementwise (per class, say) and comes back on the CPU. Integers (and bools) stay exact integers; anything
+    else is added in float64, correctly rounded (`math.fsum`: Shewchuk 1997), so that the result depends neither on the
+    order of the ranks nor on how a machine adds, and is bitwise equal on all of them.
+
+    Every rank must call it, with the same names; blocks. A rank without data passes zeros, and a plain 0 does for a
+    tensor too: it is what a loop without batches leaves. Without a process group the world is this process alone.
+    Raises ArgumentError on every rank, with the rank and the name, if the names or shapes differ or an amount is none;
+    CollectiveError if a rank is gone.
+    """
+    notes = _tell("gather_metrics", lambda: _MetricsNote(_read_all(metrics)), group)
+    told = [{name: [_Told(*each) for each in parts] for name, parts in note["metrics"].items()} for note in notes]
+    _check_names([set(each) for each in told])
+    result = {}
+    for name in told[0]:
+        _check_kind(name, [len(each[name]) for each in told])
+        parts = [_total(name, part) for part in zip(*(each[name] for each in told), strict=True)]
+        result[name] = _amount(parts[0] if len(parts) == 1 else _mean(name, *parts))
+    return result
+
+
+def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Put together what the ranks have computed for their samples, in the order of the data set.
+
+    `rows` (this rank's samples, ...) has one row for each sample that an unshuffled `DistributedSampler` gave this
+    rank, in that order; the result (all samples, ...) is on the same device. With `even="exact"`, row i is that of
+    sample i. (With "pad", further rows follow, of samples that were seen twice; with `shuffle=True`, rows are in the
+    order of the permutation.) A rank without samples may pass any empty tensor, such as `torch.empty(0)`.
+
+    Every rank must call it; blocks; every rank gets everything. No gradient goes through. Raises ArgumentError on
+    every rank if the rows of the ranks do not fit together, CollectiveError if a rank is gone.
+    """
+    told = [_RowsNote(**note) for note in _tell("gather_samples", lambda: _describe_rows(rows), group)]
+    _check_rows(told)
+    shape, dtype = next(((note.shape, note.dtype) for note in told if note.shape[0]), (told[0].shape, told[0].dtype))
+    counts = [note.shape[0] for note in told]
+    if len(told) == 1:
+        return rows.detach().clone()
+    row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
+    padded = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device_of(group))
+    mine = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device).copy_(rows.detach().flatten())
+    padded[: mine.nbytes] = mine.view(torch.uint8).to(padded.device)
+    every = [torch.empty_like(padded) for _ in told]
+    if len(padded):
+        with _collective("gather_samples", group):
+            dist.all_gather(every, padded, group=group)
+    whole = torch.empty(sum(counts), *shape[1:], dtype=getattr(torch, dtype), device=rows.device)
+    for rank, (count, theirs) in enumerate(zip(counts, every, strict=True)):
+        share = theirs[: count * row_bytes].view(whole.dtype).view(count, *shape[1:])
+        whole[rank :: len(told)] = share.to(rows.device)
+    return whole
+
+
+# What a rank tells the others
+
+
+@dataclass(frozen=True)
+class _Told:
+    """One amount: the numbers of a tensor in order, or one number, of which the shape is None."""
+
+    shape: Sequence[int] | None
+    values: Sequence[int] | Sequence[float]
+
+    @property
+    def is_zero(self) -> bool:
+        return self.shape is None and self.values[0] == 0
+
+
+@dataclass(frozen=True)
+class _MetricsNote:
+    metrics: dict[str, list[tuple[Any, ...]]]  # one amount or two, as the fields of `_Told`
+
+
+@dataclass(frozen=True)
+class _RowsNote:
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """Return what every rank has read of its own arguments, or raise on all ranks what one could not read."""
+    rank, size = rank_and_size(f"{what}()", group)
+    if rank < 0:
+        raise ArgumentError(f"{what}: this process is not in the group; only its members may call it")
+    note: dict[str, Any] = {"problem": None}
+    problem: Exception | None = None
+    try:
+        note.update(asdict(read()))
+    except Exception as error:  # whatever reading a tensor raises, the other ranks must not wait for this one
+        problem = error
+        note["problem"] = str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
+    notes = [note]
+    if size > 1:
+        with _collective(what, group):
+            notes = gather_values(note, device=device_of(group), group=group)
+    problems = [f"rank {each}: {other['problem']}" for each, other in enumerate(notes) if other["problem"]]
+    if problems:
+        raise ArgumentError(f"{what}: {'; '.join(problems)}") from problem
+    for each in notes:
+        del each["problem"]
+    return notes
+
+
+@contextlib.contextmanager
+def _collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        raise CollectiveError(
+            f"rank {rank} of {size}: {what} failed, most likely because another rank is gone or did not call it; see "
+            f"its output. {error}",
+            rank=rank,
+            what=what,
+        ) from error
+
+
+def _read_all(metrics: Mapping[str, Amount | tuple[Amount, Amount]]) -> dict[str, list[tuple[Any, ...]]]:
+    if not isinstance(metrics, Mapping):
+        raise ArgumentError(f"metrics is a {type(metrics).__name__}; it must be a dict of names and amounts")
+    read = {}
+    for name, given in metrics.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"the name {name!r} is no string")
+        amounts = given if isinstance(given, tuple) else (given,)
+        if len(amounts) not in (1, 2) or (isinstance(given, tuple) and len(given) == 1):
+            raise ArgumentError(f"{name!r} is a tuple of {len(amounts)}; it must be an amount or (sum, count)")
+        read[name] = [_read(name, amount) for amount in amounts]
+    return read
+
+
+def _read(name: str, amount: object) -> tuple[Any, ...]:
+    if isinstance(amount, Tensor) and not amount.is_complex():
+        values = amount.detach().flatten().cpu()
+        read = (values.double() if values.is_floating_point() else values).tolist()
+        shape = tuple(amount.shape) if amount.dim() else None
+        return shape, [int(value) if isinstance(value, bool) else value for value in read]
+    if isinstance(amount, numbers.Integral):
+        return None, [int(amount)]
+    if isinstance(amount, numbers.Real):
+        return None, [float(amount)]
+    what = f"a tensor of {amount.dtype}" if isinstance(amount, Tensor) else f"{amount!r} ({type(amount).__name__})"
+    raise ArgumentError(f"{name!r} holds {what}; an amount is a real number or a tensor of them")
+
+
+def _describe_rows(rows: Tensor) -> _RowsNote:
+    if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.layout is not torch.strided:
+        what = f"a {rows.layout} tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        raise ArgumentError(f"rows is {what}; it must be a dense tensor (samples, ...)")
+    return _RowsNote(tuple(rows.shape), str(rows.dtype).removeprefix("torch."))
+
+
+# Whether what they tell fits together
+
+
+def _check_names(names: Sequence[set[str]]) -> None:
+    for rank, theirs in enumerate(names):
+        for name in sorted(names[0] ^ theirs):
+            has, lacks = (0, rank) if name in names[0] else (rank, 0)
+            raise ArgumentError(
+                f"gather_metrics: rank {has} gives {name!r}, but rank {lacks} does not (it gives "
+                f"{', '.join(map(repr, sorted(names[lacks]))) or 'nothing'}): pass the same names on every rank, with "
+                "0 or (0, 0) on a rank without data"
+            )
+
+
+def _check_kind(name: str, lengths: Sequence[int]) -> None:
+    kinds = {1: "one amount", 2: "(sum, count)"}
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise ArgumentError(
+                f"gather_metrics: rank {rank} gives {name!r} as {kinds[length]}, but rank 0 as {kinds[lengths[0]]}"
+            )
+
+
+def _check_rows(told: Sequence[_RowsNote]) -> None:
+    total = sum(note.shape[0] for note in told)
+    first = next((rank for rank, note in enumerate(told) if note.shape[0]), 0)
+    for rank, note in enumerate(told):
+        if note.shape[0] != (share := len(range(rank, total, len(told)))):
+            raise ArgumentError(
+                f"gather_samples: rank {rank} has {note.shape[0]} rows, but {share} of {total} rows are its share (all "
+                f"have {', '.join(str(each.shape[0]) for each in told)}): pass a row for each index that "
+                'DistributedSampler(..., even="exact") gave this rank, and leave drop_last of the DataLoader out'
+            )
+        if note.shape[0] and (note.shape[1:], note.dtype) != (told[first].shape[1:], told[first].dtype):
+            raise ArgumentError(
+                f"gather_samples: rank {rank} has rows of shape {note.shape[1:]} and {note.dtype}, but rank {first} of "
+                f"shape {told[first].shape[1:]} and {told[first].dtype}"
+            )
+
+
+# Exact sums
+
+
+def _total(name: str, amounts: Sequence[_Told]) -> _Told:
+    """The sum over the ranks, elementwise."""
+    first = next((rank for rank, each in enumerate(amounts) if each.shape is not None), 0)
+    shape = amounts[first].shape
+    for rank, each in enumerate(amounts):
+        if each.shape != shape and not each.is_zero:
+            one, other = ("a number" if s is None else f"of shape {tuple(s)}" for s in (each.shape, shape))
+            raise ArgumentError(f"gather_metrics: rank {rank} gives {name!r} as {one}, but rank {first} {other}")
+    return _Told(
+        shape, [_sum(values) for values in zip(*(each.values for each in amounts if each.shape == shape), strict=True)]
+    )
+
+
+def _sum(values: Sequence[int] | Sequence[float]) -> int | float:
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # inf and -inf, or beyond float64
+        return sum(values)
+
+
+def _mean(name: str, total: _Told, count: _Told) -> _Told:
+    if count.shape not in (None, total.shape):
+        raise ArgumentError(
+            f"gather_metrics: the count of {name!r} has shape {tuple(count.shape or ())}, but its sum "
+            f"{'is a number' if total.shape is None else f'has shape {tuple(total.shape)}'}"
+        )
+    counts = count.values if count.shape is not None else [count.values[0]] * len(total.values)
+    return _Told(total.shape, [a / b if b else math.nan for a, b in zip(total.values, counts, strict=True)])
+
+
+def _amount(total: _Told) -> Amount:
+    if total.shape is None:
+        return total.values[0]
+    dtype = torch.int64 if all(isinstance(value, int) for value in total.values) else torch.float64
+    return torch.tensor(total.values, dtype=dtype, device="cpu").reshape(*total.shape)

@@ -1,0 +1,137 @@
+"""The order of an epoch: a permutation of 0 to n - 1 that is chosen by (seed, epoch) and asked position by position.
+
+Called by the sampler. Knows nothing of ranks, and never touches torch's global random state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["LARGE", "Keyed", "Listed", "Permutation", "choose", "scheme"]
+
+LARGE = 2**20  # above this many samples no list of all indices is made
+# torch's CPU generator keeps the low 32 bits of a seed and drops the rest: these are all that it can tell apart.
+_EPOCHS_OF_TORCH = range(2**32)
+_DIGIT = 16  # bits of a table's index
+
+Permutation = Callable[[Tensor], Tensor]  # positions (k,) int64, each in 0 to n - 1, to as many indices
+
+
+def choose(n: int, *, seed: int, epoch: int) -> Permutation:
+    """Return the order of an epoch of n samples; `scheme` names how it is made. Any integers will do for both."""
+    if n > LARGE:
+        return Keyed(n, _key(seed, epoch))
+    if seed == 0 and epoch in _EPOCHS_OF_TORCH:
+        return Listed(_randperm(n, epoch))
+    # Two generators, because one takes 32 bits: among 77,000 epochs two would be equal more likely than not.
+    first, second = _words(_key(seed, epoch), 2)
+    return Listed(_randperm(n, first & 0xFFFFFFFF)[_randperm(n, second & 0xFFFFFFFF)])
+
+
+def scheme(n: int, seed: int) -> str:
+    """Name the algorithm: a position in an order means nothing in the order of another algorithm."""
+    if n > LARGE:
+        return "keyed"
+    return "torch" if seed == 0 else "hashed"
+
+
+class Listed:
+    """An order that is held in memory, 8 bytes a sample."""
+
+    def __init__(self, order: Tensor) -> None:
+        self._order = order
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the indices at positions (k,)."""
+        return self._order.index_select(0, positions)
+
+
+class Keyed:
+    """An order that is computed: the same small memory for any n, and any position without those before it.
+
+    A Feistel network (Luby and Rackoff 1988) in its generalised form for Z_a x Z_b with cycle walking (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"): a position is split into high * 2**shift + low, and each
+    round adds a random function of one part to the other. The functions are tables of random numbers, which SHAKE128
+    draws from the key; parts of more than 16 bits are looked up 16 bits at a time (simple tabulation hashing, Zobrist
+    1970), so that the tables take 6 MB at most. Since 2**shift * b exceeds n by less than 2**shift, few positions
+    lead outside and are taken through the network once more.
+
+    `rounds` counts pairs. With 64 samples, two pairs can still be told from random orders by their neighbours, three
+    cannot (`tests/ddp/data/test_sampler.py`), and the larger the set, the harder it is.
+    """
+
+    def __init__(self, n: int, key: bytes, *, rounds: int = 3) -> None:
+        bits = (n - 1).bit_length()
+        highs = -(-n >> bits // 2)  # how many values the high part has
+        self._n = n
+        self._dtype = torch.int32 if bits <= 60 else torch.int64  # of the parts: half as wide is twice as fast
+        # Tensors, because a Python number costs each operation a conversion of 2.5 us.
+        self._shift, self._low_mask = torch.tensor((bits // 2, (1 << bits // 2) - 1), device="cpu")
+        self._highs = torch.tensor(highs, dtype=self._dtype, device="cpu")
+        self._sign = torch.tensor(torch.iinfo(self._dtype).bits - 1, dtype=self._dtype, device="cpu")
+        of_low, of_high = _table_sizes(bits // 2), _table_sizes((highs - 1).bit_length())
+        sizes = [*of_low, *of_high] * rounds
+        words = torch.frombuffer(bytearray(_stream(key, sum(sizes))), dtype=torch.int64) & (2**63 - 1)
+        tables = iter(torch.split(words, sizes))
+        self._rounds = [
+            (
+                # Less the modulus, so that one addition of it, where the sum is below 0, reduces the sum.
+                [(next(tables) % highs - highs).to(self._dtype) for _ in of_low],
+                [(next(tables) & self._low_mask).to(self._dtype) for _ in of_high],
+            )
+            for _ in range(rounds)
+        ]
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the indices at positions (k,)."""
+        indices = self._once(positions)
+        while len(indices) and int(indices.max()) >= self._n:
+            outside = (indices >= self._n).nonzero().squeeze(1)
+            indices[outside] = self._once(indices[outside])
+        return indices
+
+    def _once(self, positions: Tensor) -> Tensor:
+        high = (positions >> self._shift).to(self._dtype)
+        low = (positions & self._low_mask).to(self._dtype)
+        for of_low, of_high in self._rounds:
+            for values in _look_up(of_low, low):
+                high += values
+                high += (high >> self._sign).bitwise_and_(self._highs)
+            for values in _look_up(of_high, high):
+                low ^= values
+        indices: Tensor = (high.to(torch.int64) << self._shift).bitwise_or_(low)
+        return indices
+
+
+def _look_up(tables: list[Tensor], part: Tensor) -> list[Tensor]:
+    if len(tables) == 1:
+        return [tables[0].index_select(0, part)]
+    return [table.index_select(0, (part >> (_DIGIT * place)) & (2**_DIGIT - 1)) for place, table in enumerate(tables)]
+
+
+def _table_sizes(bits: int) -> list[int]:
+    """The sizes of the tables for a part of so many bits: one for each digit, and one for a part that is always 0."""
+    return [2 ** min(_DIGIT, bits - place) for place in range(0, bits, _DIGIT)] or [1]
+
+
+def _key(seed: int, epoch: int) -> bytes:
+    return f"{seed},{epoch}".encode()
+
+
+def _stream(key: bytes, words: int) -> bytes:
+    """Random words of 8 bytes, the same for the same key on every machine and in every version of torch."""
+    return hashlib.shake_128(key).digest(8 * words)
+
+
+def _words(key: bytes, count: int) -> list[int]:
+    stream = _stream(key, count)
+    return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(count)]
+
+
+def _randperm(n: int, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randperm(n, generator=generator, device="cpu")

@@ -1,0 +1,225 @@
+"""Batches for one replica: each global batch of the data set is shared out, to the last sample.
+
+Made by `strategy.loader`. Knows the number of replicas, and nothing of how they communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import default_collate as _default_collate
+
+from ddp.data.permutation import Permutation, choose, scheme
+from ddp.errors import ArgumentError
+
+__all__ = ["ReplicaLoader"]
+
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+class ReplicaLoader:
+    """Iterate over this replica's share of each global batch.
+
+    Global batch number g is samples g*B to (g+1)*B of the epoch's order, which all replicas share; replica r of n takes
+    every n-th of them from r on. Where n does not divide a batch, the first replicas have one sample more, and where
+    the last batch has fewer samples than replicas, the batch of the others is empty (tensors of length 0): every
+    replica makes the same number of steps, and each sample is seen once. `strategy.mean` divides by the length of the
+    whole batch; a plain `loss.mean()` of an empty batch is NaN: scripts that use that want `drop_last=True`.
+
+    Each pass is the next epoch, with another order if `shuffle`; `set_epoch` chooses one. `len()` is the number of
+    batches of a whole epoch. `state_dict()` says where the training stands in samples, for any number of replicas and
+    batch size: the batch that was handed out last counts as trained on. All arguments of torch's DataLoader but those
+    that say what is in a batch are passed on.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch_size: int,
+        replica: int,
+        replicas: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        on_batch: Callable[[int], None] | None = None,
+        **loading: Any,
+    ) -> None:
+        for name in _OURS:
+            if name in loading:
+                raise ArgumentError(f"loader({name}=...): the strategy decides that; see global_batch_size and shuffle")
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ArgumentError(
+                f"loader({type(dataset).__name__}): a data set without a length cannot be shared out by samples; give "
+                "each replica a stream of its own (strategy.replica of strategy.replicas) in a plain DataLoader"
+            )
+        if global_batch_size < replicas:
+            raise ArgumentError(
+                f"global_batch_size={global_batch_size} is less than one sample for each of the {replicas} replicas"
+            )
+        self.dataset: Any = dataset
+        self.global_batch_size = global_batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0  # of the pass that is under way or comes next
+        self._replica, self._replicas = replica, replicas
+        self._length = len(self.dataset)
+        self._begun = False  # whether the epoch's pass has begun
+        self._position = 0  # samples of the epoch that were handed out to all replicas together
+        self._behind: Callable[[], int] | None = None
+        self._skip = 0  # whole batches still to be left out, over epochs
+        self._on_batch = on_batch
+        # Of its own, so that beginning a pass draws nothing from the generator that dropout uses: a run that is resumed
+        # within an epoch begins one pass more.
+        loading.setdefault("generator", torch.Generator().manual_seed(seed * replicas + replica))
+        self._collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or _default_collate
+        self._shares = _Shares(self)
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._shares, **loading)
+
+    def __len__(self) -> int:
+        return self._batches(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Hand out what is left of the epoch; a pass that was broken off is over, as with a DataLoader."""
+        if self._begun:
+            self._next_epoch()
+        self._begun = True
+        if self._behind is not None:
+            self._skip, self._behind = self._behind(), None
+        return self._pass(self.epoch)
+
+    def _pass(self, epoch: int) -> Iterator[Any]:
+        if self._skip >= (left := self._batches(self._position)) > 0:  # others have made this epoch already
+            self._skip -= left
+            self._position = self._length
+            self._next_epoch()
+            return
+        self._position += self._skip * self.global_batch_size
+        self._skip = 0
+        loader = iter(self._loader)
+        while self.epoch == epoch and (size := self._size(self._position)):
+            batch = next(loader) if self._replica < size else self._empty()
+            self._position += size
+            if self._on_batch is not None:
+                self._on_batch(size)
+            yield batch
+        if self.epoch == epoch:
+            self._next_epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of `epoch`; the one that stands in its middle after `load_state_dict` goes on."""
+        if epoch != self.epoch or self._begun:
+            self.epoch = epoch
+            self._position, self._begun = 0, False
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to be made, up to `count`, for a loop around the loader's own.
+
+        It begins where training is: after `load_state_dict`, or when this replica has joined one that goes on.
+        """
+        self.catch_up()
+        while (epoch := self.epoch) < count:
+            yield epoch
+            if self.epoch == epoch:  # the pass was broken off
+                self._next_epoch()
+
+    def catch_up(self) -> int:
+        """Stand where the others are, if this replica has joined a training that goes on; return the epoch."""
+        behind = 0 if self._behind is None else self._behind()
+        self._behind = None
+        whole, rest = divmod(behind, len(self) or 1)
+        self.epoch += whole
+        self._position += rest * self.global_batch_size
+        return self.epoch
+
+    def begin_after(self, batches: Callable[[], int]) -> None:
+        """Leave out so many global batches, which others have trained on, from the first pass on.
+
+        It is asked when that begins. Whole epochs become empty passes, unless a loop over `epochs` leaves them out.
+        """
+        self._behind = batches
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Return the place in the data in numbers that depend neither on the replicas nor on the batch size."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "order": self._order_name(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
+        """Go on where `state` was taken. Raises ArgumentError if the order of the samples is another one here."""
+        mine = self.state_dict()
+        for name in ("length", "shuffle", "seed", "order"):
+            if state[name] != mine[name]:
+                raise ArgumentError(
+                    f"the loader was saved with {name} {state[name]} and now has {mine[name]}: "
+                    f"sample {state['position']} of epoch {state['epoch']} is another one here"
+                )
+        self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self._behind = None
+        if not self._size(self._position):
+            self._next_epoch()
+
+    def stand_in(self) -> Any:
+        """A batch of the data set's first sample, twice, for a model that cannot run on an empty batch."""
+        return self._collate([self.dataset[0]] * 2)
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self._position, self._begun = 0, False
+
+    def _order_name(self) -> str:
+        return scheme(self._length, self.seed) if self.shuffle else "torch"
+
+    def _size(self, position: int) -> int:
+        """How many samples the global batch at `position` has; 0 at the end."""
+        size = min(self.global_batch_size, self._length - position)
+        return 0 if size < 0 or (self.drop_last and size < self.global_batch_size) else size
+
+    def _batches(self, position: int) -> int:
+        full, over = divmod(max(0, self._length - position), self.global_batch_size)
+        return full + (over > 0 and not self.drop_last)
+
+    def _empty(self) -> Any:
+        """The batch of a replica that has no sample in it: like one of a single sample, without that sample."""
+        return _emptied(self._collate([self.dataset[0]]))
+
+
+class _Shares:
+    """The indices of this replica in each batch that is left, for a DataLoader; without the batches that are empty."""
+
+    def __init__(self, loader: ReplicaLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own = self._loader
+        position = own._position
+        order: Permutation | None = None
+        if own.shuffle:
+            order = choose(own._length, seed=own.seed, epoch=own.epoch)
+        while (size := own._size(position)) > own._replica:
+            places = torch.arange(position + own._replica, position + size, own._replicas, device="cpu")
+            yield (places if order is None else order(places)).tolist()
+            position += size
+
+    def __len__(self) -> int:
+        return self._loader._batches(self._loader._position)
+
+
+def _emptied(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: _emptied(item) for key, item in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_emptied, batch))
+    if isinstance(batch, list | tuple):
+        kept = [_emptied(item) for item in batch if not isinstance(item, str | bytes | int | float)]
+        return type(batch)(kept)
+    return batch

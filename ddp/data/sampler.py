@@ -1,0 +1,280 @@
+"""Which samples of a data set this rank sees, in which order. Asks the process group for rank and size, no more."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+import torch.utils.data
+
+from ddp.data.permutation import Permutation, choose, scheme
+from ddp.errors import ArgumentError, NotInitializedError
+
+__all__ = ["DistributedSampler", "Even", "rank_and_size"]
+
+Even = Literal["pad", "drop", "exact"]
+
+_CHUNK = 32768  # indices computed at once; torch starts no threads for so few
+
+
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
+    """Give each rank its own share of a data set.
+
+    A drop-in for `torch.utils.data.DistributedSampler` and a subclass of it: the same signature, and with the same
+    defaults the same indices in the same order. Rank `r` of `n` takes every n-th index of one permutation that all
+    ranks share, from `r` on. Call `set_epoch(epoch)` on every rank before each epoch, otherwise every epoch has the
+    same order. Without a process group the world is this process alone, and every index comes once; if the
+    environment announces a larger world, that is a NotInitializedError, because every rank would train on everything.
+
+    `even` says what happens when `len(dataset)` is not a multiple of `n`:
+
+    - "pad" (`drop_last=False`): indices from the start of the permutation are seen twice. Shares are equal.
+    - "drop" (`drop_last=True`): the last few of the permutation are not seen at all. Shares are equal.
+    - "exact": each sample is seen once, and the first ranks have one more than the others. `len()` is this rank's
+      own, and may be 0. For evaluation: `ddp.gather_metrics` adds up such shares. A training loop needs `join()`,
+      because the ranks may take different numbers of steps.
+
+    The order is torch's, number for number, for `seed=0` and up to 2**20 samples. Two things differ otherwise:
+
+    - For another seed, (seed, epoch) is hashed. torch adds the two, so that its epoch 1 of seed 0 is epoch 0 of seed
+      1, and runs over several seeds see the same orders, shifted. Any integer will do as a seed.
+    - Above 2**20 samples, the order is computed as it is read (`Keyed`), for every seed: torch makes
+      the whole list on every rank, ours takes the same few megabytes for any number of samples.
+
+    To go on in the middle of an epoch, tell it after each step how many samples this rank has trained on
+    (a DataLoader draws indices ahead, so the sampler cannot know) and keep `state_dict()`:
+
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                ...
+                sampler.advance(len(x))
+
+    The state counts the samples of all ranks, so it fits a world of any size: the ranks of a resumed run
+    share what remains of the epoch, each sample once. Then `len(sampler)` is this rank's share of the rest,
+    until the next epoch. What `even` asks for is done for the rest: when it is not a multiple of the new number
+    of ranks, fewer than that many indices come twice or not at all, or once on some ranks only.
+    """
+
+    num_samples: int  # of this rank, in this pass
+    total_size: int  # of all ranks, in this pass
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        even: Even | None = None,
+    ) -> None:
+        if num_replicas is None or rank is None:
+            group_rank, group_size = rank_and_size("DistributedSampler(), or pass num_replicas and rank")
+            num_replicas = group_size if num_replicas is None else num_replicas
+            rank = group_rank if rank is None else rank
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(
+                f"rank is {rank}, but with num_replicas={num_replicas} it must be 0 to {num_replicas - 1}"
+            )
+        self.even = _even(even, drop_last)
+        self.dataset: Any = dataset  # torch's class says Dataset, and asks it for its length alone, too
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = _integer(seed, "seed")
+        self.drop_last = self.even == "drop"
+        self.epoch = 0
+        self._length = len(dataset)
+        self._begin_at(0)
+
+    def __iter__(self) -> Iterator[int]:
+        if self._is_over:
+            self._begin_at(0)  # the epoch once more, as in torch
+        if len(self.dataset) != self._length:
+            raise ArgumentError(
+                f"the data set had {self._length} samples when the sampler was made and has {len(self.dataset)} now: "
+                "make a sampler for it as it is, and a DataLoader with that"
+            )
+        order = choose(self._length, seed=self.seed, epoch=self.epoch) if self.shuffle else None
+        first, count = self._start + self.rank, self.num_samples
+        self._pass = _Pass(order, self._length, first=first, stride=self.num_replicas, count=count)
+        # chain counts nothing and runs no Python code between two indices of a chunk.
+        return itertools.chain.from_iterable(self._pass)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.
+
+        Right after `load_state_dict` the loaded epoch goes on where it was; any other begins at its start.
+        """
+        epoch = _integer(epoch, "epoch")
+        if epoch != self.epoch or self._is_over:
+            self.epoch = epoch
+            self._begin_at(0)
+
+    def advance(self, samples: int) -> None:
+        """Count `samples` more that this rank has trained on in this epoch, as every other rank has.
+
+        Call it on every rank after each step, with the length of the rank's own batch. With `even="exact"` a rank
+        may have one less in the last step, or nothing, and may then leave the call out. Raises ArgumentError if more
+        would be trained on than were handed out.
+        """
+        drawn = self._pass.drawn
+        if not 0 <= self._trained + samples <= drawn or samples < 0:
+            raise ArgumentError(
+                f"advance({samples}) makes {self._trained + samples} samples of this pass, but it has handed out "
+                f"{drawn} to rank {self.rank}: pass the length of this rank's own batch, once after each step, "
+                "and call set_epoch() only before a pass"
+            )
+        self._trained += samples
+        self._advanced = True
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Return the place in the epoch in numbers that do not depend on the world size. Any rank may call it.
+
+        It is the same on every rank after the same step. Where the shares of `even="exact"` differ, a rank with the
+        smaller one takes the epoch to be at its end once it has trained on all of its share and was asked for more;
+        if it is asked ahead (by a DataLoader with workers) and the other ranks still have a step to go for their one
+        more sample, it says so too early. Rank 0 has the larger share, and its state is right at any time: save that
+        one, as `ddp.Checkpoint` does, which also refuses to save if the ranks do not agree.
+
+        Raises ArgumentError if samples were handed out in this epoch and `advance` was never called.
+        """
+        if self._pass.drawn and not self._advanced:
+            raise ArgumentError(
+                f"{self._pass.drawn} samples of epoch {self.epoch} were handed out, but nobody said how many were "
+                "trained on: call sampler.advance(len(batch)) after each step, or set_epoch() with the next epoch "
+                "before saving at the end of one"
+            )
+        return {
+            "epoch": self.epoch,
+            "position": self._position(),
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "order": self._order_name(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
+        """Go on where `state` was taken, whatever the world size was. Every rank must call it with the same state.
+
+        Raises ArgumentError if the permutation is another one: the length of the data set, `shuffle`, `seed` or the
+        algorithm.
+        """
+        for name, mine in (
+            ("length", self._length),
+            ("shuffle", self.shuffle),
+            ("seed", self.seed),
+            ("order", self._order_name()),
+        ):
+            saved = state.get(name, "torch") if name == "order" else state[name]  # older states were all in torch's
+            if saved != mine:
+                raise ArgumentError(
+                    f"the sampler was saved with {name} {saved} and now has {mine}: "
+                    f"sample {state['position']} of epoch {state['epoch']} is another one here"
+                )
+        self.epoch = int(state["epoch"])
+        self._begin_at(min(int(state["position"]), self._length))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the pass was trained on, as far as it was, so that what comes now is another one."""
+        return self._advanced or (self._pass.is_exhausted and self.num_samples == 0)
+
+    def _begin_at(self, position: int) -> None:
+        """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
+        self._start = position
+        self._trained = 0  # by this rank, in this pass
+        self._advanced = False
+        self._pass = _Pass(None, 0, first=0, stride=1, count=0)
+        rest = max(0, self._length - position)
+        full, over = divmod(rest, self.num_replicas)
+        has_one_more = {"pad": over > 0, "drop": False, "exact": self.rank < over}[self.even]
+        self.num_samples = full + has_one_more
+        self.total_size = rest if self.even == "exact" else self.num_samples * self.num_replicas
+
+    def _position(self) -> int:
+        """How many samples of the permutation all ranks together have trained on, after the last step."""
+        if self.even == "exact" and self._trained == self.num_samples and self._pass.is_exhausted:
+            # What the others have more was in that step, or in one that had no batch for this rank.
+            return self._length
+        return min(self._start + self._trained * self.num_replicas, self._length)
+
+    def _order_name(self) -> str:
+        return scheme(self._length, self.seed) if self.shuffle else "torch"
+
+
+class _Pass(Iterator[Iterator[int]]):
+    """The indices of one rank in one pass, as one iterator for each chunk, and how many were taken so far."""
+
+    def __init__(self, order: Permutation | None, n: int, *, first: int, stride: int, count: int) -> None:
+        self._order = order
+        self._n = n
+        self._first = first  # position in the permutation, which goes on from its start beyond n
+        self._stride = stride
+        self._count = count
+        self._computed = 0
+        self._chunk: Iterator[int] = iter(())
+        self.is_exhausted = False  # asked for more than there is
+
+    def __next__(self) -> Iterator[int]:
+        size = min(_CHUNK, self._count - self._computed)
+        if size == 0:
+            self.is_exhausted = True
+            raise StopIteration
+        begin = self._first + self._computed * self._stride
+        end = begin + size * self._stride
+        positions = torch.arange(begin, end, self._stride, device="cpu")  # (size,)
+        if end - self._stride >= self._n:
+            positions %= self._n
+        self._computed += size
+        self._chunk = iter((positions if self._order is None else self._order(positions)).tolist())
+        return self._chunk
+
+    @property
+    def drawn(self) -> int:
+        """How many indices were taken. The iterator of a list knows how many are left, so nobody has to count."""
+        return self._computed - operator.length_hint(self._chunk)
+
+
+def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this process's place in the group, or in a world of one where nothing announces a larger one.
+
+    Raises NotInitializedError, which says that `ddp.init()` must come `before` something, if that is not so.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced != "1":
+        raise NotInitializedError(
+            f"WORLD_SIZE={announced}, but there is no process group yet, so this rank does not know its share: "
+            f"call ddp.init() before {before}"
+        )
+    return 0, 1
+
+
+def _even(even: Even | None, drop_last: bool) -> Even:
+    if even is None:
+        return "drop" if drop_last else "pad"
+    if even not in get_args(Even):
+        raise ArgumentError(f"even is {even!r}; it must be one of {', '.join(map(repr, get_args(Even)))}")
+    if drop_last and even != "drop":
+        raise ArgumentError(f"drop_last=True and even={even!r} contradict each other: leave drop_last out")
+    return even
+
+
+def _integer(value: int, name: str) -> int:
+    """The number as a plain int: numpy's and a tensor's could not be hashed the same way, or saved."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ArgumentError(f"{name} is {value!r}; it must be an integer") from error

@@ -1,0 +1,173 @@
+"""Checks the arguments of DistributedDataParallel, before anything communicates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+
+__all__ = [
+    "bucket_limits",
+    "check_initialized",
+    "checked_device_ids",
+    "control_group",
+    "member_group",
+    "single_device_type",
+    "warn_of_deprecated",
+    "warn_of_meaningless",
+]
+
+_MB = 1 << 20
+_DEFAULT_CAP_MB = 25.0
+# Compressors work on one bucket while others travel; measured: best at 2 to 4 MB on 1 Gbit/s.
+_COMPRESSED_CAP_MB = 4.0
+_FIRST_CAP_BYTES = 1 * _MB
+# Measured with gloo over loopback: a collective takes some 0.6 ms of CPU time, as much as copying 4 MB.
+_OWN_BYTES_ON_CPU = 4 * _MB
+
+_MEANINGLESS: Mapping[str, tuple[object, str]] = {
+    "dim": (0, "batches are not split among devices inside a process"),
+    "check_reduction": (False, "reduction is always complete when backward returns"),
+    "skip_all_reduce_unused_params": (False, "unused parameters are always handled exactly"),
+    "delay_all_reduce_named_params": (None, "these parameters are reduced in buckets with all others"),
+    "param_to_hook_all_reduce": (None, "every gradient is reduced as soon as its bucket is complete"),
+    "batched_grad_copy": (False, "small gradients are always copied with one call a bucket"),
+}
+
+
+def warn_of_meaningless(**given: object) -> None:
+    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing."""
+    for name, value in given.items():
+        default, reason = _MEANINGLESS[name]
+        if value is not default and value != default:
+            warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
+
+
+def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
+    """Warn of `broadcast_buffers`, as torch 2.13 does."""
+    if broadcast_buffers is None:
+        return
+    if forward_sync_buffers is not None:
+        why = "its value is ignored where forward_sync_buffers is given"
+    else:
+        why = (
+            "use forward_sync_buffers, which says the same of forward passes; broadcast_buffers=False also keeps "
+            "buffers out of the first broadcast"
+        )
+    warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
+
+
+def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ArgumentError for parameters that have no values yet."""
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ArgumentError(
+                f"parameter {name!r} is on the meta device: materialise the module (to_empty(), load its weights) "
+                "before it is wrapped"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ArgumentError(
+                f"parameter {name!r} has no shape yet (uninitialized): run a dummy forward pass of the module "
+                "before it is wrapped"
+            )
+
+
+def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
+    if not dist.is_initialized():
+        raise NotInitializedError("there is no process group yet: call ddp.init() before DistributedDataParallel()")
+    if device_mesh is not None:
+        if group is not None:
+            raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
+        if device_mesh.ndim != 1:
+            raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
+        if device_mesh._get_root_mesh() != device_mesh:
+            raise UnsupportedError(
+                "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
+                "pass process_group=device_mesh.get_group() for plain parameters"
+            )
+        group = device_mesh.get_group(mesh_dim=0)
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"this rank ({dist.get_rank()}) is not a member of process_group: wrap the module only on its members"
+        )
+    return group
+
+
+def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks)."""
+    if device.type == "cpu" or "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def single_device_type(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
+    """The device of the first parameter; all must be of its type, and something must train."""
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise DdpError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce and DistributedDataParallel "
+            "is not needed: use the module as it is"
+        )
+    first_name, first = parameters[0]
+    for name, parameter in parameters:
+        if parameter.device.type != first.device.type:
+            raise ArgumentError(
+                f"parameter {name!r} is on {parameter.device}, but {first_name!r} on {first.device}: "
+                "the module must be on the same type of devices"
+            )
+    return first.device
+
+
+def checked_device_ids(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    device: torch.device,
+) -> list[int] | None:
+    """The index of the one device that inputs are moved to, in a list, or None."""
+    if not device_ids:
+        if output_device is not None:
+            raise ArgumentError(
+                f"output_device={output_device} without device_ids: leave it out, outputs stay where they are made"
+            )
+        return None
+    if device.type == "cpu" or len(device_ids) != 1:
+        raise ArgumentError(
+            f"device_ids={list(device_ids)} for a module on {device}: device_ids can only be None or contain a single "
+            "element, that of the module's CUDA device (always None on the CPU and for several devices)"
+        )
+    index = torch._utils._get_device_index(device_ids[0], True)
+    if output_device is not None and torch._utils._get_device_index(output_device, True) != index:
+        raise ArgumentError(
+            f"output_device={output_device}, but device_ids={list(device_ids)}: outputs stay on the module's device"
+        )
+    return [index]
+
+
+def bucket_limits(
+    cap_mb: float | None, caps_mb: Sequence[float] | None, device: torch.device, *, is_compressed: bool
+) -> BucketLimits:
+    """Sizes of buckets, as torch has them: a small first one by default, else one for all, or the given ones first."""
+    for value in (*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))):
+        if value <= 0:
+            name = "bucket_cap_mb" if caps_mb is None else "bucket_cap_mb_list"
+            raise ArgumentError(f"{name} has {value}; it must be more than 0 (default {_DEFAULT_CAP_MB:g})")
+    first = tuple(max(1, int(value * _MB)) for value in caps_mb or ())
+    if not first and cap_mb is None:
+        first = (_FIRST_CAP_BYTES,)
+    default_mb = _COMPRESSED_CAP_MB if is_compressed else _DEFAULT_CAP_MB
+    largest_mb = max(caps_mb) if caps_mb else default_mb if cap_mb is None else cap_mb
+    cap_bytes = max(1, int(largest_mb * _MB))
+    own_bytes = _OWN_BYTES_ON_CPU if device.type == "cpu" else cap_bytes
+    return BucketLimits(cap_bytes, first, min(own_bytes, cap_bytes))

@@ -1,0 +1,1 @@
+"""Which gradients travel together, in which order, and how."""

@@ -1,0 +1,219 @@
+"""The transfers of one module, in the order in which every rank starts them.
+
+The reducer says which gradients are there and when backward ends; this starts, awaits and delivers the buckets, the
+verdict among them, and plans them anew when the order or the parameters change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, plan_buckets, spec_of
+from ddp.data_parallel.buckets.comm_hook import CommHook, HookSender
+from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
+from ddp.data_parallel.buckets.sparse_transfer import average_sparse
+from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, Tally, Word, read, used_among, write
+from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, Member, OwnTransfer, Sender
+from ddp.monitoring.stall_report import Whereabouts
+
+__all__ = ["Channel", "Lineup", "Transfer"]
+
+Transfer = OwnTransfer | FlatTransfer
+
+
+@dataclass(frozen=True)
+class Channel:
+    """How the ranks reach each other.
+
+    `control` is a group of the same ranks that can move host memory, for the verdict: the same as `group` on the CPU.
+    `number` tells the wrappers of one group apart, the same on every rank.
+    """
+
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    whereabouts: Whereabouts
+    number: int = 0
+
+
+class Lineup:
+    """Buckets of `members` in launch order. With `as_views`, gradients in flat buckets stay views of them.
+
+    `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `say` is asked for this
+    rank's word when the last bucket leaves.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        members: list[Member],
+        sparse: Collection[int],
+        limits: BucketLimits,
+        *,
+        as_views: bool,
+        say: Callable[[], Word],
+    ) -> None:
+        self.order: list[int] = []
+        self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
+        self._channel = channel
+        self._members = members
+        self._sparse = [members[index] for index in sorted(sparse)]
+        self._limits = limits
+        self._as_views = as_views
+        self._say = say
+        self._adder = Adder(channel.group)
+        self._hook: CommHook | None = None
+        self._transfers: list[Transfer] = []
+        self._next = 0  # the first transfer that has not been sent in this pass
+        self._absent: list[int] = []
+        self._heard = torch.empty(0)  # the last verdict
+        self.plan([index for index in reversed(range(len(members))) if index not in sparse])
+
+    # The plan
+
+    def plan(self, order: Sequence[int], repeated: Collection[int] = ()) -> None:
+        """Plan the buckets for gradients that become ready in this order. Every rank must do it between passes.
+
+        Those in `repeated` become ready more than once in a pass: their buckets leave at its end.
+        """
+        self._repeated = frozenset(repeated)
+        specs = [spec_of(index, self._members[index].parameter) for index in order]
+        alone = torch.device("cpu") if self._hook or self._channel.control is not self._channel.group else None
+        limits = replace(self._limits, own_bytes=None) if self._hook else self._limits
+        plans = plan_buckets(specs, limits, verdict_numel=HEADER_NUMEL + len(self._members), verdict_device=alone)
+        self.order = list(order)
+        self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
+        carrier = self._transfers[-1]
+        assert isinstance(carrier, FlatTransfer)
+        self._carrier = carrier
+        # Sparse gradients are in no bucket and complete none: any that leaves at the end of backward will do.
+        self.transfer_of[:] = [carrier] * len(self._members)
+        for transfer in self._transfers:
+            for member in transfer.members:
+                self.transfer_of[member.index] = transfer
+            transfer.hold_back(self._repeated)
+
+    def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
+        members = [self._members[slot.spec.index] for slot in plan.slots]
+        sender: Sender = self._adder
+        if not members:
+            sender = Adder(self._channel.control)
+        elif self._hook:
+            sender = HookSender(self._hook, index, plan, members, is_last=index == count - 2)
+        if plan.is_own:
+            return OwnTransfer(plan, members, sender)
+        return FlatTransfer(plan, members, sender, as_views=self._as_views)
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let `hook` reduce the buckets from now on. The verdict goes by itself."""
+        self._hook = hook
+        self.plan(self.order, self._repeated)
+
+    # A pass
+
+    def begin(self) -> None:
+        """Prepare for the gradients of a backward pass."""
+        for transfer in self._transfers:
+            transfer.begin()
+
+    def send_complete(self, touched: Mapping[int, None]) -> None:
+        """Send every bucket whose turn it is and which is complete; the last waits for the end of backward."""
+        while self._next < len(self._transfers) - 1 and not self._transfers[self._next].missing:
+            if self._is_chained_to_previous():
+                return
+            self._send_next(touched)
+
+    def send_rest(self, touched: Mapping[int, None]) -> None:
+        """Send all that is left: what is not there now is absent."""
+        while self._next < len(self._transfers):
+            self._send_next(touched)
+
+    def _is_chained_to_previous(self) -> bool:
+        """Whether the bucket before may still start collectives of its own."""
+        previous = self._transfers[self._next - 1].work if self._next else None
+        return self._hook is not None and self._hook.is_chained and not (previous is None or previous.is_completed())
+
+    def _await_previous(self) -> None:
+        previous = self._transfers[self._next - 1].work
+        if previous is not None and self._is_chained_to_previous():
+            self._channel.whereabouts.wait(previous, f"communication hook of bucket {self._next}")
+
+    def _send_next(self, touched: Mapping[int, None]) -> None:
+        self._await_previous()
+        transfer = self._transfers[self._next]
+        self._absent += transfer.gather(touched)
+        if transfer is self._carrier:
+            if self._hook is not None:  # the verdict must know of a hook that fails later
+                self._wait_for(self._transfers[:-1])
+            self._absent += [member.index for member in self._sparse if member.index not in touched]
+            write(self._say(), self._carrier.verdict, self._absent)
+        transfer.send()
+        self._next += 1
+
+    def send_nothing(self, word: Word) -> None:
+        """Send zeros in the place of all that has not been sent."""
+        while self._next < len(self._transfers):
+            self._await_previous()
+            transfer = self._transfers[self._next]
+            transfer.gather_nothing()
+            if transfer is self._carrier:
+                write(word, self._carrier.verdict, ())
+            transfer.send()
+            self._next += 1
+
+    def absent(self) -> list[int]:
+        """Indices of the gradients that this rank did not have in this pass."""
+        return self._absent
+
+    def wait(self) -> Tally:
+        """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
+        self._wait_for(self._transfers)
+        self._heard = self._carrier.verdict
+        return read(self._heard, self._channel.group.size())
+
+    def _wait_for(self, transfers: Sequence[Transfer]) -> None:
+        for position, transfer in enumerate(transfers, 1):
+            assert transfer.work is not None
+            what = (
+                f"all-reduce of bucket {position} of {len(self._transfers)} (gradients of {transfer.label})"
+                if transfer.members
+                else "verdict at the end of backward"
+            )
+            self._channel.whereabouts.wait(transfer.work, what)
+
+    def deliver(self, factor: float) -> None:
+        """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""
+        absent = self._absent
+        sparse = [member.index for member in self._sparse]
+        used = used_among(self._carrier.verdict, [*absent, *sparse])
+        for transfer in self._transfers:
+            transfer.deliver(used, factor)
+        for member in self._sparse:
+            average_sparse(self._channel.group, member, is_used=member.index in used, factor=factor)
+
+    def end(self) -> None:
+        """Forget the pass, whether or not it was delivered."""
+        for transfer in self._transfers:
+            transfer.drop()
+        self._absent = []
+        self._next = 0
+
+    def used_map(self) -> torch.Tensor:
+        """How many ranks had a gradient in the last pass, by index: (parameters,), int32."""
+        counts = self._heard[HEADER_NUMEL:] if len(self._heard) else torch.zeros(len(self._members))
+        return counts.round().to(torch.int32)
+
+    # What is missing, for messages; called from other threads
+
+    def not_ready(self) -> str:
+        """The first bucket that waits for gradients of this rank, and which."""
+        for position, transfer in enumerate(self._transfers, 1):
+            missing = sorted(transfer.missing - {AT_THE_END})
+            if transfer.work is None and missing:
+                names = [self._members[index].name for index in missing]
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                return f"bucket {position} of {len(self._transfers)} lacks {', '.join(names[:3])}{more}"
+        return "all gradients are ready"

@@ -1,0 +1,269 @@
+"""A flat bucket on its way: many gradients in one tensor, with views of it as gradients where nobody can notice.
+
+That saves copying the averages back. It is done for gradients that backward itself made, in memory that nobody else
+looks at any more: who keeps `.grad` of a step, or anything that shares its memory, finds it unchanged later.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Slot, slot_view
+from ddp.data_parallel.buckets.transfers import AT_THE_END, Member, Sender, dense, ready_twice
+from ddp.monitoring.stall_report import Pending
+
+__all__ = ["FlatTransfer"]
+
+_ONLY_STRIDED = {torch.strided}
+_Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
+# How many own a tensor besides its Python object; not in every version of torch.
+_use_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+
+
+class _Region:
+    """Places for gradients in one tensor."""
+
+    def __init__(self, tensor: torch.Tensor, members: Sequence[Member], slots: Sequence[Slot]) -> None:
+        self.tensor = tensor
+        self.places: list[_Place] = [
+            (member, member.parameter, slot_view(tensor, slot)) for member, slot in zip(members, slots, strict=True)
+        ]
+        self.parameters = [parameter for _, parameter, _ in self.places]
+        self.views = [view for _, _, view in self.places]
+        self.indices = frozenset(member.index for member in members)
+        self.is_given_away = False  # whether a place is, or was, `.grad` of its parameter
+        self._holders_at_first = self._holders()
+        self._count_at_first = self._holder_count()
+
+    def is_watched(self) -> bool:
+        """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
+        if not self.is_given_away:
+            return False
+        # None is held less often than at first, so equal sums are equal counts.
+        if self._count_at_first is not None and self._holder_count() == self._count_at_first:
+            return False
+        holders = self._holders()
+        if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
+            return any(parameter.grad is not place for _, parameter, place in self.places)
+        return any(
+            now != then and parameter.grad is not place
+            for now, then, (_, parameter, place) in zip(
+                holders[1:], self._holders_at_first[1:], self.places, strict=True
+            )
+        )
+
+    def _holders(self) -> list[tuple[int, int]] | None:
+        """How many hold the memory, then each place: as a Python object, and in all other ways."""
+        if _use_count is None:
+            return None
+        storage = self.tensor.untyped_storage()
+        memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+        return [memory, *((sys.getrefcount(view), _use_count(view)) for _, _, view in self.places)]
+
+    def _holder_count(self) -> int | None:
+        if _use_count is None:
+            return None
+        storage = self.tensor.untyped_storage()
+        memory = sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
+        return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(_use_count, self.views)))
+
+
+class FlatTransfer:
+    """Many gradients in one flat tensor.
+
+    Small gradients go through a staging tensor, all with one call. Large ones are divided into the flat tensor when
+    they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an older gradient.
+    The last bucket's flat tensor also carries the verdict: one number for each parameter of the module.
+    """
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
+        self.members = tuple(members)
+        self.indices = frozenset(member.index for member in members)
+        self.missing = set(self.indices)
+        self.taken_early = frozenset(member.index for member in members[plan.small_count :])
+        self.work: Pending | None = None
+        self._plan = plan
+        self._sender = sender
+        self._as_views = as_views
+        self._renew_small()
+        self._renew_large()
+        self._own = frozenset(member.index for member in members)
+        self._made_by_backward: frozenset[int] = frozenset()
+        self._taken: set[int] = set()  # large ones that are in their places
+        self._grads: list[torch.Tensor] = []  # those that lie elsewhere and get the average, and
+        self._places: list[torch.Tensor] = []  # where it is
+        self._absent: list[_Place] = []
+        self._old: dict[int, torch.Tensor] = {}  # what was in the place of an absent gradient, by index
+
+    @property
+    def label(self) -> str:
+        """The parameters, for messages."""
+        if len(self.members) < 2:
+            return repr(self.members[0].name) if self.members else "the verdict"
+        return f"{self.members[0].name!r} to {self.members[-1].name!r}"
+
+    def _renew_small(self) -> None:
+        plan = self._plan
+        staging = torch.zeros(plan.small_numel, dtype=plan.dtype, device=plan.device)
+        self._small = _Region(staging, self.members[: plan.small_count], plan.slots[: plan.small_count])
+
+    def _renew_large(self) -> None:
+        plan = self._plan
+        self._flat = torch.empty(plan.numel + plan.verdict_numel, dtype=plan.dtype, device=plan.device)
+        self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
+        self._large_of = {place[0].index: place for place in self._large.places}
+
+    def hold_back(self, repeated: frozenset[int]) -> None:
+        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
+        if repeated & self.indices:
+            self.indices |= {AT_THE_END}
+            self.missing.update(self.indices)
+            self.taken_early -= repeated
+
+    def begin(self) -> None:
+        """Prepare, before backward reaches the parameters, for the gradients that it will make."""
+        if not self._as_views:
+            if self._small.is_watched():
+                self._renew_small()
+            if self._large.is_watched():
+                self._renew_large()
+        had = [member.index for member in self.members if member.parameter.grad is not None]
+        self._made_by_backward = self._own.difference(had) if had else self._own
+
+    def take_early(self, index: int) -> None:
+        """Take a large gradient that has just become ready.
+
+        The caches still hold it, and its memory is free for the next one that autograd makes. Another gradient for
+        the same parameter would be added to one that is divided already, so it is refused.
+        """
+        place = self._large_of[index]
+        if index in self._taken:
+            raise ready_twice(place[0])
+        grad = place[1].grad
+        if grad is not None:
+            self._take(place, grad)
+
+    def _take(self, place: _Place, grad: torch.Tensor) -> None:
+        """Divide a large gradient into its place with one call, so that its memory is read and written once."""
+        member, _, view = place
+        self._taken.add(member.index)
+        torch.div(dense(grad), self._sender.divisor, out=view)
+        if grad is not view:
+            self._settle(place, grad, self._large)
+
+    def _settle(self, place: _Place, grad: torch.Tensor, region: _Region) -> None:
+        """Make the place the gradient if nobody can notice, else note to copy the average back."""
+        member, parameter, view = place
+        if self._as_views or member.index in self._made_by_backward or grad.layout is not torch.strided:
+            parameter.grad = view
+            region.is_given_away = True
+        else:
+            self._grads.append(grad)
+            self._places.append(view)
+
+    def gather(self, touched: Mapping[int, None]) -> list[int]:
+        """Put the gradients, divided, into the flat tensor; return the indices of absent ones."""
+        if self._small.places:
+            self._gather_small(touched)
+            torch.div(self._small.tensor, self._sender.divisor, out=self._flat[: self._plan.small_numel])
+        for place in self._large.places:
+            member, parameter, view = place
+            if member.index in self._taken:
+                continue
+            grad = parameter.grad
+            if grad is None or member.index not in touched:
+                self._gather_absent(place, grad)
+                view.div_(self._sender.divisor)
+            else:  # made inside no_sync() before
+                self._take(place, grad)
+        return [member.index for member, _, _ in self._absent]
+
+    def _gather_small(self, touched: Mapping[int, None]) -> None:
+        """Copy all with one call: for small gradients the number of calls counts, not the bytes."""
+        small = self._small
+        all_grads = [parameter.grad for parameter in small.parameters]
+        layouts = {None if grad is None else grad.layout for grad in all_grads}
+        is_usual = (
+            layouts == _ONLY_STRIDED and small.indices <= self._made_by_backward and touched.keys() >= small.indices
+        )
+        if is_usual and not any(map(operator.is_, all_grads, small.views)):
+            torch._foreach_copy_(small.views, cast("list[torch.Tensor]", all_grads))
+            for parameter, view in zip(small.parameters, small.views, strict=True):
+                parameter.grad = view
+            small.is_given_away = True
+            return
+        self._gather_small_each(touched)
+
+    def _gather_small_each(self, touched: Mapping[int, None]) -> None:
+        """The same where some are absent, sparse, or lie in the bucket already."""
+        places, views, grads = [], [], []
+        for place in self._small.places:
+            member, parameter, view = place
+            grad = parameter.grad
+            if grad is None or member.index not in touched:
+                self._gather_absent(place, grad)
+            elif grad is not view:
+                places.append(place)
+                views.append(view)
+                grads.append(grad)
+        if grads:
+            torch._foreach_copy_(views, [dense(grad) for grad in grads])
+        for place, grad in zip(places, grads, strict=True):
+            self._settle(place, grad, self._small)
+
+    def _gather_absent(self, place: _Place, grad: torch.Tensor | None) -> None:
+        member, _, view = place
+        self._absent.append(place)
+        if grad is None:
+            view.zero_()
+        elif grad is view:
+            self._old[member.index] = view.clone()
+        else:
+            view.copy_(dense(grad))
+
+    def gather_nothing(self) -> None:
+        """Get ready to send zeros, whatever the gradients are; nothing will be delivered."""
+        self._flat.zero_()
+        self._forget()
+
+    @property
+    def verdict(self) -> torch.Tensor:
+        """The place of the verdict: to be written between `gather` and `send`, and read once it is back."""
+        return self._flat[self._plan.numel :]
+
+    def send(self) -> None:
+        """Start the all-reduce."""
+        self.work = self._sender.start(self._flat)
+
+    def deliver(self, used: Collection[int], factor: float) -> None:
+        """Put `factor` times the averages into `.grad`; absent ones only if they are in `used`: some rank had them."""
+        if factor != 1.0:
+            self._flat[: self._plan.numel].mul_(factor)
+        if self._small.places:
+            self._small.tensor.copy_(self._flat[: self._plan.small_numel])
+        if self._grads:
+            torch._foreach_copy_(self._grads, self._places)
+        for member, parameter, view in self._absent:
+            if member.index not in used:
+                if member.index in self._old:
+                    view.copy_(self._old[member.index])
+            elif parameter.grad is None or parameter.grad.layout is not torch.strided:
+                parameter.grad = view if self._as_views else view.clone()
+            elif parameter.grad is not view:
+                parameter.grad.copy_(view)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was on its way, once it has arrived or never will."""
+        self._forget()
+        self.work = None
+        self.missing.update(self.indices)
+
+    def _forget(self) -> None:
+        for record in (self._grads, self._places, self._absent, self._old, self._taken):
+            record.clear()

@@ -1,0 +1,74 @@
+"""Sparse gradients (of embeddings): every rank's rows travel to every rank, which adds them up.
+
+They are exchanged after the verdict of a backward pass, one parameter after the other. Called by `bucket_schedule`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ddp.data_parallel.buckets.transfers import Member
+
+__all__ = ["average_sparse"]
+
+_NONE, _SPARSE, _DENSE = range(3)
+
+
+def average_sparse(group: dist.ProcessGroup, member: Member, *, is_used: bool, factor: float) -> None:
+    """Average the gradient of `member` over `group`; `.grad` is sparse unless some rank's is dense.
+
+    Every rank must call it; blocks. `is_used`: whether any rank has a new gradient, else nothing happens, as on
+    every other rank. A rank's `.grad` may be None, sparse with any number of rows, or dense. The result is `factor`
+    times the sum over the ranks divided by their number, and bitwise equal on all: each adds up the rows in the
+    order of the ranks.
+    """
+    if not is_used:
+        return
+    parameter = member.parameter
+    grad = parameter.grad
+    mine = None if grad is None else grad.detach()
+    if mine is not None and mine.layout is torch.sparse_coo:
+        mine = mine.coalesce() if mine.sparse_dim() == 1 else mine.to_dense()
+    kinds, counts = _gathered_sizes(group, mine, parameter.device)
+    scale = factor / group.size()
+    if _DENSE in kinds:
+        total = torch.zeros_like(parameter) if mine is None else mine.to_dense() if mine.is_sparse else mine.clone()
+        group.allreduce([total]).wait()
+        parameter.grad = total.mul_(scale)
+        return
+    parameter.grad = _summed_rows(group, parameter, mine, counts).mul_(scale)
+
+
+def _gathered_sizes(
+    group: dist.ProcessGroup, mine: torch.Tensor | None, device: torch.device
+) -> tuple[list[int], list[int]]:
+    """Of every rank: what its gradient is, and how many rows it has."""
+    kind, count = _NONE, 0
+    if mine is not None:
+        kind, count = (_SPARSE, mine._nnz()) if mine.is_sparse else (_DENSE, 0)
+    told = torch.tensor([kind, count], device=device)
+    every = [torch.empty_like(told) for _ in range(group.size())]
+    dist.all_gather(every, told, group=group)
+    rows = [other.tolist() for other in every]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _summed_rows(
+    group: dist.ProcessGroup, parameter: torch.Tensor, mine: torch.Tensor | None, counts: list[int]
+) -> torch.Tensor:
+    """The sum of all ranks' sparse gradients, coalesced. The gather pads every rank's rows to the longest."""
+    longest, own = max(counts), counts[group.rank()]
+    indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)  # (rows,)
+    values = torch.zeros(longest, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    if mine is not None and own:
+        indices[:own] = mine.indices()[0]
+        values[:own] = mine.values()
+    every_index = [torch.empty_like(indices) for _ in counts]
+    every_value = [torch.empty_like(values) for _ in counts]
+    if longest:
+        dist.all_gather(every_index, indices, group=group)
+        dist.all_gather(every_value, values, group=group)
+    rows = torch.cat([index[:count] for index, count in zip(every_index, counts, strict=True)])
+    entries = torch.cat([value[:count] for value, count in zip(every_value, counts, strict=True)])
+    return torch.sparse_coo_tensor(rows[None], entries, parameter.shape, check_invariants=False).coalesce()

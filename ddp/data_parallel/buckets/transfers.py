@@ -1,0 +1,166 @@
+"""A bucket of one gradient on its way: gradient in, all-reduce, average out. The reducer decides when.
+
+A gradient is *absent* where this rank has none to contribute since the last reduction: it contributes
+zeros, or what an older reduction left in `.grad`, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan
+from ddp.errors import BackwardError
+from ddp.monitoring.stall_report import Pending
+
+__all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Sender", "dense", "ready_twice"]
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many own the memory of `tensor`, this question included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# In the place of the index of a gradient that a transfer waits for: one that never comes.
+AT_THE_END = -1
+
+_SOLE_OWNER = _owners(torch.empty(1))
+
+
+class Member:
+    """A parameter of a bucket: its index in the module, its name for messages, itself."""
+
+    __slots__ = ("index", "name", "parameter")
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+
+
+class Sender(Protocol):
+    """Starts the reduction of a flat tensor in place, without blocking. Gradients are divided by `divisor` before."""
+
+    divisor: int
+
+    def start(self, flat: torch.Tensor) -> Pending: ...
+
+
+class Adder:
+    """Starts all-reduces that add over `group`, without blocking; each rank divides its share by `divisor` before.
+
+    Divided before the sum, float16 does not overflow in it; and a copy that is made anyway divides for nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.divisor = group.size()
+        self._group = group
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
+
+    def start(self, flat: torch.Tensor) -> Pending:
+        return self._group.allreduce([flat], self._options)
+
+
+class OwnTransfer:
+    """A single gradient, reduced in the memory where autograd left it."""
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
+        (self.member,) = members
+        self.members = tuple(members)
+        self.indices = frozenset({self.member.index})
+        self.missing = set(self.indices)
+        self.taken_early: frozenset[int] = frozenset()
+        self.work: Pending | None = None
+        self._sender = sender
+        spec = plan.slots[0].spec
+        self._spec = spec
+        self._buffer: torch.Tensor | None = None
+        self._is_absent = False
+
+    @property
+    def label(self) -> str:
+        return repr(self.member.name)
+
+    def hold_back(self, repeated: frozenset[int]) -> None:
+        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
+        if repeated & self.indices:
+            self.indices |= {AT_THE_END}
+            self.missing.update(self.indices)
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def take_early(self, index: int) -> None:
+        """Nothing to do: `gather` follows at once, if it is this bucket's turn."""
+
+    def gather(self, touched: Mapping[int, None]) -> list[int]:
+        """Get ready to send; return the indices of absent gradients."""
+        parameter = self.member.parameter
+        grad = parameter.grad
+        self._is_absent = grad is None or self.member.index not in touched
+        if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
+            self._buffer = grad.div_(self._sender.divisor)
+        else:
+            self._buffer = self._empty()
+            if grad is None:
+                self._buffer.zero_()
+            else:
+                self._buffer.copy_(dense(grad)).div_(self._sender.divisor)
+        return [self.member.index] if self._is_absent else []
+
+    def gather_nothing(self) -> None:
+        """Get ready to send zeros, whatever `.grad` is."""
+        self._is_absent = True
+        self._buffer = self._empty().zero_()
+
+    def _empty(self) -> torch.Tensor:
+        spec = self._spec
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+    def _may_reduce_in_place(self, grad: torch.Tensor) -> bool:
+        # Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
+        return grad.layout is torch.strided and grad.stride() == self._spec.stride and _owners(grad) == _SOLE_OWNER
+
+    def send(self) -> None:
+        """Start the all-reduce."""
+        buffer = self._buffer
+        assert buffer is not None
+        if not buffer.is_contiguous():
+            buffer = buffer.as_strided((buffer.numel(),), (1,))
+        self.work = self._sender.start(buffer)
+
+    def deliver(self, used: Collection[int], factor: float) -> None:
+        """Put `factor` times the average into `.grad`; an absent one only if it is in `used`: some rank had it."""
+        parameter, buffer = self.member.parameter, self._buffer
+        is_wanted = not self._is_absent or self.member.index in used
+        self.drop()
+        if not is_wanted or buffer is None:
+            return
+        if factor != 1.0:
+            buffer.mul_(factor)
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
+            parameter.grad = buffer
+        elif parameter.grad is not buffer:
+            parameter.grad.copy_(buffer)
+
+    def drop(self) -> None:
+        """Forget what was on its way, once it has arrived or never will."""
+        self._buffer = self.work = None
+        self.missing.update(self.indices)
+
+
+def ready_twice(member: Member) -> BackwardError:
+    return BackwardError(
+        f"the gradient of {member.name!r} became ready again after its bucket was on its way in the same backward "
+        "pass: a parameter that several activation checkpoints use needs use_reentrant=False in them",
+        parameter=member.name,
+    )
+
+
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` as a strided tensor: a sparse gradient that no module announced is reduced as a dense one."""
+    return grad if grad.layout is torch.strided else grad.to_dense()

@@ -1,0 +1,61 @@
+"""Checksums of weights, to notice replicas that drift apart. Called by the reducer where the user asked for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ddp.comm.fingerprint import fingerprints
+from ddp.comm.objects import device_of, gather_values
+from ddp.data_parallel.buckets.transfers import Member
+from ddp.errors import DriftError
+
+__all__ = ["WeightChecksum"]
+
+_PRIME = (1 << 61) - 1
+
+
+class WeightChecksum:
+    """One number for each parameter."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._sums: dict[str, int] = {}
+
+    def take(self) -> None:
+        """Sum up every parameter as it is now. Reads all weights once; waits for the device."""
+        self._sums = fingerprints({member.name: member.parameter for member in self._members})
+
+    def digest(self) -> int:
+        """48 bits of all that was taken last."""
+        mixed = 0
+        for total in self._sums.values():
+            mixed = (mixed * 0x9E3779B97F4A7C15 + total) % _PRIME
+        return mixed & ((1 << 48) - 1)
+
+    def compare(self, group: dist.ProcessGroup, step: int) -> DriftError:
+        """Find the first parameter that differs between the ranks, and where. Every rank must call it; blocks."""
+        every = gather_values(list(self._sums.values()), device=device_of(group), group=group)
+        for name, totals in zip(self._sums, zip(*every, strict=True), strict=True):
+            if len(set(totals)) > 1:
+                usual, _ = Counter(totals).most_common(1)[0]
+                ranks = [rank for rank, total in enumerate(totals) if total != usual]
+                return DriftError(
+                    f"the replicas have drifted apart before step {step}: {name!r} is the first parameter that "
+                    f"differs, on rank {', '.join(map(str, ranks))} of {group.size()} (checksums by rank: "
+                    f"{' '.join(f'{total:016x}' for total in totals)[:200]}). Something changed it on one rank only "
+                    "since the last step: an optimizer with other settings, a step taken or skipped there alone, or a "
+                    "faulty device. Start again from a checkpoint",
+                    parameter=name,
+                    step=step,
+                    ranks=tuple(ranks),
+                )
+        return DriftError(
+            f"the digests of the replicas differ before step {step}, but every parameter has the same checksum "
+            "everywhere: please report this",
+            parameter="",
+            step=step,
+            ranks=(),
+        )

@@ -1,0 +1,631 @@
+"""The wrapper that a user sees: equalises the replicas, runs forward, tells the reducer; torch's interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from ddp.comm.broadcast import BufferSync, broadcast_tensors, buffer_collector
+from ddp.comm.layout import check_same_layout, describe
+from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression.powersgd import PowerSGDCompressor
+from ddp.data_parallel.arguments import (
+    bucket_limits,
+    check_initialized,
+    checked_device_ids,
+    control_group,
+    member_group,
+    single_device_type,
+    warn_of_deprecated,
+    warn_of_meaningless,
+)
+from ddp.data_parallel.buckets.bucket_schedule import Channel
+from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
+from ddp.data_parallel.buffer_hook import BufferHook
+from ddp.data_parallel.join import ShadowHook, agree
+from ddp.data_parallel.module_watch import Roster, sparse_names
+from ddp.data_parallel.optimizer_in_backward import OptimizersInBackward
+from ddp.data_parallel.reducer import Reducer
+from ddp.data_parallel.status_errors import describe_failure
+from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
+from ddp.monitoring.progress import count_step_after
+from ddp.monitoring.stall_report import Whereabouts
+from ddp.world import before_leaving
+
+__all__ = ["DistributedDataParallel", "unwrapped"]
+
+
+_made: Counter[str] = Counter()  # wrappers, by the name of their group
+
+
+class DistributedDataParallel(TorchDistributedDataParallel):
+    """Wrap `module` so that its gradients are the averages over the ranks of the group.
+
+    Every rank of the group must construct it, with a module of the same layout; construction blocks until
+    all do, compares the layouts (LayoutMismatchError names the first difference and the rank) and copies
+    parameters and buffers of the group's rank 0 to the others. After that, the forward and backward passes
+    that every rank makes leave the same averaged gradients in `.grad` on each, and an unmodified optimizer
+    keeps the replicas equal. The gradient of a mean loss over equal shards is that of the mean loss over
+    the whole batch. For a loss that is a sum, multiply it by the number of ranks; for shards of different size
+    use `backward(loss, weight=...)`, or multiply the mean by the own share times the number of ranks.
+
+    The arguments are those of `torch.nn.parallel.DistributedDataParallel`:
+
+    - `device_ids`: at most one device, to which tensors among the inputs are moved. None: they are there
+      already.
+    - `broadcast_buffers` (`forward_sync_buffers` in newer torch): every forward after a reduction starts
+      with rank 0's buffers.
+    - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
+    - `process_group`: the ranks that average with each other; default: all.
+    - `device_mesh`: a one-dimensional one, instead of `process_group`.
+    - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
+      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
+    - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
+      before, and use the bucket again although an older gradient may have been kept elsewhere. By default
+      `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
+    - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use
+      are always handled exactly: one that some rank used is averaged with zeros for the others, one that
+      none used keeps its old gradient.
+    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that mean
+      nothing here are accepted with a warning that says why.
+
+    These are new:
+
+    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
+    - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them
+      once; DriftError names the first parameter that differs, the step and the rank.
+    - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them
+      is; default: nine tenths of the group's own timeout.
+
+    No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others
+    raise PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, or unfroze a
+    parameter that another did not, all raise BackwardError. After these, `.grad` is None on every rank, and
+    the next step can go on. A parameter that is unfrozen on all ranks is reduced from then on.
+
+    It is an instance of torch's class, so that libraries which ask for that find it. A world of one
+    communicates nothing.
+
+    The method is that of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", VLDB 13(12).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: object = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        compression: str | Half | Int8 | PowerSGD | None = None,
+        weight_checksum: bool = False,
+        stall_timeout_s: float | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own constructor is for its reducer
+        Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
+                'compression="bf16" to send less'
+            )
+        warn_of_meaningless(
+            dim=dim,
+            check_reduction=check_reduction,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            batched_grad_copy=batched_grad_copy,
+        )
+        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
+        self.process_group = member_group(process_group, device_mesh)
+        self._number = _made[self.process_group.group_name]  # a copy has that of its original
+        _made[self.process_group.group_name] += 1
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = self._named_parameters()
+        self.device = single_device_type(parameters)
+        check_initialized(parameters)
+        self.device_type = self.device.type
+        self.device_ids = checked_device_ids(device_ids, output_device, self.device)
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        self.is_multi_device_module = len({parameter.device for _, parameter in parameters}) > 1
+        self.dim = dim
+        self.device_mesh = device_mesh
+        # As in torch, broadcast_buffers=False keeps buffers out of the first broadcast too, forward_sync_buffers=False
+        # does not.
+        with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.mixed_precision = None
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.logger = None
+        self.compression: Compressor | None = None
+        self._weight_checksum = weight_checksum
+        self._stall_timeout_s = stall_timeout_s
+        self._limits = bucket_limits(
+            bucket_cap_mb, bucket_cap_mb_list, self.device, is_compressed=compression is not None
+        )
+        self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
+        self._hook_name = ""
+        # For scripts that read torch's.
+        self.broadcast_bucket_size = 250 << 20
+        self.bucket_bytes_cap = self._limits.cap_bytes
+        self.bucket_bytes_cap_list = list(self._limits.first_caps_bytes) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self._weight = 0.0  # of a world of one, since its gradients were averaged
+        self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
+        self._buffer_hook: BufferHook | None = None
+        self._detach()
+        if self.process_group.size() > 1:
+            if init_sync:
+                self._compare(parameters, compression)
+                self._equalise(0, with_buffers=with_buffers)
+            self._attach()
+        if compression is not None:
+            self._use_compression(compression)
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+
+    def _compare(self, parameters: Sequence[tuple[str, nn.Parameter]], compression: object) -> None:
+        """Raise LayoutMismatchError on every rank if the ranks wrap different modules, or wrap them differently."""
+        settings = {
+            "bucket sizes": dataclasses.astuple(self._limits),
+            "broadcast_buffers": self.forward_sync_buffers,
+            "ignored names": sorted(self.parameters_to_ignore),
+            "compression": compression,
+            "weight_checksum": self._weight_checksum,
+        }
+        check_same_layout(self.process_group, describe(settings, parameters, self._named_buffers()), self.device)
+
+    def _equalise(self, root: int, *, with_buffers: bool) -> None:
+        """Make this rank's values those of rank `root` of the group."""
+        named = [*self._named_parameters(), *(self._named_buffers() if with_buffers else ())]
+        broadcast_tensors(self.process_group, [tensor for _, tensor in named], root)
+
+    def _detach(self) -> None:
+        """Be a plain wrapper: nothing communicates."""
+        self._reducer: Reducer | None = None
+        self._buffer_sync: BufferSync | None = None
+        self._whereabouts: Whereabouts | None = None
+        self._buffers_are_of = -1  # how many reductions there had been when they were made equal
+        self._optimizers: OptimizersInBackward | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def _attach(self) -> None:
+        """Register hooks on the parameters and get ready to communicate."""
+        group = self.process_group
+        self._whereabouts = Whereabouts(group, timeout_s=self._stall_timeout_s, device=self.device)
+        self._reducer = Reducer(
+            Channel(group, control_group(group, self.device), self._whereabouts, self._number),
+            self._named_parameters(),
+            Roster(self.module, self.parameters_to_ignore),
+            self._limits,
+            sparse=sparse_names(self.module),
+            as_views=self.gradient_as_bucket_view,
+            with_checksum=self._weight_checksum,
+        )
+        if self.forward_sync_buffers:
+            collect = buffer_collector(self.module, frozenset(self.parameters_to_ignore))
+            self._buffer_sync = BufferSync(group, collect, self._whereabouts.wait)
+        # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
+        self._end = weakref.finalize(self, self._reducer.close)
+        self._end.atexit = False
+        before_leaving(self, DistributedDataParallel._let_go)
+
+    def _release(self) -> None:
+        if self._end is not None:
+            self._end()
+        if self.compression is not None:
+            self.compression.close()
+        self._detach()
+
+    def _let_go(self) -> None:
+        """Drop the process group and everything that communicates; the module itself stays usable."""
+        self._release()
+        self.compression = None
+        del self.process_group
+
+    # Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
+        if self.device_ids:
+            inputs, kwargs = _moved((inputs, kwargs), torch.device(self.device.type, self.device_ids[0]))
+        reducer = self._reducer
+        if reducer is None:
+            Join.notify_join_context(self)
+            output = self.module(*inputs, **kwargs)
+            self._has_synced_forward = self.require_backward_grad_sync
+            if self._has_synced_forward:
+                count_step_after(_tensors_in(output))
+            return output
+        if reducer.is_inside_backward():
+            return self.module(*inputs, **kwargs)  # activation checkpointing
+        is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
+        Join.notify_join_context(self)  # where it raises, it does so on every rank
+        active, TorchDistributedDataParallel._active_ddp_module = TorchDistributedDataParallel._active_ddp_module, self
+        try:
+            syncs_buffers = self._before_forward(reducer, is_syncing=is_syncing)
+            output = self.module(*inputs, **kwargs)
+        except BaseException as error:
+            if is_syncing:
+                reducer.fail(describe_failure("its forward pass", error))
+            raise
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = active  # by which torch.compile splits its graphs
+        if syncs_buffers and self._buffer_hook is not None:
+            self._buffer_hook.run_after(self._named_buffers)
+        if torch.is_grad_enabled():
+            reducer.prepare(_tensors_in(output), is_syncing=is_syncing, is_training=self.training)
+        return output
+
+    def _before_forward(self, reducer: Reducer, *, is_syncing: bool) -> bool:
+        """Settle what the last pass left, and give every rank the same buffers; return whether that was due."""
+        reducer.enter_forward(self.module)
+        if self._optimizers is None:
+            self._optimizers = OptimizersInBackward.of(self._named_parameters())
+            reducer.optimizers = self._optimizers
+        root = 0
+        if self._join_config.enable:
+            _, root = agree(self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank())
+        return self._sync_buffers_of(root)
+
+    def _syncs_buffers(self) -> bool:
+        if self._buffer_sync is None or self._whereabouts is None or not self.require_forward_param_sync:
+            return False
+        return self._whereabouts.step != self._buffers_are_of
+
+    def _sync_buffers_of(self, root: int) -> bool:
+        """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due.
+
+        Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
+        """
+        if not self._syncs_buffers():
+            return False
+        assert self._whereabouts is not None
+        assert self._buffer_sync is not None
+        self._buffers_are_of = self._whereabouts.step
+        if self._buffer_hook is not None:
+            self._buffer_hook.run_before(self._named_buffers)
+        else:
+            self._buffer_sync.run(root)
+        return True
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it would be inlined; see ddp.data_parallel.tracing
+
+    # Backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes of forwards made inside only accumulate gradients on this rank.
+
+        The first backward pass of a forward made outside reduces the accumulated sum. It is the forward that counts:
+        around backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Run `loss.backward(**kwargs)`, with `weight` for an average of shares of different size.
+
+        `loss` is the mean over what this rank has, and `weight` says of how much: tokens, samples. The gradient is then
+        the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
+        that of the mean over everything. A rank whose weight is 0 contributes nothing, whatever its loss is; it
+        must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
+        Gradients must be None or 0 before the first pass of a step.
+        """
+        if weight is None:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+            return
+        if self.steps_alone:
+            raise UnsupportedError(
+                "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
+            )
+        amount = float(weight)
+        reducer = self._reducer
+        if not 0 <= amount < float("inf"):
+            if reducer is not None and reducer.is_announced:
+                reducer.fail(f"its weight is {amount}")
+            raise ArgumentError(f"weight is {amount}; it must be a number of at least 0")
+        if reducer is not None:
+            reducer.add_weight(amount)
+        if amount:
+            loss.backward(gradient=torch.full_like(loss, amount), **kwargs)  # type: ignore[no-untyped-call]
+        elif reducer is not None:
+            reducer.reduce_alone()
+        if reducer is None:
+            self._weigh_alone(amount)
+
+    def _weigh_alone(self, amount: float) -> None:
+        """What the reducer does with weights, in a world of one."""
+        self._weight += amount
+        if not self._has_synced_forward:
+            return
+        total, self._weight = self._weight, 0.0
+        if not total:
+            raise BackwardError("the weights of this step add up to 0, so there is no average")
+        for _, parameter in self._named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of inputs at different times, inside this context; all must enter it, and its end waits.
+
+        A rank that has no more inputs takes part in the others' reductions with zeros. With
+        `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
+        end, all ranks get parameters and buffers of one that joined last.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+
+        def equalise(root: int, is_last: bool) -> None:
+            self._authoritative_rank = root
+            if reducer is not None:
+                reducer.divides_by_active = False
+                self._equalise(root, with_buffers=self.forward_sync_buffers)
+                if not is_last:
+                    reducer.leave_company()
+
+        return ShadowHook(self.process_group, self.device, self._keep_company, self._sync_buffers_of, equalise)
+
+    def _keep_company(self) -> None:
+        if self._reducer is not None:
+            self._reducer.keep_company()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    # Communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
+
+        `bucket` has the interface of `torch.distributed.GradBucket`, its gradients are not divided, and the future
+        that the hook returns holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
+        """
+        self._use_hook(checked_hook(state, hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self._use_hook(builtin_hook(comm_hook_type, self.process_group))
+
+    def _use_hook(self, hook: CommHook) -> None:
+        self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
+        if self._reducer is None:  # a world of one: the hook may still change gradients
+            self._attach()
+        assert self._reducer is not None
+        self._reducer.use_hook(hook)
+
+    def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
+        compressor, hook = make_compression(compression, self.process_group)
+        self.compression = compressor
+        weakref.finalize(self, compressor.close).atexit = False
+        self._use_hook(CommHook(hook, compressor, is_chained=isinstance(compressor, PowerSGDCompressor)))
+
+    def reduction_state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
+
+        None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
+        """
+        if self.compression is None or self._reducer is None:
+            return None
+        return {"plan": self._reducer.plan_state(), "compression": self.compression.state_dict()}
+
+    def load_reduction_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
+
+        Raises CheckpointError if it does not fit the module or its buckets. Without compression, nothing happens but
+        a warning that what was owed is lost.
+        """
+        if self.compression is None or self._reducer is None:
+            warnings.warn(
+                "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
+                stacklevel=2,
+            )
+            return
+        self._reducer.load_plan_state(state["plan"])
+        self.compression.load_state_dict(state["compression"])
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: object = None
+    ) -> None:
+        """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        if self._reducer is not None:
+            self._reducer.buffer_hook = self._buffer_hook
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""
+        if getattr(self, "process_group", None) is not dist.group.WORLD:
+            raise DdpError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
+                "save its .module, and wrap that again"
+            )
+        if self._reducer is not None and self._reducer.has_hook:
+            warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
+        left_out = ("process_group", "_reducer", "_buffer_sync", "_whereabouts", "_optimizers", "_end", "_buffer_hook")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "compression": None, "device_mesh": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Attach to the default group, without communication; alone where there is none."""
+        self._buffer_hook = None
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
+        self._detach()
+        if dist.is_initialized():
+            self.process_group = member_group(None, None)
+            if self.process_group.size() > 1:
+                self._attach()
+
+    # What else torch's class has
+
+    @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
+    def broadcast_buffers(self) -> bool:
+        """Whether forward passes begin with rank 0's buffers."""
+        return self.forward_sync_buffers
+
+    @property
+    def reducer(self) -> Reducer | None:  # type: ignore[override]  # ours
+        """What libraries reach for that drive torch's reducer; None in a world of one."""
+        return self._reducer
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
+        return dict(self._named_buffers())
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]  # as above
+        return list(self.named_module_buffers.values())
+
+    def _assign_modules_buffers(self) -> None:
+        """They are looked up whenever they are needed."""
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass would begin with rank 0's buffers."""
+        return self._syncs_buffers() and bool(self.named_module_buffers)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are returned as they are."""
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """The facts that torch's class logs, as far as there are such here."""
+        return {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "bucket_cap_bytes": self._limits.cap_bytes,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "comm_hook": self._hook_name or None,
+            "join_uneven_inputs": bool(self._join_config.enable),
+            "has_rebuilt_buckets": int(self._whereabouts is not None and self._whereabouts.step > 0),
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
+            "num_parameter_tensors": len(self._named_parameters()),
+            "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
+            "iteration": 0 if self._whereabouts is None else self._whereabouts.step,
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing is sampled."""
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over another group from now on. Every rank of it must call it; nothing is compared."""
+        self._release()
+        self.process_group = member_group(new_process_group, None)
+        if self.process_group.size() > 1:
+            self._attach()
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._reducer is not None:
+            _remove(self._reducer.handles)
+
+    def _check_reducer_finalized(self) -> None:
+        """Backward returns when everything is reduced, so there is nothing to check."""
+
+    def _register_fused_optim(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(
+            "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that put a prefix before its keys: this one, torch's, torch.compile's."""
+    while True:
+        if isinstance(model, TorchDistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,1 @@
+"""Horovod's interface: collectives on tensors, an optimizer that averages gradients, broadcasts of state."""

@@ -1,0 +1,451 @@
+"""The thread that tells the other ranks where this process is, and asks them: all through the store of its world.
+
+`stall_report` is its only caller. A Wire is a connection of its own to the store and one daemon thread, which alone
+uses it: the store of a frozen host blocks for ever, and then only that thread. While nobody asks, the thread reads
+one key about once a second and writes nothing. A question is a counter that goes up; every process that sees it
+overwrites its one answer, so that any number of questions at once cost one answer. Before the interpreter ends,
+the answer becomes this process's last words.
+
+What crosses the store is JSON of bounded length, and what is read from it is checked and made printable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
+
+__all__ = ["Answer", "Heard", "Member", "Place", "Wire", "printable", "wire_of_world"]
+
+_ASKED = "asked"  # how many questions there were
+_LAST_WORDS = 2**53  # answers every question that will come
+_TICK_S = 0.05  # between two looks at the answers, while somebody here waits for them
+_STORE_TIMEOUT_S = 2.0
+_SLACK_S = 1.0  # for the thread to notice a question of its own process
+_TEXT_LENGTH = 400
+_MOST_PLACES = 32
+
+
+def printable(text: str, most: int = _TEXT_LENGTH) -> str:
+    """Return `text` on one line, without control characters, cut after `most` characters."""
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`."""
+
+    step: int
+    phase: str
+    is_waiting: bool
+    for_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one process says of itself; `question` is the newest that it answers.
+
+    `line` is the user's code that its thread runs. `places` are those of the models that live there, and `finished`
+    has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
+    `is_victim`: it left because another rank did.
+    """
+
+    question: int
+    line: str = ""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    finished: Mapping[str, int] = field(default_factory=dict)
+    ended: str = ""
+    is_victim: bool = False
+    has_group: bool = True
+
+    def to_json(self) -> str:
+        """Write it as one line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: bytes) -> Answer | None:
+        """Read what another rank wrote; None if that is not an answer."""
+        try:
+            read = json.loads(text)
+            places = {
+                str(key): Place(
+                    step=int(place["step"]),
+                    phase=printable(str(place["phase"])),
+                    is_waiting=bool(place["is_waiting"]),
+                    for_s=float(place["for_s"]),
+                    detail=printable(str(place["detail"])),
+                )
+                for key, place in list(read["places"].items())[:_MOST_PLACES]
+            }
+            return Answer(
+                question=int(read["question"]),
+                line=printable(str(read["line"])),
+                places=places,
+                finished={str(key): int(step) for key, step in read["finished"].items()},
+                ended=printable(str(read["ended"])),
+                is_victim=bool(read["is_victim"]),
+                has_group=bool(read["has_group"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # JSONDecodeError is a ValueError
+            return None
+
+    def settles(self, question: int) -> bool:
+        """Whether nothing better will come; of a process that has closed its group, last words may."""
+        return bool(self.ended) or (self.question >= question and self.has_group)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The answers by global rank. `trouble` says why there are none, where the store itself is at fault."""
+
+    answers: Mapping[int, Answer]
+    trouble: str = ""
+
+
+class Member(Protocol):
+    """What the thread needs of a Whereabouts."""
+
+    interval_s: float
+
+    def place(self) -> Place: ...
+    def line(self) -> str: ...
+    def look(self) -> None: ...
+
+
+Job = Callable[[Store], None]
+
+
+class _Question:
+    """One question under way, and what has been heard of it."""
+
+    def __init__(self, ranks: Sequence[int], patience_s: float, then: Callable[[Heard], None]) -> None:
+        self.ranks = ranks
+        self.deadline = time.monotonic() + patience_s
+        self.then = then
+        self.number = 0  # not asked yet
+        self.answers: dict[int, Answer] = {}
+
+    def is_settled(self, store: Store) -> bool:
+        """Ask, or read what has been answered since; whether that is all, or time is up."""
+        if not self.number:
+            self.number = store.add(_ASKED, 1)
+        unsettled = [rank for rank in self.ranks if not self._is_settled(rank)]
+        keys = {_answer_key(rank): rank for rank in unsettled}
+        present = _present(store, list(keys))
+        if present:
+            for key, text in zip(present, store.multi_get(present), strict=True):
+                answer = Answer.from_json(text)
+                if answer is not None and (answer.ended or answer.question >= self.number):
+                    self.answers[keys[key]] = answer
+        return all(map(self._is_settled, unsettled)) or time.monotonic() > self.deadline
+
+    def _is_settled(self, rank: int) -> bool:
+        return rank in self.answers and self.answers[rank].settles(self.number)
+
+
+class Wire:
+    """The connection and the thread of one process in one world. `trouble` says why it works no more."""
+
+    def __init__(self, store: Store, rank: int, how_it_ends: Callable[[], tuple[str, bool]]) -> None:
+        # Its short timeout bounds what waits for a key; other requests to a frozen TCPStore have no bound at all.
+        own = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store: Store | None = PrefixStore("ddp/whereabouts", own)
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._peer = _peer_of(self._store)
+        self._rank = rank
+        self._how_it_ends = how_it_ends
+        self._pid = os.getpid()
+        self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # its put() may be called in a destructor
+        self._questions: list[_Question] = []
+        self._members: dict[str, weakref.ref[Member]] = {}
+        self._finished: dict[str, int] = {}
+        self._ordinals: dict[str, int] = {}
+        self._lock = threading.Lock()  # around the thread's start and end; never held over a request
+        self._thread: threading.Thread | None = None
+        self._answered = 0
+        self._has_left = False  # its answer says that there is no model any more
+        self._is_ending = False
+        self.trouble = ""
+
+    # For the owner of a place
+
+    def enter(self, group_name: str, member: Member) -> str:
+        """Tell of `member` from now on, as long as somebody else holds it; return its key, the same on all ranks."""
+        with self._lock:
+            ordinal = self._ordinals[group_name] = self._ordinals.get(group_name, -1) + 1
+            key = f"{group_name}/{ordinal}"
+            self._members[key] = weakref.ref(member)
+            if self._thread is None and not self.trouble:
+                self._thread = threading.Thread(target=self._run, name="ddp-whereabouts", daemon=True)
+                _running.add(self)
+                self._thread.start()
+        return key
+
+    def leave(self, key: str, step: int) -> None:
+        """Tell no more of it. Takes no lock: this may run in a destructor, in any thread."""
+        if self._pid == os.getpid() and self._members.pop(key, None) is not None:
+            self._finished[key] = step
+            for old in list(self._finished)[:-_MOST_PLACES]:
+                self._finished.pop(old, None)
+
+    def ask(self, ranks: Sequence[int], patience_s: float) -> Heard:
+        """Ask the processes of `ranks` (global) where they are; block at most a second longer than `patience_s`."""
+        reply: SimpleQueue[Heard] = SimpleQueue()
+        if self.trouble or self._pid != os.getpid():
+            return Heard({}, self.trouble or "this process was forked from the one that trains")
+        self.ask_later(ranks, patience_s, reply.put)
+        try:
+            return reply.get(timeout=patience_s + _SLACK_S)
+        except Empty:
+            return Heard({}, self.trouble or "the store does not answer: what hosts it is frozen, or cut off from here")
+
+    def ask_later(self, ranks: Sequence[int], patience_s: float, then: Callable[[Heard], None]) -> None:
+        """Ask without waiting; the thread calls `then`."""
+        self._jobs.put(_Question(ranks, patience_s, then))
+
+    def append(self, key: str, text: str) -> None:
+        """Add `text` to the value of `key`; wait for that at most a second. Never raises."""
+        done: SimpleQueue[None] = SimpleQueue()
+
+        def job(store: Store) -> None:
+            store.append(key, text)  # type: ignore[attr-defined]  # not in torch's stubs
+            done.put(None)
+
+        if self._is_usable():
+            self._jobs.put(job)
+            with contextlib.suppress(Empty):  # then it is told later or not at all, and the others know less
+                done.get(timeout=_SLACK_S)
+
+    def read(self, key: str, patience_s: float) -> bytes:
+        """Return the value of `key`, or nothing if it has none or the store does not answer."""
+        done: SimpleQueue[bytes] = SimpleQueue()
+        if self._is_usable():
+            self._jobs.put(lambda store: done.put(store.get(key) if store.check([key]) else b""))
+            with contextlib.suppress(Empty):  # as good as no value
+                return done.get(timeout=patience_s)
+        return b""
+
+    def _is_usable(self) -> bool:
+        # The thread itself gets here if the garbage collector runs in it, and must not wait for itself.
+        thread = self._thread
+        return (
+            not self.trouble
+            and self._pid == os.getpid()
+            and thread is not None
+            and thread is not threading.current_thread()
+        )
+
+    def end(self) -> None:
+        """Leave the last words of this process and end the thread, in at most the time that a store may take.
+
+        A thread that came back from the store during the interpreter's teardown could abort the process; one in a
+        request to a frozen TCPStore does not come back.
+        """
+        thread = self._thread
+        if thread is not None and self._pid == os.getpid():
+            self._is_ending = True
+            self._jobs.put(None)
+            thread.join(timeout=_STORE_TIMEOUT_S + 0.5)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._goes_on():
+                job = self._next_job()
+                if not self._is_ending:
+                    self._serve(job)
+        except RuntimeError as error:  # every error of a store is one
+            self.trouble = self.trouble or f"the store failed: {printable(str(error), 160)}"
+        finally:
+            if self._thread is threading.current_thread():  # else another has been started since
+                self._thread = None
+                _running.discard(self)
+            if self._is_ending:
+                self.trouble = self.trouble or "this process is about to end"
+            if self.trouble:
+                self._drop()
+            for question in self._questions:
+                question.then(Heard(question.answers, self.trouble))
+            self._questions.clear()
+
+    def _goes_on(self) -> bool:
+        if self._is_ending:
+            # A write gets no reply that could fail to come, when the store's host ends in the same moment.
+            self._tell(self._last_words())
+            return False
+        if self._members:
+            return True
+        if not self._has_left:
+            self._tell(Answer(_LAST_WORDS, finished=dict(self._finished), ended="has deleted its last model"))
+            self._has_left = True
+        with self._lock:
+            if not self._members:
+                self._thread = None
+                _running.discard(self)
+                return False
+        return True
+
+    def _next_job(self) -> Job | _Question | None:
+        # No local name, which would keep one alive while the thread waits.
+        pause_s = min((member.interval_s for _, member in self._living()), default=1.0)
+        try:
+            return self._jobs.get(timeout=_TICK_S if self._questions else pause_s)
+        except Empty:
+            return None
+
+    def _serve(self, job: Job | _Question | None) -> None:
+        if isinstance(job, _Question):
+            self._questions.append(job)  # first, so that it gets its reply also if the store is gone
+        store = self._open()
+        if job is not None and not isinstance(job, _Question):
+            job(store)
+        if self._has_left and self._members:
+            self._tell(Answer(0))  # there is a model again
+            self._has_left = False
+        asked = int(store.get(_ASKED)) if store.check([_ASKED]) else 0
+        if asked > self._answered:
+            self._answered = asked
+            self._tell(self._answer(asked))
+        for question in list(self._questions):
+            if question.is_settled(store):
+                self._questions.remove(question)
+                question.then(Heard(question.answers))
+        for _, member in self._living():
+            member.look()
+
+    def _living(self) -> list[tuple[str, Member]]:
+        entries = list(self._members.items())
+        return [(key, member) for key, reference in entries if (member := reference()) is not None]
+
+    def _answer(self, question: int) -> Answer:
+        places, line = {}, ""
+        for key, member in self._living()[:_MOST_PLACES]:
+            places[key], line = member.place(), member.line()
+        return Answer(question, line, places, dict(self._finished), has_group=dist.is_initialized())
+
+    def _last_words(self) -> Answer:
+        ended, is_victim = self._how_it_ends()
+        steps = {key: member.place().step for key, member in self._living()[:_MOST_PLACES]}
+        steps.update(self._finished)
+        return Answer(_LAST_WORDS, finished=steps, ended=ended, is_victim=is_victim)
+
+    def _tell(self, answer: Answer) -> None:
+        self._open().set(_answer_key(self._rank), answer.to_json())
+
+    def _open(self) -> Store:
+        """The store, unless its server has hung up: torch writes a page of C++ frames to stderr for each try then."""
+        if self._store is None or _has_hung_up(self._peer):
+            self.trouble = "the store is gone: the process that hosts it (most likely that of rank 0) has ended"
+            raise RuntimeError(self.trouble)
+        return self._store
+
+    def _drop(self) -> None:
+        self._store = None
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+
+# One wire for each world that this process is in
+
+_wires: weakref.WeakKeyDictionary[Store, Wire] = weakref.WeakKeyDictionary()
+_running: set[Wire] = set()
+_inherited: list[object] = []
+
+
+def wire_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> Wire | None:
+    """Return the wire of the default group's store; None without one, or with a store that cannot be cloned.
+
+    `how_it_ends` is called when the interpreter ends, for the last words: how, and whether another rank is the cause.
+    """
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    wire = _wires.get(store)
+    if wire is None:
+        try:
+            wire = _wires[store] = Wire(store, dist.get_rank(), how_it_ends)
+        except (NotImplementedError, RuntimeError):  # a store of the user's own
+            return None
+    # Again for each, so that it comes before whatever closes the group at exit: the last that came in goes first.
+    atexit.unregister(_end_wires)
+    atexit.register(_end_wires)
+    return wire
+
+
+def _end_wires() -> None:
+    for wire in list(_running):
+        wire.end()
+
+
+def _forget_wires() -> None:
+    """In a forked child: what the parent owns stays untouched and open, even when the child frees its objects."""
+    global _wires, _running
+    _inherited.extend((_wires, *_wires.values(), *_running))
+    _wires, _running = weakref.WeakKeyDictionary(), set()
+
+
+os.register_at_fork(after_in_child=_forget_wires)
+
+
+def _answer_key(rank: int) -> str:
+    return f"answer/{rank}"
+
+
+def _present(store: Store, keys: list[str]) -> list[str]:
+    """Those of `keys` that have a value. A store only says whether all have, so halve until they do."""
+    if not keys or store.check(keys):
+        return keys
+    if len(keys) == 1:
+        return []
+    half = len(keys) // 2
+    return _present(store, keys[:half]) + _present(store, keys[half:])
+
+
+def _peer_of(store: Store) -> socket.socket | None:
+    """The socket of a TCPStore's connection, a second descriptor of it; None for other stores.
+
+    Only the text of the object tells the descriptor, and only its peer's port that it is the right one.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    found = re.search(r"\bfd=(\d+)", repr(store))
+    if found is None:
+        return None
+    try:
+        peer = socket.socket(fileno=os.dup(int(found[1])))
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if peer.getpeername()[1] == getattr(store, "port", None):
+            return peer
+    peer.close()
+    return None
+
+
+def _has_hung_up(peer: socket.socket | None) -> bool:
+    if peer is None:
+        return False
+    try:
+        return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

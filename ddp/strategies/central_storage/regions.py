@@ -1,0 +1,271 @@
+"""Where the values, gradients and words of central storage lie in shared memory, and how its ranks meet there.
+
+Called by `central_step`; knows no optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.comm.broadcast import BufferSync, broadcast_tensors, buffer_collector
+from ddp.comm.layout import check_same_layout, describe
+from ddp.comm.objects import gather_values
+from ddp.comm.shared_memory import SharedSegment
+from ddp.data_parallel.arguments import control_group
+from ddp.errors import ArgumentError, CollectiveError
+from ddp.monitoring.stall_report import Whereabouts
+from ddp.strategies.sharding.optimizer_state import NOT_HYPER
+from ddp.strategies.sharding.partition import Chunk, Partition, Piece
+from ddp.strategies.sharding.shards import Rows
+
+__all__ = ["Desk", "Form", "Plan", "Room", "aligned", "digest", "make_plan", "view_of"]
+
+_ALIGN_BYTES = 64
+_TEXT_BYTES = 1000  # of what a rank says of its failure
+_PHASES = 3
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a parameter was when it was prepared."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
+
+    A rank's desk has its gradients first, then the row numbers of sparse ones, then words and texts for the others.
+    """
+
+    chunks: Mapping[int, int]
+    parameters: tuple[int, ...]
+    values_bytes: int
+    rows: Mapping[int, int]
+    words: int
+    texts: int
+    desk_bytes: int
+
+
+def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> Plan:
+    chunks: dict[int, int] = {}
+    parameters = [0] * len(forms)
+    end = 0
+    for chunk in parts.chunks:
+        # The rows of a parameter go on where the last chunk ended, so that it is one tensor.
+        chunks[chunk.index] = end = end if chunk.pieces[0].begin else aligned(end)
+        for piece in chunk.pieces:
+            if not piece.begin:
+                parameters[piece.parameter] = end + piece.offset * chunk.dtype.itemsize
+        end += chunk.nbytes
+    values_bytes = end = max(aligned(end), _ALIGN_BYTES)
+    rows: dict[int, int] = {}
+    for number in sparse:
+        rows[number] = end
+        end = aligned(end + 8 * forms[number].shape[0])
+    texts = end + 8 * (Desk.HEADER + len(forms))
+    return Plan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
+
+
+def aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor at an offset of `memory` (bytes,), with a storage of its own: who saves it saves no more."""
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype)
+    storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
+    tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
+    return tensor
+
+
+class Desk:
+    """One rank's part of shared memory: it writes there what the others need in a step."""
+
+    HEADER = 8
+    FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes a word for each phase
+
+    def __init__(self, memory: torch.Tensor, plan: Plan, forms: Sequence[Form]) -> None:
+        self.memory = memory
+        self._plan = plan
+        self._forms = forms
+        self.words = view_of(memory, plan.words, (self.HEADER,), torch.int64)
+        self.kinds = view_of(memory, plan.words + 8 * self.HEADER, (len(forms),), torch.int64)
+        self.squares = self.words[self.SQUARES : self.SQUARES + 1].view(torch.float64)
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """The gradients of a chunk."""
+        return view_of(self.memory, self._plan.chunks[chunk.index], (chunk.numel,), chunk.dtype)
+
+    def slot(self, number: int) -> torch.Tensor:
+        """The place of a parameter's gradient."""
+        form = self._forms[number]
+        return view_of(self.memory, self._plan.parameters[number], form.shape, form.dtype)
+
+    def write_rows(self, number: int, gradient: torch.Tensor) -> int:
+        """Write a coalesced sparse gradient; return its number of rows."""
+        numbers, values = gradient.indices()[0], gradient.values()
+        self._numbers(number, len(numbers)).copy_(numbers)
+        self.slot(number).view(-1)[: values.numel()].copy_(values.reshape(-1))
+        return len(numbers)
+
+    def rows(self, piece: Piece, count: int) -> Rows:
+        """Those of the `count` rows that lie in a piece, counted from its first."""
+        numbers = self._numbers(piece.parameter, count)
+        first, last = torch.searchsorted(numbers, torch.tensor([piece.begin, piece.end])).tolist()
+        row = piece.shape[1:]
+        slot = self.slot(piece.parameter)
+        values = slot.view(-1)[: count * torch.Size(row).numel()].view(count, *row)
+        return Rows(numbers[first:last] - piece.begin, values[first:last])
+
+    def _numbers(self, number: int, count: int) -> torch.Tensor:
+        return view_of(self.memory, self._plan.rows[number], (count,), torch.int64)
+
+    def fail(self, phase: int, step: int, text: str) -> None:
+        data = text.encode(errors="replace")[: _TEXT_BYTES - 1]
+        place = self._text(phase)
+        place.zero_()
+        place[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        self.words[self.FAILED + phase] = step
+
+    def failure(self, phase: int, step: int) -> str | None:
+        if int(self.words[self.FAILED + phase]) != step:
+            return None
+        return bytes(self._text(phase).tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def _text(self, phase: int) -> torch.Tensor:
+        return view_of(self.memory, self._plan.texts + phase * _TEXT_BYTES, (_TEXT_BYTES,), torch.uint8)
+
+
+class Room:
+    """The ranks that share memory: where they meet, and how they find each other's segments."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, model: nn.Module, forms: Sequence[Form], stall_timeout_s: float | None
+    ) -> None:
+        self._group = group if group is not None and group.size() > 1 else None
+        self._forms = forms
+        self._buffers: BufferSync | None = None
+        if self._group is None:
+            return
+        self._control = control_group(self._group, forms[0].device)
+        self._whereabouts = Whereabouts(self._control, timeout_s=stall_timeout_s)
+        self._whereabouts.at("its forward and backward passes")
+        self._token = torch.zeros(1, dtype=torch.int64)
+        self._collect = buffer_collector(model, frozenset())
+        self._buffers = BufferSync(self._group, self._collect, self._whereabouts.wait)
+
+    def meet(self, what: str, *, step: int = 0) -> None:
+        """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
+        if self._group is not None:
+            self._whereabouts.step = step
+            self._whereabouts.wait(self._control.allreduce([self._token]), what)
+
+    def tell_all(self, mine: object, what: str) -> list[Any]:
+        """The values of all ranks. Every rank must call it; blocks."""
+        if self._group is None:
+            return [mine]
+        with self._whereabouts.waiting(what):
+            return gather_values(mine, device=torch.device("cpu"), group=self._control)
+
+    def compare(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, object]) -> None:
+        """Raise LayoutMismatchError on every rank if the ranks' models, optimizers or settings differ."""
+        if self._group is None:
+            return
+        described = {
+            **settings,
+            "optimizer": type(optimizer).__qualname__,
+            "parameters of the optimizer": [form.name for form in self._forms],
+            "hyperparameters": digest(optimizer.param_groups),
+        }
+        with self._whereabouts.waiting("comparison of the models"):
+            check_same_layout(
+                self._control,
+                describe(described, model.named_parameters(), model.named_buffers()),
+                torch.device("cpu"),
+            )
+
+    def open(self, plan: Plan) -> tuple[torch.Tensor, list[Desk]]:
+        """Make the segments and find those of the others: the values, and every rank's desk."""
+        if self._group is None:
+            values = torch.zeros(plan.values_bytes, dtype=torch.uint8)
+            return values, [Desk(torch.zeros(plan.desk_bytes, dtype=torch.uint8), plan, self._forms)]
+        rank = self._group.rank()
+        own = [SharedSegment(plan.desk_bytes), *([SharedSegment(plan.values_bytes)] if rank == 0 else [])]
+        told = self.tell_all(([segment.ticket for segment in own], platform.node()), "places of shared memory")
+        memories = [own if other == rank else self._open_all(tickets) for other, (tickets, _) in enumerate(told)]
+        self._check_same_host([host for _, host in told], [other for other, found in enumerate(memories) if not found])
+        desks = [Desk(found[0].tensor, plan, self._forms) for found in memories]
+        values = memories[0][1].tensor
+        for segment in own:
+            segment.close()  # to newcomers; the memory stays
+        return values, desks
+
+    def _open_all(self, tickets: Sequence[Mapping[str, Any]]) -> list[SharedSegment]:
+        """The segments of another rank, or none if one of them cannot be had here."""
+        opened = [SharedSegment.open(ticket) for ticket in tickets]
+        found = [segment for segment in opened if segment is not None]
+        return found if len(found) == len(tickets) else []
+
+    def _check_same_host(self, hosts: Sequence[str], hidden: Sequence[int]) -> None:
+        for rank, unseen in enumerate(self.tell_all(list(hidden), "who can open it")):
+            if unseen:
+                raise ArgumentError(
+                    f"central_storage keeps parameters in memory that all processes share, but rank {rank} (on "
+                    f"{hosts[rank]}) cannot open that of rank {unseen[0]} (on {hosts[unseen[0]]}): run all processes "
+                    'on one host, as one user, or use strategy "all_reduce" or "parameter_server"'
+                )
+
+    def open_segment(self, ticket: Any, rank: int) -> torch.Tensor:
+        segment = SharedSegment.open(ticket)
+        if segment is None:
+            raise CollectiveError(
+                f"the shared memory of rank {rank} is gone: that process has ended",
+                rank=self._whereabouts.rank,
+                what="places of optimizer states",
+            )
+        return segment.tensor
+
+    def equalise(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make these rank 0's on every rank."""
+        if self._group is not None:
+            with self._whereabouts.waiting("broadcast of what is not stepped"):
+                broadcast_tensors(self._group, tensors)
+
+    def equalise_buffers(self) -> None:
+        if self._buffers is not None and self._collect():
+            self._buffers.run()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._whereabouts.close()
+            self._buffers = self._group = None
+            del self._control
+
+
+def digest(groups: Sequence[Mapping[str, Any]]) -> int:
+    """63 bits of the hyperparameters."""
+    told = [
+        [(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in group.items() if k not in NOT_HYPER]
+        for group in groups
+    ]
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,411 @@
+"""One rank's part in central storage: its step, its state. Made by `CentralStorage.prepare`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ddp.data_parallel.arguments import check_initialized
+from ddp.data_parallel.module_watch import Roster, sparse_names
+from ddp.errors import ArgumentError, DdpError, PeerFailedError
+from ddp.monitoring.progress import count_step
+from ddp.strategies.central_storage.regions import Desk, Form, Plan, Room, digest, make_plan, view_of
+from ddp.strategies.central_storage.state import Entry, Published
+from ddp.strategies.sharding.optimizer_state import NOT_HYPER
+from ddp.strategies.sharding.partition import Chunk, Piece, partition
+from ddp.strategies.sharding.shards import (
+    ChunkGradient,
+    Gradient,
+    Rows,
+    Shards,
+    hyperparameters,
+    split_state,
+    splits_by_element,
+    states_of_pieces,
+    whole_state,
+)
+
+__all__ = ["Storage"]
+
+_CHUNK_BYTES = 1 << 20  # averaged, then stepped while it is in the cache
+_NONE, _DENSE = -2, -1  # what gradient a parameter has; else the number of rows of a sparse one
+_WRITE, _AVERAGE, _STEP = range(3)  # the phases of a step, each ended by a meeting
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Storage:
+    """The shared memory of one model, and this rank's part in stepping it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        max_grad_norm: float | None,
+        stall_timeout_s: float | None,
+    ) -> None:
+        self.grad_norm: float | None = None
+        self._max_grad_norm = max_grad_norm
+        self._step = 0
+        self._parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+        self._forms = _forms(model, self._parameters)
+        self._by_element = splits_by_element(optimizer)
+        self._size = 1 if group is None else group.size()
+        self._rank = 0 if group is None else group.rank()
+        self._model = model
+        self._room = Room(group, model, self._forms, stall_timeout_s)
+        self._room.compare(model, optimizer, {"max_grad_norm": max_grad_norm})
+        self._partition = partition(
+            [form.shape for form in self._forms],
+            [form.dtype for form in self._forms],
+            servers=self._size,
+            chunk_bytes=_CHUNK_BYTES,
+            splits=self._by_element,
+        )
+        self._with_rows = self._sparse(model, optimizer)
+        plan = make_plan(self._partition, self._forms, self._with_rows)
+        self._values, self._desks = self._room.open(plan)
+        self._mine = self._desks[self._rank]
+        # How the user's parameters lay in memory: saved states lie so too.
+        self._like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
+        self._take_places(plan)
+        self._shards = Shards(
+            optimizer,
+            self._parameters,
+            self._partition.of(self._rank),
+            lambda chunk: view_of(self._values, plan.chunks[chunk.index], (chunk.numel,), chunk.dtype),
+        )
+        optimizer.state.clear()
+        self._groups = hyperparameters(optimizer)
+        self._chunks = {chunk.index: chunk for chunk in self._partition.of(self._rank)}
+        self._flats = {i: [desk.flat(chunk) for desk in self._desks] for i, chunk in self._chunks.items()}
+        self._scratches: dict[torch.dtype, torch.Tensor] = {}
+        self._kinds: list[list[int]] = []  # of every rank's gradients in this step
+        self._is_plain = False  # whether all of them are dense
+        self._averages: dict[int, Gradient] = {}
+        self._roster = Roster(model, ())
+        self._published = Published(self._shards)
+        self._others: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+        if self._size > 1:
+            self._published.update()
+            self._exchange()
+
+    def _sparse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Numbers of the parameters whose gradients may be sparse."""
+        names = sparse_names(model)
+        takes_only_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        return [
+            number
+            for number, form in enumerate(self._forms)
+            if form.shape and (takes_only_sparse or form.name in names)
+        ]
+
+    @torch.no_grad()
+    def _take_places(self, plan: Plan) -> None:
+        """Let the parameters lie in shared memory, with rank 0's values, and their gradients too."""
+        self._places = [
+            view_of(self._values, at, form.shape, form.dtype)
+            for at, form in zip(plan.parameters, self._forms, strict=True)
+        ]
+        if self._rank == 0:
+            torch._foreach_copy_(self._places, [parameter.detach() for parameter in self._parameters])
+        own = {id(parameter) for parameter in self._parameters}
+        others = [tensor for tensor in self._model.parameters() if id(tensor) not in own]
+        self._room.equalise([*others, *self._model.buffers()])
+        self._room.meet("first values")
+        self._on_device = []
+        self._slots = [self._mine.slot(number) for number in range(len(self._forms))]
+        self._hooks: list[RemovableHandle] = []
+        for parameter, place, slot in zip(self._parameters, self._places, self._slots, strict=True):
+            if parameter.device.type != "cpu":
+                self._on_device.append((parameter, place))
+                parameter.copy_(place)
+                continue
+            parameter.data = place
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, slot)))
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+
+    # A step
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._step += 1
+        with self._phase(_WRITE, "gradients of the others"):
+            self._check_model()
+            self._write(groups)
+        self._check_words(groups)
+        self._kinds = [desk.kinds.tolist() for desk in self._desks]
+        self._is_plain = all(kind == _DENSE for kinds in self._kinds for kind in kinds)
+        scale = None
+        if self._max_grad_norm is not None:
+            with self._phase(_AVERAGE, "norms of the others"):
+                self._mine.squares.fill_(self._average_all())
+            self.grad_norm = sum(float(desk.squares) for desk in self._desks) ** 0.5
+            scale = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))  # as torch's clip_grad_norm_
+        with self._phase(_STEP, "parameters of the others"):
+            self._step_own(scale)
+            if self._size > 1 and self._published.update():
+                self._mine.words[Desk.MOVED] = self._step
+        if any(int(desk.words[Desk.MOVED]) == self._step for desk in self._desks):
+            self._exchange()
+        self._room.equalise_buffers()
+        if self._on_device:
+            torch._foreach_copy_(
+                [parameter for parameter, _ in self._on_device], [place for _, place in self._on_device]
+            )
+        count_step()
+
+    @contextlib.contextmanager
+    def _phase(self, phase: int, what: str) -> Iterator[None]:
+        """Meet the other ranks at the end of a block, and let them know if it raised: all ranks raise then."""
+        if self._size == 1:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self._mine.fail(phase, self._step, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(DdpError):  # the cause is this rank's own error
+                self._room.meet(what, step=self._step)
+            raise
+        self._room.meet(what, step=self._step)
+        told = {rank: desk.failure(phase, self._step) for rank, desk in enumerate(self._desks)}
+        failures = {rank: text for rank, text in told.items() if text is not None}
+        if failures:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise PeerFailedError(f"another rank failed in step {self._step}: {said}", failures=failures)
+
+    def _check_model(self) -> None:
+        problem = self._roster.problem()
+        changed = problem.parameter if problem is not None else None
+        for form, parameter, pointer in zip(self._forms, self._parameters, self._pointers, strict=True):
+            is_same = parameter.dtype == form.dtype and parameter.device == form.device
+            if not is_same or (form.device.type == "cpu" and parameter.data_ptr() != pointer):
+                changed = form.name
+                break
+        if changed is not None:
+            raise ArgumentError(
+                f"parameter {changed!r} was added, replaced, moved or converted after prepare(), so it is not the one "
+                "in shared memory: change the model first, then prepare it (load_state_dict() without assign=True is "
+                "allowed, as is everything that writes into the parameters)"
+            )
+
+    def _write(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Put this rank's gradients and words on its desk."""
+        kinds = [self._written(number, parameter) for number, parameter in enumerate(self._parameters)]
+        self._mine.kinds.copy_(torch.tensor(kinds, dtype=torch.int64))
+        self._mine.words[Desk.DIGEST] = digest(groups)
+        self._mine.words[Desk.STEP] = self._step
+
+    def _written(self, number: int, parameter: torch.Tensor) -> int:
+        gradient, slot = parameter.grad, self._slots[number]
+        if gradient is None:
+            return _NONE
+        if gradient is slot:
+            return _DENSE
+        gradient = gradient.detach()
+        if gradient.layout is torch.sparse_coo:
+            gradient = gradient.coalesce()
+            if gradient.sparse_dim() == 1 and number in self._with_rows:
+                return self._mine.write_rows(number, gradient)
+            gradient = gradient.to_dense()
+        slot.copy_(gradient)
+        return _DENSE
+
+    def _check_words(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for rank, desk in enumerate(self._desks):
+            step = int(desk.words[Desk.STEP])
+            if step != self._step:
+                raise ArgumentError(
+                    f"rank {rank} makes its step {step}, and rank {self._rank} its step {self._step}: every rank must "
+                    "call step() equally often"
+                )
+            if int(desk.words[Desk.DIGEST]) != int(self._desks[0].words[Desk.DIGEST]):
+                rates = [group.get("lr") for group in groups]
+                raise ArgumentError(
+                    f"rank {rank} steps with other hyperparameters than rank 0 in step {self._step} (rank {self._rank} "
+                    f"has lr {rates}): set them from what is equal on all ranks, such as strategy.reduce() of a loss"
+                )
+        self._groups = [{k: v for k, v in group.items() if k not in NOT_HYPER} for group in groups]
+
+    def _step_own(self, scale: float | None) -> None:
+        self._shards.step({}, groups=self._groups)
+        for index, chunk in self._chunks.items():
+            # One by one: a chunk is stepped while its average is in the cache.
+            gradient = self._average(chunk) if scale is None else _scaled(self._averages.pop(index), scale)
+            self._shards.step({index: gradient})
+
+    def _average_all(self) -> float:
+        """Average the own part and keep it; return the sum of its squares."""
+        self._averages = {index: self._average(chunk, keep=True) for index, chunk in self._chunks.items()}
+        return sum(_squares(self._averages[index], chunk) for index, chunk in self._chunks.items())
+
+    def _average(self, chunk: Chunk, *, keep: bool = False) -> Gradient:
+        """The mean over the ranks of one chunk's gradients; unless `keep`, only until the next call."""
+        kinds = self._kinds
+        numbers = [piece.parameter for piece in chunk.pieces]
+        flats = self._flats[chunk.index]
+        is_plain = self._is_plain or all(each[number] == _DENSE for each in kinds for number in numbers)
+        if is_plain and self._size == 1 and not keep:
+            return flats[0]
+        total = self._scratch(chunk, keep=keep)
+        if is_plain:
+            in_one = self._size > 1 and total.dtype == chunk.dtype  # else it would be rounded before it is written
+            torch.add(flats[0], flats[1], out=total) if in_one else total.copy_(flats[0])
+            for flat in flats[1 + in_one :]:
+                total.add_(flat)
+            return total.div_(self._size)
+        absent, sparse = set(), {}
+        for position, piece in enumerate(chunk.pieces):
+            ranks = [rank for rank in range(self._size) if kinds[rank][piece.parameter] != _NONE]
+            if not ranks:
+                absent.add(position)
+            elif all(kinds[rank][piece.parameter] >= 0 for rank in ranks):
+                sparse[position] = self._mean_rows(piece, ranks)
+            else:
+                self._add_up(piece, ranks, flats, total[piece.offset : piece.stop])
+        return ChunkGradient(total.div_(self._size), frozenset(absent), sparse)
+
+    def _add_up(self, piece: Piece, ranks: Sequence[int], flats: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+        """Write the sum over `ranks` of the gradients of a piece to `total` (numel,)."""
+        total.zero_()
+        for rank in ranks:
+            count = self._kinds[rank][piece.parameter]
+            if count == _DENSE:
+                total.add_(flats[rank][piece.offset : piece.stop])
+            else:
+                rows = self._desks[rank].rows(piece, count)
+                total.view(piece.shape).index_add_(0, rows.numbers, rows.values.to(total.dtype))
+
+    def _mean_rows(self, piece: Piece, ranks: Sequence[int]) -> Rows:
+        every = [self._desks[rank].rows(piece, self._kinds[rank][piece.parameter]) for rank in ranks]
+        numbers, places = torch.unique(torch.cat([rows.numbers for rows in every]), return_inverse=True)
+        values = torch.cat([rows.values for rows in every])
+        total = torch.zeros(len(numbers), *values.shape[1:], dtype=_wide(values.dtype))
+        return Rows(numbers, total.index_add_(0, places, values.to(total.dtype)).div_(self._size))
+
+    def _scratch(self, chunk: Chunk, *, keep: bool) -> torch.Tensor:
+        """Room for an average, wide enough that it is rounded once."""
+        dtype = _wide(chunk.dtype)
+        if keep:
+            return torch.empty(chunk.numel, dtype=dtype)
+        held = self._scratches.get(dtype)
+        if held is None or len(held) < chunk.numel:
+            held = self._scratches[dtype] = torch.empty(chunk.numel, dtype=dtype)
+        return held[: chunk.numel]
+
+    # State
+
+    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        states = [self._shards.state() if rank == self._rank else self._read(rank) for rank in range(self._size)]
+        return whole_state(self._partition, optimizer, states, like=self._like)
+
+    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+        if len(state["param_groups"]) != len(groups) or any(
+            len(mine["params"]) != len(theirs["params"])
+            for mine, theirs in zip(groups, state["param_groups"], strict=True)
+        ):
+            raise ArgumentError("the state has other param groups than the optimizer")
+        self._shards.load_state(split_state(self._partition, state)[self._rank])
+        for mine, theirs in zip(groups, state["param_groups"], strict=True):
+            mine.update({name: copy.deepcopy(value) for name, value in theirs.items() if name not in NOT_HYPER})
+        if self._size > 1:
+            self._published.update()
+            self._exchange()
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        """The state of another rank, of what it has published; nobody writes there between two steps."""
+        memory, entries = self._others.get(rank, (self._values, []))
+        states: dict[tuple[int, int, int], dict[str, Any]] = {}
+        for entry in entries:
+            states.setdefault((entry.chunk, entry.first, entry.stop), {})[entry.name] = entry.read(memory)
+        chunks: dict[int, list[dict[str, Any]]] = {
+            chunk.index: [{} for _ in chunk.pieces] for chunk in self._partition.of(rank)
+        }
+        for (index, first, stop), state in states.items():
+            pieces = self._partition.chunks[index].pieces[first:stop]
+            chunks[index][first:stop] = states_of_pieces(pieces, state, by_element=self._by_element)
+        return {"chunks": chunks}
+
+    def _exchange(self) -> None:
+        """Learn where the others' states are now. Every rank must call it; blocks."""
+        if self._size == 1:
+            return
+        told = self._room.tell_all(self._published.announcement(), "places of optimizer states")
+        for rank, announced in enumerate(told):
+            if rank != self._rank and announced is not None:
+                ticket, entries = announced
+                self._others[rank] = self._room.open_segment(ticket, rank), [Entry(*fields) for fields in entries]
+        self._room.meet("optimizer states of the others", step=self._step)
+        self._published.is_known()
+
+    # The end
+
+    @torch.no_grad()
+    def close(self) -> None:
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            if parameter.device.type == "cpu" and parameter.data_ptr() == place.data_ptr():
+                parameter.data = place.clone()
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().clone()
+        for hook in self._hooks:
+            hook.remove()
+        self.let_go()
+
+    def let_go(self) -> None:
+        self._room.close()
+
+
+def _move_gradient(slot: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Move a gradient that autograd has made to its place in shared memory; it goes on adding there."""
+    gradient = parameter.grad
+    if gradient is None or gradient is slot or gradient.layout is not torch.strided or gradient.requires_grad:
+        return
+    if gradient.dtype == slot.dtype:
+        parameter.grad = slot.copy_(gradient)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _squares(gradient: Gradient, chunk: Chunk) -> float:
+    if isinstance(gradient, torch.Tensor):
+        return float(torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient))) ** 2
+    total = 0.0
+    for position, piece in enumerate(chunk.pieces):
+        if position in gradient.sparse:
+            total += _squares(gradient.sparse[position].values, chunk)
+        elif position not in gradient.absent and gradient.flat is not None:
+            total += _squares(gradient.flat[piece.offset : piece.stop], chunk)
+    return total
+
+
+def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _scaled(gradient: Gradient, scale: float) -> Gradient:
+    """Scale an average that was kept, in place."""
+    if isinstance(gradient, torch.Tensor):
+        return gradient.mul_(scale)
+    if gradient.flat is not None:
+        gradient.flat.mul_(scale)
+    for rows in gradient.sparse.values():
+        rows.values.mul_(scale)
+    return gradient
+
+
+def _forms(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[Form]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = [(names.get(id(p), f"number {number} of the optimizer"), p) for number, p in enumerate(parameters)]
+    check_initialized(named)  # type: ignore[arg-type]  # an optimizer may step plain tensors
+    return [Form(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in named]

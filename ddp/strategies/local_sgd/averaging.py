@@ -1,0 +1,526 @@
+"""Steps that each rank makes by itself, with the replicas averaged every so many of them.
+
+    model = ddp.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    local = ddp.LocalSGD(model, optimizer, every=8)
+    ...  # the loop as it was
+    local.sync()  # on every rank, before the model is evaluated or saved
+
+`LocalSGD` switches the wrapper's reduction off, counts the steps and averages; it never steps, and leaves the
+optimizer's own state to each rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.fingerprint import fingerprints
+from ddp.comm.objects import device_of, gather_values
+from ddp.errors import (
+    ArgumentError,
+    CollectiveError,
+    DdpError,
+    DriftError,
+    LayoutMismatchError,
+    UnsupportedError,
+)
+from ddp.monitoring.progress import count_step
+
+__all__ = ["LocalSGD"]
+
+_CHUNK_BYTES = 64 << 20
+_UNSEEN_STEPS = 2  # of the optimizer, without a backward pass between them that the wrapper knows of
+
+
+class LocalSGD:
+    """Let each rank make `every` optimizer steps by itself, then continue from the average of the replicas.
+
+    `model` is ddp.DistributedDataParallel or torch's, and `optimizer` steps its parameters; every rank makes the same
+    LocalSGD after wrapping. The first `after` steps are ordinary, with averaged gradients. Then the wrapper sends
+    nothing during backward. After each `every` steps the parameters' average over the wrapper's group becomes the next
+    starting point of all, or, with an outer optimizer, is taken as a step from the last one: the outer gradient is
+    last starting point minus average, and SGD with `outer_lr`, `outer_momentum` and `nesterov` applies it. The
+    defaults of the outer optimizer are plain averaging; `every=1` with them is ordinary training, bitwise.
+
+    **A step** is counted by what every rank makes in the same number anyway: a forward pass of the wrapper outside
+    `no_sync()`, and its backward. Steps of the optimizer are not counted, because one rank may skip one (GradScaler at
+    an inf, a check of the norm), and averaging waits for all ranks. For the same reason averaging happens when the next
+    forward pass begins: only then is it sure that the last step, skipped or not, is over. Call `sync()` to have it
+    at once. Forward passes with gradients inside `no_sync()` are part of the step that follows.
+
+    **Buffers** (unless `broadcast_buffers=False`) and frozen parameters that differ between ranks are averaged too, of
+    integers all take rank 0's. What is equal on all ranks keeps its bits.
+
+    **Saving.** `state_dict()` of the module and of this object raise DdpError while replicas differ; after `sync()`
+    rank 0's checkpoint stands for all. A `sync()` starts a new round of `every` steps. The optimizer's moments are
+    never averaged: who saves rank 0's gives them to all ranks when the run is resumed.
+
+    Not while ranks step by themselves: `join()` and weights of `backward()` (UnsupportedError).
+
+    Memory: with an outer optimizer, a copy of the trained parameters and one more for its momentum. Every `sync` also
+    compares the ranks' settings, starting points and momenta, so that none drifts away unnoticed.
+
+    Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", ICLR (`after`: their post-local SGD); Douillard
+    et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models" (AdamW, every=500, outer_lr=0.7,
+    outer_momentum=0.9, nesterov).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        after: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+    ) -> None:
+        self._settings = _Settings(every, after, outer_lr, outer_momentum, nesterov)
+        wrapper: Any = model
+        _check(wrapper, optimizer)
+        self._model = weakref.ref(model)
+        self._step = 0
+        self._own_steps = 0  # of this rank alone, since the replicas were last equal
+        self._round = _Round()
+        self._anchors: dict[str, torch.Tensor] = {}  # where the own steps started; only with an outer optimizer
+        self._momenta: dict[str, torch.Tensor] = {}
+        self._has_backward = True  # since the optimizer's last step
+        self._unseen_steps = 0
+        self._warned: set[str] = set()
+        self._is_off = False  # the wrapper's reduction, by this object, while a forward pass runs
+        self._gradient_hooks: list[RemovableHandle] = []
+        self._hooks = [
+            model.register_forward_pre_hook(_Attached(self._before_forward), prepend=True),
+            model.register_forward_hook(_Attached(self._after_forward), always_call=True),
+            # The inner module is asked for its state by the wrapper too.
+            wrapper.module.register_state_dict_pre_hook(_Attached(self._before_state_dict)),
+            optimizer.register_step_post_hook(_Attached(self._after_optimizer_step)),
+        ]
+        self._watch_gradients(model)
+        # Parameters outlive their wrapper, and their hooks would keep this object alive.
+        self._finalizer = weakref.finalize(model, _remove, self._hooks, self._gradient_hooks)
+
+    @property
+    def step(self) -> int:
+        """The steps that are complete. The last one is, once the next forward pass begins or `sync()` was called."""
+        return self._step
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether this rank has made steps of its own that are not averaged yet."""
+        return self._own_steps > 0 or (self._round.is_complete and self._round.is_own)
+
+    def sync(self) -> None:
+        """Average what the ranks have done by themselves since the last time, now.
+
+        Every rank must call it, before the model is evaluated or saved and at the end; it blocks until all do. Ranks
+        may come with different numbers of steps: one that waits here takes part in the averages of those that still
+        train, with the parameters that it has. Without own steps on any rank nothing changes.
+
+        Raises LayoutMismatchError if the ranks have different settings, DriftError if their starting points or momenta
+        differ, CollectiveError if a rank is gone.
+        """
+        self._close_round()
+        self._synchronise(self._wrapper(), is_waiting=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of steps and the outer momentum, which are the same on every rank.
+
+        The starting point of the next steps is not in it: right after `sync()` that is the model. Raises DdpError if
+        this rank has made steps of its own since then.
+        """
+        self._refuse_if_diverged()
+        step = self._step + self._round.is_complete
+        return {"step": step, "outer_momentum": {name: tensor.detach() for name, tensor in self._momenta.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, perhaps in a world of another size. Load it on every rank.
+
+        Raises ArgumentError for momenta that do not fit the model.
+        """
+        parameters = dict(_parameters(self._wrapper()))
+        momenta = state["outer_momentum"]
+        for name, tensor in momenta.items():
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                has = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "is missing"
+                raise ArgumentError(f"momentum of {name!r} with shape {tuple(tensor.shape)}, which {has} in the model")
+        self._step, self._own_steps, self._round = int(state["step"]), 0, _Round()
+        self._anchors = {}
+        self._momenta = {
+            name: torch.empty_like(parameters[name], requires_grad=False).copy_(tensor)
+            for name, tensor in momenta.items()
+        }
+
+    def close(self) -> None:
+        """Go back to averaging gradients in every step, for good. Call `sync()` before: a warning says if you did not.
+
+        Every rank must call it after the same step.
+        """
+        if self.has_diverged:
+            warnings.warn(
+                f"LocalSGD is closed after {self._own_steps or 1} steps that this rank has made by itself: the "
+                "replicas stay different; call sync() on every rank before close()",
+                stacklevel=2,
+            )
+        if (model := self._alive()) is not None:
+            model.steps_alone = False
+        self._finalizer()
+
+    # Where a step begins and ends
+
+    def _before_forward(self, model: Any, _: object) -> None:
+        if model is not self._alive():
+            return
+        if not torch.is_grad_enabled():
+            self._warn_if_evaluated()
+            return
+        self._close_round()
+        if self._own_steps >= self._settings.every:
+            self._synchronise(model, is_waiting=False)
+        is_own = self._step >= self._settings.after and not self._settings.is_ordinary
+        model.steps_alone = is_own  # for what the wrapper cannot do then
+        if is_own and model._join_config.enable:
+            raise UnsupportedError(
+                "LocalSGD inside join(): leave join() out, and call sync() of LocalSGD where a rank's inputs end; it "
+                "waits there for the others"
+            )
+        if not model.require_backward_grad_sync:
+            return  # the user's no_sync()
+        if self._round.is_open:  # there was a forward whose backward no hook saw: perhaps others train now
+            self._watch_gradients(model)
+        self._round = _Round(is_open=True, is_own=is_own)
+        if is_own:
+            if self._settings.has_outer and not self._anchors:
+                self._anchors = _copies(model)
+            # Both wrappers decide in forward whether its backward reduces. Restored at once, so that the attribute
+            # keeps saying what the user wants and no_sync() can be told from this.
+            model.require_backward_grad_sync = False
+            self._is_off = True
+
+    def _after_forward(self, model: Any, *_: object) -> None:
+        if self._is_off and model is self._alive():
+            model.require_backward_grad_sync = True
+            self._is_off = False
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        """Called for every parameter, so the common case comes first."""
+        current = self._round
+        if current.is_queued or not current.is_open:
+            return
+        current.is_queued = True
+        Variable._execution_engine.queue_callback(lambda: self._after_backward(current))
+
+    def _after_backward(self, ended: _Round) -> None:
+        ended.is_open, ended.is_complete = False, True
+        self._has_backward = True
+        if ended.is_own:
+            count_step()
+
+    def _close_round(self) -> None:
+        if self._round.is_complete:
+            self._step += 1
+            self._own_steps += self._round.is_own
+            self._round = _Round()
+
+    def _after_optimizer_step(self, *_: object) -> None:
+        self._unseen_steps = 0 if self._has_backward else self._unseen_steps + 1
+        self._has_backward = False
+        if self._unseen_steps >= _UNSEEN_STEPS:
+            self._warn(
+                "the optimizer steps without a backward pass that went through the forward of the wrapper, outside "
+                "no_sync(): LocalSGD does not count such steps, and the replicas are not averaged after them"
+            )
+
+    def _watch_gradients(self, model: Any) -> None:
+        _remove(self._gradient_hooks)
+        hook = self._on_gradient  # neither copies nor pickles of a parameter have it
+        self._gradient_hooks += [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
+            for _, parameter in _parameters(model)
+            if parameter.requires_grad
+        ]
+
+    # What must not happen unnoticed
+
+    def _before_state_dict(self, module: nn.Module, *_: object) -> None:
+        model = self._alive()
+        if model is not None and module is model.module:
+            self._refuse_if_diverged()
+
+    def _refuse_if_diverged(self) -> None:
+        if self.has_diverged:
+            raise DdpError(
+                f"this rank has made {self._own_steps + self._round.is_complete} steps by itself since the replicas "
+                "were averaged, so its state is not that of the others: call sync() of LocalSGD on every rank first"
+            )
+
+    def _warn_if_evaluated(self) -> None:
+        if self.has_diverged:
+            self._warn(
+                "a forward pass without gradients runs on a replica that has made steps by itself since the replicas "
+                "were averaged: call sync() of LocalSGD on every rank before evaluating"
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=4)
+
+    # Averaging
+
+    def _alive(self) -> Any:
+        """The wrapper, of either class, or None."""
+        return self._model()
+
+    def _wrapper(self) -> Any:
+        model = self._alive()
+        if model is None or not self._finalizer.alive:
+            raise ArgumentError("LocalSGD is closed, or the wrapped model is gone: make a new one for the new wrapper")
+        return model
+
+    @torch.no_grad()
+    def _synchronise(self, model: Any, *, is_waiting: bool) -> None:
+        group: dist.ProcessGroup = model.process_group
+        everybody_waits = False
+        while not everybody_waits:
+            if self._settings.has_outer and not self._anchors:
+                self._anchors = _copies(model)
+            named = [*_parameters(model), *_buffers(model)]
+            mine = self._note(named, is_waiting=is_waiting)
+            notes = [mine] if group.size() == 1 else _exchange(mine, group)
+            _compare(notes)
+            if any(note.own_steps for note in notes):
+                _average(group, [tensor for name, tensor in named if len({note.values[name] for note in notes}) > 1])
+                self._step_outside(model)
+            self._step, self._own_steps, self._anchors = max(note.step for note in notes), 0, {}
+            everybody_waits = not is_waiting or all(note.is_waiting for note in notes)
+
+    def _note(self, named: Sequence[tuple[str, torch.Tensor]], *, is_waiting: bool) -> _Note:
+        return _Note(
+            is_waiting=is_waiting,
+            step=self._step,
+            own_steps=self._own_steps,
+            settings=asdict(self._settings),
+            values=fingerprints(dict(named)),
+            anchors=fingerprints(self._anchors),
+            momenta=fingerprints(self._momenta),
+        )
+
+    def _step_outside(self, model: Any) -> None:
+        """Step from the anchors by SGD as torch's: momentum * velocity + gradient, looked ahead with Nesterov."""
+        settings = self._settings
+        for name, parameter in _parameters(model):
+            if name not in self._anchors:
+                continue
+            anchor = self._anchors[name]
+            gradient = anchor - parameter
+            if settings.outer_momentum:
+                velocity = self._momenta.setdefault(name, torch.zeros_like(gradient))
+                velocity.mul_(settings.outer_momentum).add_(gradient)
+                ahead = gradient.add(velocity, alpha=settings.outer_momentum)
+                gradient = ahead if settings.nesterov else velocity
+            parameter.copy_(anchor.sub_(gradient, alpha=settings.outer_lr))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    every: int
+    after: int
+    outer_lr: float
+    outer_momentum: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("after", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(f"{name}={value!r}; it must be an int, {least} or more")
+        if not self.outer_lr > 0:
+            raise ArgumentError(f"outer_lr={self.outer_lr!r}; it must be more than 0 (1: plain averaging)")
+        if not 0 <= self.outer_momentum < 1:
+            raise ArgumentError(f"outer_momentum={self.outer_momentum!r}; it must be from 0 to less than 1")
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether the average is more than taken as it is."""
+        return self.outer_lr != 1 or self.outer_momentum != 0
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether averaging gradients does the same."""
+        return self.every == 1 and not self.has_outer
+
+
+@dataclass
+class _Round:
+    """Where a step is: announced by a forward pass, its backward running, its backward over."""
+
+    is_own: bool = False
+    is_open: bool = False
+    is_queued: bool = False
+    is_complete: bool = False
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank tells the others before they average, with a fingerprint of each tensor by its name."""
+
+    is_waiting: bool
+    step: int
+    own_steps: int
+    settings: Mapping[str, Any]
+    values: Mapping[str, int]
+    anchors: Mapping[str, int]
+    momenta: Mapping[str, int]
+
+
+class _Attached:
+    """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *arguments: Any) -> None:
+        self._method(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _detached, ()
+
+
+def _detached() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    """Stand in for the hook in a copy."""
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not all(hasattr(model, name) for name in ("module", "process_group", "require_backward_grad_sync")):
+        raise ArgumentError(f"model is a {type(model).__name__}: wrap it in ddp.DistributedDataParallel first")
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in names:
+        raise UnsupportedError("ZeroRedundancyOptimizer steps for other ranks too, so none can step by itself")
+    if "LBFGS" in names:
+        raise UnsupportedError("LBFGS evaluates the model several times in a step, and must not find it averaged then")
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in model.parameters()):
+        raise ArgumentError("the optimizer steps none of the model's parameters: make it from model.parameters()")
+
+
+def _parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore]
+
+
+def _buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
+    if not model.broadcast_buffers:
+        return []
+    return [(n, b) for n, b in model.module.named_buffers() if n not in model.parameters_to_ignore]
+
+
+def _copies(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in _parameters(model) if p.requires_grad}
+
+
+def _remove(*lists: list[RemovableHandle]) -> None:
+    for handles in lists:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+
+# Between the ranks
+
+
+def _exchange(mine: _Note, group: dist.ProcessGroup) -> list[_Note]:
+    try:
+        return [_Note(**told) for told in gather_values(asdict(mine), device=device_of(group), group=group)]
+    except RuntimeError as error:
+        raise _lost(group, "exchange of LocalSGD's notes", error) from error
+
+
+def _lost(group: dist.ProcessGroup, what: str, error: RuntimeError) -> CollectiveError:
+    rank = group.rank()
+    return CollectiveError(
+        f"rank {rank} of {group.size()}: the {what} failed, most likely because another rank is gone, or averages "
+        f"after another step; see its output. {error}",
+        rank=rank,
+        what=what,
+    )
+
+
+def _compare(notes: Sequence[_Note]) -> None:
+    """Raise an error if the ranks cannot become equal by averaging."""
+    may_differ = any(note.is_waiting for note in notes)  # in their steps: data that ended on some ranks
+    first = notes[0]
+    for rank, note in enumerate(notes):
+        for what, theirs, expected in (
+            ("settings", note.settings, first.settings),
+            ("steps of its own", note.own_steps, note.own_steps if may_differ else first.own_steps),
+            ("tensors", list(note.values), list(first.values)),
+        ):
+            if theirs != expected:
+                raise LayoutMismatchError(
+                    f"LocalSGD has other {what} on rank {rank} than on rank 0: {theirs} instead of {expected}; make it "
+                    "with the same arguments on every rank, and call sync() on all after the same step",
+                    rank=rank,
+                    entry=what,
+                )
+        for what, theirs, expected in (
+            ("starting point of the last steps", note.anchors, first.anchors),
+            ("outer momentum", note.momenta, first.momenta),
+        ):
+            for name in (*expected, *theirs):
+                if theirs.get(name) != expected.get(name):
+                    raise DriftError(
+                        f"the {what} of {name!r} is another on rank {rank} than on rank 0, so averaging would leave "
+                        f"the replicas different at step {note.step}: change weights on every rank alike, and load the "
+                        "same state into the model and into LocalSGD on all",
+                        parameter=name,
+                        step=note.step,
+                        ranks=(rank,),
+                    )
+
+
+def _average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
+    for chunk in _chunks(floating):
+        # Divided before the sum, float16 does not overflow in it.
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
+        try:
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        except RuntimeError as error:
+            raise _lost(group, "averaging of the replicas", error) from error
+        for tensor, average in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
+            tensor.copy_(average.view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype and device, up to about 64 MB each."""
+    chunks: list[list[torch.Tensor]] = []
+    open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        key = tensor.dtype, tensor.device
+        chunk, size = open_chunks.get(key, ([], 0))
+        if not chunk or size + tensor.nbytes > _CHUNK_BYTES:
+            chunk, size = [], 0
+            chunks.append(chunk)
+        chunk.append(tensor)
+        open_chunks[key] = chunk, size + tensor.nbytes
+    return chunks

@@ -1,0 +1,43 @@
+"""Each replica steps by itself; the replicas are averaged every so many steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.strategies.local_sgd.averaging import LocalSGD
+from ddp.strategies.strategy import Strategy, join
+
+__all__ = ["LocalSteps"]
+
+
+class LocalSteps(Strategy):
+    """`ddp.LocalSGD` over `ddp.DistributedDataParallel`; call `sync()` before evaluating or saving."""
+
+    name = "local_sgd"
+
+    def __init__(
+        self,
+        *,
+        every: int = 8,
+        after: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+        communication: str = "auto",
+    ) -> None:
+        super().__init__(join(communication))
+        self._settings = {"every": every, "after": after, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        self._nesterov = nesterov
+        self._averages: list[LocalSGD] = []
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapper = DistributedDataParallel(model)
+        self._averages.append(LocalSGD(wrapper, optimizer, **self._settings, nesterov=self._nesterov))  # type: ignore[arg-type]
+        return wrapper, optimizer
+
+    def sync(self) -> None:
+        """Average what the replicas have done by themselves. Every replica must call it; blocks."""
+        for average in self._averages:
+            average.sync()

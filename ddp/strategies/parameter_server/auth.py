@@ -1,0 +1,254 @@
+"""Who may speak in a session, and that nobody changed, repeated or invented what was said. No sockets here.
+
+Both ends hold the run's key. A handshake, each packet with an HMAC-SHA256 over all that was said so far, proves it to
+both and gives a session with a fresh key for each direction:
+
+    client: hello (version, name, nonce)    server: challenge (version, nonce, session)
+    client: proof                           server: here (sealed already)
+
+Everything after it is sealed with AES-GMAC (AES-256-GCM that encrypts nothing): one tag over each tensor, and one over
+the header, its sequence number and those tags. `transport` carries the packets; nothing here encrypts or waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from ddp.errors import ArgumentError, UnsupportedError
+from ddp.strategies.parameter_server.messages import MAX_TENSORS, WIRE_VERSION
+
+__all__ = [
+    "MAX_HANDSHAKE_BYTES",
+    "Hello",
+    "Packet",
+    "Prefix",
+    "RefusedError",
+    "RunKey",
+    "Seal",
+    "Session",
+    "read_plain_packet",
+    "read_prefix",
+    "refusal",
+    "unknown",
+]
+
+KEY_BYTES = SESSION_BYTES = 32
+TAG_BYTES = 16
+_PROOF_BYTES = 32
+MAX_HANDSHAKE_BYTES = 4096
+_MAGIC = b"dtps"
+_PREFIX = struct.Struct("<4sBB32sQI")  # magic, wire version, packet, session, sequence number, tensors
+_NONCE = struct.Struct("<QI")  # sequence number, 0 for the header or 1 + the tensor's index
+
+
+class Packet(IntEnum):
+    """What a packet is. Those below MESSAGE have their own proof or none, the others are sealed."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    REFUSED = 4  # by the server, to a hello
+    UNKNOWN = 5  # by the server: there is no such session (any more)
+    MESSAGE = 16
+    HERE = 17  # by a server that has taken the proof; by a client whose connection is new: its session is here now
+
+
+class RefusedError(Exception):
+    """A packet that is not taken; `reason` is what it counts as."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first bytes of every packet, in every version."""
+
+    wire: int
+    packet: int
+    session: bytes
+    sequence: int
+    tensors: int
+
+
+def read_prefix(head: memoryview) -> Prefix:
+    """Read the prefix of a packet's first frame; raises RefusedError("malformed")."""
+    if len(head) < _PREFIX.size:
+        raise RefusedError("malformed")
+    magic, wire, packet, session, sequence, tensors = _PREFIX.unpack_from(head)
+    if magic != _MAGIC:
+        raise RefusedError("malformed")
+    return Prefix(wire, packet, session, sequence, tensors)
+
+
+class RunKey:
+    """The key of a run and all that is made of it. Shows nothing of itself."""
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ArgumentError(f"the key of the run has {len(key)} bytes, not {KEY_BYTES}")
+        self._key = bytes(key)
+
+    def __repr__(self) -> str:
+        return "RunKey(...)"
+
+    def derive(self, purpose: bytes) -> bytes:
+        """Return 32 bytes for one purpose: HKDF-Expand with SHA-256 (RFC 5869); the run's key is random already."""
+        return hmac.digest(self._key, b"dtrain ps " + purpose + b"\x01", "sha256")
+
+    def password(self) -> bytes:
+        """Return what opens the door of an endpoint that does not encrypt."""
+        return self.derive(b"password").hex().encode()
+
+    def curve_pair(self, side: str) -> tuple[bytes, bytes]:
+        """Return CURVE's public and secret key of the "server" or of the "client" side, in Z85."""
+        if not zmq.has("curve"):
+            raise UnsupportedError("this build of pyzmq cannot encrypt (no CURVE): install pyzmq's wheel from PyPI")
+        secret = z85.encode(self.derive(b"curve " + side.encode()))
+        return zmq.curve_public(secret), secret
+
+    def hello(self, name: str, version: str) -> bytes:
+        """Make a client's first packet."""
+        said = {"version": version, "name": name, "nonce": os.urandom(32).hex()}
+        return self._with_proof(_plain_packet(Packet.HELLO, said), b"hello")
+
+    def read_hello(self, packet: bytes) -> Hello:
+        """Read a hello; `is_proven` says whether it was made with this key."""
+        said = read_plain_packet(packet[:-_PROOF_BYTES])
+        nonce, version, name = (said.get(field) for field in ("nonce", "version", "name"))
+        if not (isinstance(nonce, str) and isinstance(version, str) and isinstance(name, str)):
+            raise RefusedError("malformed")
+        return Hello(name, version, nonce, self._proven(packet, b"hello", b""), packet)
+
+    def challenge(self, hello: bytes, version: str) -> tuple[bytes, Session]:
+        """Answer a proven hello: the packet, and the session that begins when the client's proof comes."""
+        session = os.urandom(SESSION_BYTES)
+        packet = _plain_packet(Packet.CHALLENGE, {"version": version, "nonce": os.urandom(32).hex()}, session)
+        packet = self._with_proof(packet, b"challenge", hello)
+        return packet, self._session(session, hello + packet, is_server=True)
+
+    def answer(self, hello: bytes, challenge: bytes) -> tuple[bytes, Session]:
+        """Check a challenge to this hello; return the proof, and the session that begins when the server takes it."""
+        if not self._proven(challenge, b"challenge", hello):
+            raise RefusedError("key")
+        session = read_prefix(memoryview(challenge)).session
+        proof = self._with_proof(_plain_packet(Packet.PROOF, {}, session), b"proof", hello + challenge)
+        return proof, self._session(session, hello + challenge, is_server=False)
+
+    def is_proof(self, packet: bytes, transcript: bytes) -> bool:
+        """Whether a proof fits the hello and challenge before it."""
+        return self._proven(packet, b"proof", transcript)
+
+    def _session(self, session: bytes, transcript: bytes, *, is_server: bool) -> Session:
+        seen = hashlib.sha256(transcript).digest()
+        keys = self.derive(b"to server" + seen), self.derive(b"to client" + seen)
+        incoming, outgoing = keys if is_server else keys[::-1]
+        return Session(session, Seal(outgoing), Seal(incoming), transcript)
+
+    def _with_proof(self, packet: bytes, purpose: bytes, before: bytes = b"") -> bytes:
+        return packet + hmac.digest(self.derive(purpose), before + packet, "sha256")
+
+    def _proven(self, packet: bytes, purpose: bytes, before: bytes) -> bool:
+        expected = self._with_proof(packet[:-_PROOF_BYTES], purpose, before)
+        return hmac.compare_digest(expected, packet)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A client's first packet as it was read."""
+
+    name: str
+    version: str
+    nonce: str
+    is_proven: bool
+    packet: bytes
+
+
+class Seal:
+    """One direction of a session: its key, and the number of the last packet sealed or opened."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._gcm = AESGCM(key)
+        self._bad_tag = InvalidTag
+        self.sequence = 0
+
+    def seal(self, packet: Packet, session: bytes, header: bytes, frames: Sequence[zmq.Frame] = ()) -> bytes:
+        """Return the first frame of a packet, the one before `frames`, which must stay as they are."""
+        self.sequence += 1
+        number, tag = self.sequence, self._gcm.encrypt
+        prefix = _PREFIX.pack(_MAGIC, WIRE_VERSION, packet, session, number, len(frames))
+        tags = [tag(_NONCE.pack(number, index), b"", frame.buffer) for index, frame in enumerate(frames, 1)]
+        head = b"".join((prefix, *tags, header))
+        return head + tag(_NONCE.pack(number, 0), b"", head)
+
+    def open(self, prefix: Prefix, head: memoryview, frames: Sequence[zmq.Frame]) -> bytes:
+        """Return the header of a sealed packet; raises RefusedError unless all of it is as it was sealed, and new."""
+        number = prefix.sequence
+        if number <= self.sequence:
+            raise RefusedError("replay")
+        begin, end = _PREFIX.size + TAG_BYTES * len(frames), len(head) - TAG_BYTES
+        if prefix.tensors != len(frames) or prefix.tensors > MAX_TENSORS or begin > end:
+            raise RefusedError("malformed")
+        check = self._gcm.decrypt
+        try:
+            check(_NONCE.pack(number, 0), head[end:], head[:end])
+            for index, frame in enumerate(frames):
+                at = _PREFIX.size + TAG_BYTES * index
+                check(_NONCE.pack(number, index + 1), head[at : at + TAG_BYTES], frame.buffer)
+        except self._bad_tag:
+            raise RefusedError("seal") from None
+        self.sequence = number
+        return bytes(head[begin:end])
+
+
+@dataclass(frozen=True, repr=False)
+class Session:
+    """A session at one end: how to seal what goes out and open what comes in."""
+
+    id: bytes
+    outgoing: Seal
+    incoming: Seal
+    transcript: bytes
+
+
+def refusal(reason: str, *, nonce: str, version: str) -> bytes:
+    """Make the server's answer to a hello that it does not take. Not proven: the two may share no key."""
+    return _plain_packet(Packet.REFUSED, {"reason": reason, "nonce": nonce, "version": version})
+
+
+def unknown(session: bytes) -> bytes:
+    """Make the server's answer to a packet of a session that it does not have."""
+    return _plain_packet(Packet.UNKNOWN, {}, session)
+
+
+def read_plain_packet(packet: bytes) -> dict[str, Any]:
+    """Return what a packet says that is not sealed, without its proof; raises RefusedError("malformed")."""
+    if not _PREFIX.size < len(packet) <= MAX_HANDSHAKE_BYTES:
+        raise RefusedError("malformed")
+    try:
+        said = json.loads(packet[_PREFIX.size :])
+    except (ValueError, RecursionError):
+        raise RefusedError("malformed") from None
+    if not isinstance(said, dict):
+        raise RefusedError("malformed")
+    return said
+
+
+def _plain_packet(packet: Packet, said: dict[str, Any], session: bytes = bytes(SESSION_BYTES)) -> bytes:
+    prefix = _PREFIX.pack(_MAGIC, WIRE_VERSION, packet, session, 0, 0)
+    return prefix + json.dumps(said, separators=(",", ":")).encode()

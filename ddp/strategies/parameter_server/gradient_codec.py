@@ -1,0 +1,164 @@
+"""A chunk's gradient as a message carries it, and the values that come back: full or short numbers, or some rows only.
+
+Pure but for the tensors it is given. The formats: "float32" is the parameters' own dtype; fp16 and bf16 are cast; int8
+has a scale for each block of 256 (`ddp.compression.quantize`), and what rounding lost is added to the next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddp.compression.quantize import dequantize, quantize, row_bytes
+from ddp.strategies.parameter_server.run_plan import WireFormat
+from ddp.strategies.sharding.partition import Chunk
+from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Rows
+
+__all__ = ["Losses", "average", "read_gradient", "read_values", "write_gradient", "write_values"]
+
+_BLOCK = 256
+_SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+Losses = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
+
+
+def write_gradient(
+    chunk: Chunk, gradient: Gradient, wire: WireFormat, losses: Losses
+) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Return the facts and tensors of a gradient for a message."""
+    if isinstance(gradient, torch.Tensor):
+        gradient = ChunkGradient(gradient)
+    facts: dict[str, Any] = {}
+    tensors: list[torch.Tensor] = []
+    if gradient.absent:
+        facts["absent"] = sorted(gradient.absent)
+    if gradient.flat is not None:
+        facts["flat"] = wire
+        tensors.append(_shortened(chunk, gradient.flat, wire, losses))
+    if gradient.sparse:
+        facts["sparse"] = sorted(gradient.sparse)
+        short = _SHORT.get(wire, chunk.dtype)
+        for position in facts["sparse"]:
+            rows = gradient.sparse[position]
+            tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
+    return facts, tuple(tensors)
+
+
+def _shortened(chunk: Chunk, flat: torch.Tensor, wire: WireFormat, losses: Losses) -> torch.Tensor:
+    if wire in _SHORT and chunk.dtype.itemsize > 2:
+        return flat.to(_SHORT[wire])
+    if wire != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
+        return flat
+    blocks = -(-chunk.numel // _BLOCK)
+    if chunk.index not in losses:
+        losses[chunk.index] = torch.zeros(blocks, _BLOCK)
+    values = losses[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
+    values.view(-1)[: chunk.numel].add_(flat)
+    packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
+    quantize(values, packed, torch.empty_like(values))
+    return packed
+
+
+def read_gradient(chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Gradient:
+    """Return the gradient of a message, in the chunk's dtype."""
+    left = list(tensors)
+    flat = None
+    if "flat" in facts:
+        flat = left.pop(0)
+        if facts["flat"] == "int8" and flat.dtype == torch.uint8:
+            blocks = -(-chunk.numel // _BLOCK)
+            whole = torch.empty(blocks, _BLOCK)
+            dequantize(flat, whole)
+            flat = whole.view(-1)[: chunk.numel]
+        flat = flat.to(chunk.dtype)
+    absent, sparse = facts.get("absent", ()), facts.get("sparse", ())
+    if not absent and not sparse and flat is not None:
+        return flat
+    rows = {position: Rows(left.pop(0), left.pop(0).to(chunk.dtype)) for position in sparse}
+    return ChunkGradient(flat, frozenset(absent), rows)
+
+
+def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
+    """Return the mean of several gradients of a chunk, in `out` (numel,) as far as it is dense.
+
+    A piece without a gradient counts as zeros where another has one, as in an all-reduce.
+    """
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(gradient, torch.Tensor) for gradient in gradients):
+        return _dense_mean([gradient for gradient in gradients if isinstance(gradient, torch.Tensor)], out)
+    parts = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
+    everything = range(len(chunk.pieces))
+    absent = frozenset(p for p in everything if all(p in part.absent for part in parts))
+    is_sparse = {p for p in everything if any(p in part.sparse for part in parts)}
+    sparse = {}
+    for position in is_sparse:
+        rows = [_rows(chunk, part, position) for part in parts if position not in part.absent]
+        values = torch.cat([each.values for each in rows]).div_(len(gradients))
+        sparse[position] = Rows(torch.cat([each.numbers for each in rows]), values)
+    out.zero_()
+    for part in parts:
+        if part.flat is None:
+            continue
+        for position, piece in enumerate(chunk.pieces):
+            if position not in part.absent and position not in is_sparse:
+                out[piece.offset : piece.stop].add_(part.flat[piece.offset : piece.stop])
+    flat = None if len(absent) + len(is_sparse) == len(chunk.pieces) else out.div_(len(gradients))
+    return ChunkGradient(flat, absent, sparse)
+
+
+def _rows(chunk: Chunk, part: ChunkGradient, position: int) -> Rows:
+    """The gradient of a piece as rows: all of them where it is dense."""
+    if position in part.sparse:
+        return part.sparse[position]
+    assert part.flat is not None
+    piece = chunk.pieces[position]
+    return Rows(torch.arange(piece.shape[0]), part.flat[piece.offset : piece.stop].view(piece.shape))
+
+
+def _dense_mean(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    torch.add(gradients[0], gradients[1], out=out)
+    for gradient in gradients[2:]:
+        out.add_(gradient)
+    return out.div_(len(gradients))
+
+
+def write_values(
+    chunk: Chunk, values: torch.Tensor, wire: WireFormat, rows: Sequence[torch.Tensor | None] | None
+) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
+    short = _SHORT.get("bf16" if wire == "int8" else wire, chunk.dtype)
+    if chunk.dtype.itemsize <= 2:
+        short = chunk.dtype
+    if rows is None:
+        return {}, (values.to(short),)
+    tensors: list[torch.Tensor] = []
+    kinds: list[int] = []
+    for piece, numbers in zip(chunk.pieces, rows, strict=True):
+        whole = values[piece.offset : piece.stop].view(piece.shape)
+        kinds.append(-1 if numbers is None else len(numbers))
+        if numbers is None:
+            tensors.append(whole.reshape(-1).to(short))
+        elif len(numbers):
+            tensors += [numbers, whole.index_select(0, numbers).to(short)]
+    return {"rows": kinds}, tuple(tensors)
+
+
+def read_values(
+    chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+) -> None:
+    """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
+    if "rows" not in facts:
+        (flat,) = tensors
+        parts = [flat[piece.offset : piece.stop].view(piece.shape) for piece in chunk.pieces]
+        torch._foreach_copy_(list(into), parts)
+        return
+    left = list(tensors)
+    for kind, piece, target in zip(facts["rows"], chunk.pieces, into, strict=True):
+        if kind < 0:
+            target.copy_(left.pop(0).view(piece.shape))
+        elif kind:
+            numbers = left.pop(0).to(target.device)
+            target.index_copy_(0, numbers, left.pop(0).to(target.device, target.dtype))

@@ -1,0 +1,185 @@
+"""What all processes of a run with parameter servers have in common: the model's layout, its partition, the settings.
+
+Every process makes the same plan of its own model and optimizer; a server compares the workers' with its own when they
+join.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from ddp.comm.layout import Entry
+from ddp.errors import ArgumentError, LayoutMismatchError
+from ddp.strategies.parameter_server.consistency import Mode
+from ddp.strategies.sharding.partition import Partition, partition
+from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
+
+__all__ = ["Plan", "Settings", "WireFormat", "make_plan", "raise_mismatch"]
+
+_FRAME_BYTES = 64 << 20
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
+
+WireFormat = Literal["float32", "fp16", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user has chosen; the same in every process of the run.
+
+    `snapshot_every` counts steps; without `snapshots`, a folder, none are written. All other times are in seconds:
+    `lost_after_s` without a word, a worker is not waited for; `timeout_s` limits every wait for a server.
+    """
+
+    mode: Mode = "sync"
+    staleness: int = 2
+    backup_workers: int = 0
+    overlap: bool = False
+    compression: WireFormat | None = None
+    encrypt: bool = False
+    shared_memory: bool = True
+    snapshots: str | None = None
+    snapshot_every: int = 100
+    chunk_mb: float | None = None
+    lost_after_s: float = 10.0
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ArgumentError(f"mode={self.mode!r}; it must be one of {', '.join(map(repr, get_args(Mode)))}")
+        if self.compression not in (None, *get_args(WireFormat)):
+            known = ", ".join(map(repr, get_args(WireFormat)))
+            raise ArgumentError(f"compression={self.compression!r}; it must be one of {known}, or None")
+        if self.staleness < 0 or self.backup_workers < 0 or self.snapshot_every < 1:
+            raise ArgumentError(
+                f"staleness={self.staleness}, backup_workers={self.backup_workers}, "
+                f"snapshot_every={self.snapshot_every}: the first two must be 0 or more, the last 1 or more"
+            )
+        if self.backup_workers and self.mode != "sync":
+            raise ArgumentError(
+                f"backup_workers={self.backup_workers} is for mode='sync'; with {self.mode!r} nobody waits"
+            )
+        if self.overlap and self.mode == "sync":
+            raise ArgumentError("overlap=True lets a step begin before the last one is back: not in mode='sync'")
+        if (self.chunk_mb is not None and not 0 < self.chunk_mb <= 64) or self.lost_after_s <= 0 or self.timeout_s <= 0:
+            raise ArgumentError(
+                f"chunk_mb={self.chunk_mb} (more than 0, at most 64), lost_after_s={self.lost_after_s}, "
+                f"timeout_s={self.timeout_s}: times must be more than 0"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module. `parameters` are those that the optimizer steps, in its order, and `names` theirs.
+
+    `extras` are the model's other tensors, buffers and frozen parameters, by name: they are replica 0's.
+    """
+
+    settings: Settings
+    workers: int
+    partition: Partition
+    entries: tuple[Entry, ...]
+    parameters: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    extras: dict[str, torch.Tensor]
+    sparse: frozenset[int]  # chunks of which gradients are rows
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.entries).encode()).hexdigest()
+
+    @property
+    def frame_bytes(self) -> int:
+        """The most that one tensor of a message takes: a chunk, what its optimizer keeps of it, or an extra."""
+        chunks = [4 * chunk.nbytes for chunk in self.partition.chunks]
+        return max(_FRAME_BYTES, *chunks, *(each.nbytes for each in self.extras.values())) + (1 << 20)
+
+
+def make_plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, *, workers: int, servers: int
+) -> Plan:
+    """Describe a model and its optimizer, and cut its parameters for the servers.
+
+    Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError for backup workers that are all.
+    """
+    if settings.backup_workers >= workers:
+        raise ArgumentError(f"backup_workers={settings.backup_workers} of {workers} workers leaves none to wait for")
+    splits = splits_by_element(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)}
+    stepped = {id(parameter) for parameter in parameters}
+    extras: dict[str, torch.Tensor] = {n: each for n, each in model.named_parameters() if id(each) not in stepped}
+    extras.update(model.named_buffers())
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    alone = {number for number, parameter in enumerate(parameters) if id(parameter) in sparse}
+    parts = partition(
+        [tuple(parameter.shape) for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+        servers=servers,
+        chunk_bytes=_chunk_bytes(settings, parameters),
+        splits=splits,
+        alone=sorted(alone),
+    )
+    return Plan(
+        settings=settings,
+        workers=workers,
+        partition=parts,
+        entries=_describe(model, optimizer, settings, parameters, extras),
+        parameters=tuple(parameters),
+        names=tuple(name_of[id(parameter)] for parameter in parameters),
+        extras=extras,
+        sparse=frozenset(c.index for c in parts.chunks if any(piece.parameter in alone for piece in c.pieces)),
+    )
+
+
+def _chunk_bytes(settings: Settings, parameters: Sequence[torch.Tensor]) -> int:
+    """How much travels at once: few messages, as each costs 0.1 to 0.3 ms of processor time over both ends, but enough
+    of them that servers step some while others are on their way.
+    """
+    if settings.chunk_mb is not None:
+        return int(settings.chunk_mb * (1 << 20))
+    return min(max(_LEAST_CHUNK_BYTES, sum(each.nbytes for each in parameters) // 8), _MOST_CHUNK_BYTES)
+
+
+def _describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    parameters: Sequence[torch.Tensor],
+    extras: dict[str, torch.Tensor],
+) -> tuple[Entry, ...]:
+    group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    shared = ("mode", "staleness", "backup_workers", "compression", "chunk_mb")
+    own_groups = [sorted(group) for group in hyperparameters(optimizer)]
+    return (
+        *(Entry("setting", name, repr(getattr(settings, name))) for name in shared),
+        Entry("optimizer", type(optimizer).__name__, f"{len(own_groups)} groups with {own_groups}"),
+        *(
+            Entry("parameter", name, f"shape {tuple(each.shape)}, {each.dtype}, group {group_of[id(each)]}")
+            for name, each in model.named_parameters()
+            if id(each) in group_of
+        ),
+        *(Entry("buffer", name, f"shape {tuple(each.shape)}, {each.dtype}") for name, each in extras.items()),
+    )
+
+
+def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int, me: str, other: str) -> None:
+    """Raise the LayoutMismatchError that names the first difference between the models of two processes."""
+    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    ours, others = (str(side[place]) if place < len(side) else "nothing more" for side in (mine, theirs))
+    entry = (mine[place] if place < len(mine) else theirs[place]).name
+    raise LayoutMismatchError(
+        f"{me} has another model than {other}: where {other} has {others}, {me} has {ours}; every process of the run "
+        "must make the same model, optimizer and strategy",
+        rank=rank,
+        entry=entry,
+    )

@@ -1,0 +1,85 @@
+"""A server's snapshots: its values and its optimizer's state, written as checkpoints are, in a folder of its own.
+
+Called by the server. A snapshot is copied at once and written by a thread: the workers do not wait for the disk.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp.checkpoint import file as checkpoint_file
+from ddp.errors import CheckpointError
+from ddp.monitoring.progress import count_checkpoint
+
+__all__ = ["Snapshots"]
+
+_KEEP = 2
+
+
+class Snapshots:
+    """The snapshots of one server in `folder`/server-N. One thread writes; a new one waits for the last."""
+
+    def __init__(self, folder: str, server: int) -> None:
+        self.folder = Path(folder) / f"server-{server}"
+        self._server = server
+        self._writer: threading.Thread | None = None
+        self._broken: set[str] = set()
+
+    def whole_steps(self) -> list[int]:
+        """Read all snapshots; return the steps of those that are whole. Says what it passes over."""
+        steps = []
+        for step, path in checkpoint_file.newest_first(self.folder):
+            try:
+                with open(path, "rb") as file:
+                    checkpoint_file.verify(file)
+                steps.append(step)
+            except (CheckpointError, OSError) as error:
+                self._broken.add(path.name)
+                print(f"parameter server {self._server}: passing over {path}: {error}", file=sys.stderr, flush=True)
+        return steps
+
+    def load(self, step: int) -> dict[str, Any] | None:
+        """Return the snapshot of `step`; None if there is none."""
+        for found, path in checkpoint_file.newest_first(self.folder):
+            if found == step:
+                state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return state
+        return None
+
+    def write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Copy `state` and have it written; blocks only while the last one is still being written."""
+        self.wait()
+        copied = _copied(state)
+        self._writer = threading.Thread(target=self._write, args=(step, copied), name="snapshot")
+        self._writer.start()
+
+    def _write(self, step: int, state: Mapping[str, Any]) -> None:
+        try:
+            checkpoint_file.write(self.folder, step, state)
+            checkpoint_file.prune(self.folder, _KEEP, self._broken)
+            count_checkpoint()
+        except OSError as error:  # a full disk, say: training goes on, and the snapshots before are still there
+            message = f"parameter server {self._server}: no snapshot of step {step}: {error}"
+            print(message, file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Wait until what was handed over is written."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,394 @@
+"""Servers hold the parameters and step them; workers give gradients and take values (Li et al. 2014, OSDI).
+
+    dtrain run --ps 2 --nproc-per-node 4 --hosts alpha,beta train.py
+
+starts the same script in every process. In a server, `prepare` serves until the workers are through and then ends the
+process; in the evaluator, `evaluations` gives the newest parameters again and again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.data_parallel.module_watch import Roster
+from ddp.errors import ArgumentError, BackwardError
+from ddp.monitoring.progress import count_step, stand_alone
+from ddp.strategies.parameter_server.client import Client
+from ddp.strategies.parameter_server.consistency import Mode
+from ddp.strategies.parameter_server.rendezvous import Meeting, Part, read_part
+from ddp.strategies.parameter_server.run_plan import Plan, Settings, WireFormat, make_plan
+from ddp.strategies.parameter_server.server import Server
+from ddp.strategies.parameter_server.transport import ServerEndpoint
+from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
+from ddp.strategies.strategy import Strategy
+from ddp.world import World
+
+__all__ = ["ParameterServer", "RemoteOptimizer"]
+
+_OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # what `stand_alone` calls them
+
+
+class ParameterServer(Strategy):
+    """Train with parameter servers.
+
+    - `mode`: "sync": the mean of all workers' gradients makes one step, as with all-reduce; "async": each gradient is a
+      step, as it comes; "bounded": the same, but a worker that is more than `staleness` steps ahead of the slowest
+      waits. `backup_workers=b`: "sync" that waits for all but b, and drops what comes later.
+    - `overlap`: `step()` returns while the gradient is on its way, and the values that it takes over are those of the
+      step before: communication runs beside the next step, at the price of one more step of staleness.
+    - `compression`: "fp16", "bf16" or "int8" on the wire between hosts. int8 is for gradients, with what rounding lost
+      added to the next one; values come back in bf16 then. Within a host values travel through shared memory in full.
+    - `snapshots`: a folder, shared by the hosts of the servers, into which each server writes what it holds every
+      `snapshot_every` steps. With it, a server that dies is started again by dtrain (`--max-restarts`) and goes on from
+      its last snapshot, and so does a whole run that is started again. Without, its failure ends the attempt.
+    - `encrypt`: all traffic, by CURVE; it is authenticated in any case.
+    - `shared_memory=False`: use the network within a host too. `chunk_mb`: how much travels at once
+      (by itself an eighth of the model, from 1 to 16).
+    - `lost_after_s`: a worker that is silent so long is not waited for (in "sync" mode it is, for `timeout_s`, unless
+      there are backup workers). A worker that fails does not stop the others in modes "async" and "bounded" and with
+      backup workers; restarted, it begins where training is: its loaders leave out what the others have done.
+
+    Gradients are not clipped or scaled on the way: what `.grad` holds at `step()` is sent. All workers should make the
+    same number of steps. A world of one trains alone, as if there were no strategy.
+    """
+
+    name = "parameter_server"
+    has_servers = True
+    collective = False
+    averages_in_step = True
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "sync",
+        staleness: int = 2,
+        backup_workers: int = 0,
+        overlap: bool = False,
+        compression: WireFormat | None = None,
+        encrypt: bool = False,
+        shared_memory: bool = True,
+        snapshots: str | os.PathLike[str] | None = None,
+        snapshot_every: int = 100,
+        chunk_mb: float | None = None,
+        lost_after_s: float = 10.0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.settings = Settings(
+            mode=mode,
+            staleness=staleness,
+            backup_workers=backup_workers,
+            overlap=overlap,
+            compression=compression,
+            encrypt=encrypt,
+            shared_memory=shared_memory,
+            snapshots=None if snapshots is None else os.fspath(snapshots),
+            snapshot_every=snapshot_every,
+            chunk_mb=chunk_mb,
+            lost_after_s=lost_after_s,
+            timeout_s=timeout_s,
+        )
+        self.part = read_part(os.environ)
+        self.role = self.part.role
+        super().__init__(_world_of(self.part))
+        self._meeting = None if self.part.is_alone else Meeting(timeout_s=timeout_s)
+        self._client: Client | None = None
+        self._joined_at = 0
+
+    @property
+    def goes_on(self) -> bool:
+        return self._joined_at > 0
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the training had made when this worker last heard of it."""
+        return 0 if self._client is None else self._client.step
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self._meeting is None:
+            return model, optimizer
+        if self._client is not None:
+            raise ArgumentError(
+                "prepare() was called twice, but the servers of a run hold one model: put all in one module and one "
+                "optimizer with several param groups, or use 'all_reduce'"
+            )
+        plan = make_plan(model, optimizer, self.settings, workers=self.part.workers, servers=self.part.servers)
+        if self.role == "ps":
+            _serve(plan, optimizer, self.part, self._meeting)
+            sys.exit(0)
+        client = Client(plan, self.part, self._meeting)
+        try:
+            self._joined_at = client.join()
+        except BaseException:
+            client.leave("an error while it joined")
+            raise
+        self._client = client
+        atexit.register(_leave, client)
+        if self.role == "evaluator":
+            optimizer.register_step_pre_hook(_refuse_training)
+            stand_alone(_OTHERS_GO_ON)
+            return model, optimizer
+        _watch_exit()
+        goes_on = self.settings.mode != "sync" or self.settings.backup_workers > 0
+        stand_alone(_OTHERS_GO_ON if goes_on else _OTHERS_WAIT)
+        return model, RemoteOptimizer(model, optimizer, client)
+
+    def loader(self, dataset: Dataset[Any], **arguments: Any) -> ReplicaLoader:
+        """See `Strategy.loader`. With `shuffle`, what was trained on before this worker joined is left out."""
+        loader = super().loader(dataset, **arguments)
+        if loader.shuffle:
+            loader.begin_after(lambda: self._joined_at)
+        return loader
+
+    def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        if self._meeting is None or self.role != "worker":
+            return [payload]
+        if self._client is None:
+            raise ArgumentError("reduce() comes after prepare(): the workers meet at the servers")
+        return self._client.gather(payload)
+
+    def sync(self) -> None:
+        """Take over the newest parameters, and buffers of replica 0. No other process need call it; blocks."""
+        if self._client is not None:
+            if self.is_main:
+                self._client.give_extras()
+            else:
+                self._client.fetch_extras()
+            self._client.pull()
+
+    def publish(self) -> None:
+        """Let all go on from what replica 0 has in its model, after it was changed by hand or loaded.
+
+        Every worker must call it; blocks. Optimizer states are given by `optimizer.load_state_dict` on replica 0.
+        """
+        if self._client is None or self.role != "worker":
+            return
+        if self.is_main:
+            self._client.give_values()
+        self._client.gather(torch.zeros(1, dtype=torch.uint8))
+        self.sync()
+
+    def evaluations(self, *, every_s: float = 1.0) -> Iterator[int]:
+        """In the evaluator: take over the parameters whenever they are newer, and yield the number of steps made.
+
+        Looks once in `every_s` seconds. The last time is after the last worker is through.
+        """
+        if self._client is None or self.role != "evaluator":
+            raise ArgumentError(
+                "evaluations() is for the process of role evaluator (dtrain run --evaluator), after prepare()"
+            )
+        seen = -1
+        while True:
+            self._client.fetch_extras()
+            self._client.pull()
+            training = self._client.training
+            if training.step > seen or training.is_over:
+                seen = training.step
+                yield seen
+            if training.is_over:
+                return
+            time.sleep(every_s)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what this worker and each server have counted: bytes, seconds of waiting, queues, staleness."""
+        if self._client is None:
+            return {"worker": {}, "servers": []}
+        return {"worker": dict(self._client.statistics), "servers": self._client.server_statistics()}
+
+    def close(self) -> None:
+        """Say that this worker is through. Happens by itself when the process ends well."""
+        if self._client is not None:
+            self._client.leave()
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """Stands for the user's optimizer, whose `param_groups` it shares: schedulers of either set the same rates.
+
+    `step()` gives the gradients to the servers, which step, and takes over the new values. The optimizer's state is
+    theirs: `state_dict()` asks for it and is in torch's format; `load_state_dict()` gives it to them, on replica 0
+    (elsewhere it only sets the rates). Hooks registered on this object run; those of the user's object do not.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler then leaves to step() what to do about an inf
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, client: Client) -> None:
+        self._is_ready = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self._client = client
+        self._users = optimizer
+        self._roster = Roster(model, ())
+        self._places = [parameter.data_ptr() for parameter in client.plan.parameters]
+        self._refusal = optimizer.register_step_pre_hook(_refuse_step)
+        self._is_ready = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+        """Give the gradients to the servers and take over what they make of them.
+
+        Blocks as the mode says. Raises BackwardError if the model was changed after `prepare()`, ParameterServerError
+        if a server is gone for good or the others do not come.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_model()
+        client, settings = self._client, self._client.plan.settings
+        gradients = self._gradients()
+        if settings.overlap:
+            client.finish()
+        if client.part.index == 0:
+            client.give_extras()
+        client.push(gradients, _plain(hyperparameters(self)))
+        if not settings.overlap:
+            client.finish()
+        client.next_step()
+        count_step()
+        self._users._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before prepare() looks for it
+        return loss
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """The gradients to send. After a GradScaler that has found an inf: none, which makes no step of this one's."""
+        gradients = [parameter.grad for parameter in self._client.plan.parameters]
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return [None] * len(gradients)
+        if scale is None:
+            return gradients
+        return [None if gradient is None else gradient / float(scale) for gradient in gradients]
+
+    def _check_model(self) -> None:
+        problem = self._roster.problem()
+        if problem is not None:
+            raise BackwardError(
+                f"the model was changed after prepare(): parameter {problem.parameter!r} was added, replaced or "
+                "converted, and the servers would not train it: change the model before prepare()",
+                parameter=problem.parameter,
+            )
+        parameters = self._client.plan.parameters
+        for place, parameter, name in zip(self._places, parameters, self._client.plan.names, strict=True):
+            if parameter.data_ptr() != place:
+                raise BackwardError(
+                    f"parameter {name!r} was moved to other memory after prepare(), where its new values would not "
+                    "arrive: move and convert the model before prepare()",
+                    parameter=name,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as torch has it. Asks the servers; the other workers need not call it."""
+        states = self._client.optimizer_states()
+        for state in states:
+            state["groups"] = hyperparameters(self)
+        return whole_state(self._client.plan.partition, self, states)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a whole state, perhaps saved by torch or under another strategy."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        if self._client.part.index == 0:
+            self._client.load_optimizer_states(split_state(self._client.plan.partition, dict(state_dict)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("this optimizer stands for parameter servers and cannot be copied or pickled: use state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: parameters are handed over once. Raises ArgumentError."""
+        if self._is_ready:
+            raise ArgumentError("param groups cannot be added after prepare(): the servers have got their parameters")
+        super().add_param_group(param_group)
+
+
+def _refuse_training(*_: Any) -> None:
+    raise ArgumentError(
+        'this process is the evaluator (strategy.role == "evaluator") and does not train: let it loop over '
+        "strategy.evaluations() instead"
+    )
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ArgumentError("this optimizer was given to prepare(): call step() of the one that prepare() returned")
+
+
+def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hyperparameters as JSON has them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.item()
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    known = (bool, int, float, list, tuple, torch.Tensor, type(None))
+    return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
+
+
+def _serve(plan: Plan, optimizer: torch.optim.Optimizer, part: Part, meeting: Meeting) -> None:
+    """Be a parameter server until the workers are through."""
+    life = meeting.begin_life(part.index)
+    with ServerEndpoint(
+        part.key,
+        host=meeting.host,
+        encrypt=plan.settings.encrypt,
+        max_frame_bytes=plan.frame_bytes,
+    ) as endpoint:
+        server = Server(plan, optimizer, endpoint, index=part.index, life=life)
+        try:
+            server.begin(meeting)
+            meeting.announce(part.index, life, endpoint.address)
+            if plan.settings.snapshots is not None:
+                stand_alone(_OTHERS_WAIT)
+            server.serve()
+        finally:
+            server.close()
+
+
+def _leave(client: Client) -> None:
+    """Tell the servers how this process ends; those that wait for it need not find out by themselves."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        client.leave(f"{type(error).__name__}: {error}")
+    else:
+        client.leave(f"sys.exit({_exit_status!r})" if _exit_status not in (None, 0) else None)
+
+
+_exit_status: object = None
+
+
+def _watch_exit() -> None:
+    """Notice what the script gives to `sys.exit`: nothing else tells a function at exit that the process failed."""
+    leave = sys.exit
+
+    def remember(status: Any = None, /) -> NoReturn:
+        global _exit_status
+        _exit_status = status
+        leave(status)
+
+    sys.exit = remember
+
+
+def _world_of(part: Part) -> World:
+    """The workers as a world, without a process group; the evaluator has one of its own, with all of the data."""
+    is_worker = part.role == "worker"
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if part.role != "ps" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > local_rank else 0)
+        torch.cuda.set_device(device)
+    return World(
+        rank=part.index if is_worker else 0,
+        world_size=part.workers if is_worker else 1,
+        local_rank=local_rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        node_rank=int(os.environ["GROUP_RANK"]) if os.environ.get("GROUP_RANK", "").isdecimal() else None,
+        device=device,
+        backend="parameter_server",
+    )

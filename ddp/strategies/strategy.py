@@ -1,0 +1,310 @@
+"""One script, one dial: `ddp.strategy(name)` trains the same loop with all-reduce, parameter servers or by other ways.
+
+    strategy = ddp.strategy("all_reduce")  # or what DTRAIN_STRATEGY says
+    model, optimizer = strategy.prepare(model, optimizer)
+    for x, y in strategy.loader(dataset, global_batch_size=512, shuffle=True):
+        loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+| strategy | tf.distribute | elsewhere |
+|---|---|---|
+| "all_reduce" on one host | MirroredStrategy | torch's DistributedDataParallel, DataParallel; Horovod's optimizer |
+| "all_reduce" on several, `communication="auto"`, "nccl", "gloo", ... | MultiWorkerMirroredStrategy | the same |
+| "parameter_server" | ParameterServerStrategy | torch.distributed.rpc's parameter server example, MXNet's kvstore |
+| "central_storage" | CentralStorageStrategy | |
+| "local_sgd" | | torch's post-local SGD and PeriodicModelAverager, DiLoCo |
+
+What all strategies share is here; `ddp.strategies` has what differs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ddp.comm.reduction import combine, encode, gather_bytes
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
+from ddp.environment import roles_of
+from ddp.errors import ArgumentError, LaunchEnvironmentError
+from ddp.world import World, init
+
+__all__ = ["Strategy", "strategy"]
+
+_CLASSES = {  # imported when they are asked for: not everybody has what a parameter server needs
+    "all_reduce": "ddp.strategies.all_reduce:AllReduce",
+    "parameter_server": "ddp.strategies.parameter_server.strategy:ParameterServer",
+    "central_storage": "ddp.strategies.central_storage.strategy:CentralStorageStrategy",
+    "local_sgd": "ddp.strategies.local_sgd.strategy:LocalSteps",
+}
+_VARIABLE = "DTRAIN_STRATEGY"
+
+
+def strategy(name: str | None = None, **options: Any) -> Strategy:
+    """Return the way to train called `name`, by default that of the variable DTRAIN_STRATEGY, or "all_reduce".
+
+    It joins this process to the others, as `ddp.init` does; every process of the job must call it with the same
+    arguments. DTRAIN_STRATEGY may have options: "parameter_server,mode=async". Options by strategy:
+
+    - "all_reduce": `communication` ("auto": NCCL on CUDA, else gloo; or a backend's name), `compression`, and all other
+      arguments of `ddp.DistributedDataParallel`.
+    - "local_sgd": `every`, `after`, `outer_lr`, `outer_momentum`, `nesterov` of `ddp.LocalSGD`, and `communication`.
+    - "central_storage", "parameter_server": see strategy.py in ddp/strategies/central_storage and in parameter_server.
+
+    Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher has
+    started do not fit the strategy.
+    """
+    if name is None:
+        name, from_variable = _read_variable(os.environ.get(_VARIABLE, ""))
+        options = {**from_variable, **options}
+    if name not in _CLASSES:
+        close = difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"there is no strategy {name!r}; there are {', '.join(map(repr, _CLASSES))}{hint}")
+    module, _, attribute = _CLASSES[name].partition(":")
+    chosen: type[Strategy] = getattr(importlib.import_module(module), attribute)
+    _check_options(name, chosen, options)
+    if not chosen.has_servers:
+        _refuse_other_roles(name)
+    return chosen(**options)
+
+
+def _read_variable(text: str) -> tuple[str, dict[str, Any]]:
+    """Take "name,option=value,..." apart; values are numbers, true, false, or texts."""
+    name, *rest = (part.strip() for part in (text or "all_reduce").split(","))
+    options: dict[str, Any] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise ArgumentError(f"{_VARIABLE}={text!r}: {part!r} is no option; write name,option=value,...")
+        options[key] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _check_options(name: str, chosen: type[Strategy], options: Mapping[str, Any]) -> None:
+    known = {*signature(chosen.__init__).parameters, *chosen.passes_on()} - {"self", "options"}
+    for option in options:
+        if option not in known:
+            raise ArgumentError(f"strategy {name!r} has no option {option!r}; it has {', '.join(sorted(known))}")
+
+
+def _refuse_other_roles(name: str) -> None:
+    others = {role: count for role, count in roles_of(os.environ).items() if role in ("ps", "evaluator")}
+    if others:
+        what = " and ".join(f"{count} of role {role}" for role, count in others.items())
+        raise LaunchEnvironmentError(
+            f"strategy {name!r} needs workers only, but the run has {what}, which would wait for ever: start it "
+            f"without {' and '.join('--' + role for role in others)}, or choose 'parameter_server'"
+        )
+
+
+class Strategy(ABC):
+    """See the module. `replica` of `replicas` is this process among those that train; `role` is "worker" for them."""
+
+    name: ClassVar[str]
+    has_servers: ClassVar[bool] = False
+    collective: bool = True  # whether the workers have a process group, which `ddp.Checkpoint` needs
+    averages_in_step: bool = False  # whether gradients are averaged by `optimizer.step()`, not by `backward()`
+    role: str = "worker"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._batch_size: int | None = None  # of the global batch that a loader has handed out last
+
+    @classmethod
+    def passes_on(cls) -> set[str]:
+        """Return the names of options that are another class's."""
+        return set()
+
+    @property
+    def replica(self) -> int:
+        return self.world.rank
+
+    @property
+    def replicas(self) -> int:
+        return self.world.world_size
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this process has joined a training that others have begun: then nothing is to be restored."""
+        return False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is replica 0 of the workers: the one that prints, logs and saves."""
+        return self.role == "worker" and self.replica == 0
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return what the training loop uses instead of its model and optimizer.
+
+        Every process must call it, with models and optimizers made alike; it blocks until all have. The model is moved
+        to this replica's device, and all replicas begin with the values of replica 0. Then `model(x)`, `backward()` and
+        `optimizer.step()` train as ever, on the gradients averaged over the replicas; learning-rate schedules take the
+        optimizer that is returned.
+
+        Raises ArgumentError for what cannot be trained so, LayoutMismatchError if the processes' models differ.
+        """
+        _check_given(model, optimizer)
+        model.to(self.world.device)
+        return self._prepare(model, optimizer)
+
+    @abstractmethod
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Do what `prepare` promises, with a model on its device."""
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **loading: Any,
+    ) -> ReplicaLoader:
+        """Return an iterable of this replica's share of each batch of `global_batch_size` samples.
+
+        See `ReplicaLoader`; `loading` are arguments of torch's DataLoader, such as `num_workers`.
+        """
+        return ReplicaLoader(
+            dataset,
+            global_batch_size=global_batch_size,
+            replica=self.replica,
+            replicas=self.replicas,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            on_batch=self._take_batch,
+            **loading,
+        )
+
+    def _take_batch(self, size: int) -> None:
+        self._batch_size = size
+
+    def mean(
+        self,
+        per_sample_loss: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        global_batch_size: int | None = None,
+    ) -> torch.Tensor:
+        """Return this replica's part of the mean loss over the global batch: a scalar to call `backward()` on.
+
+        `per_sample_loss` is (samples, ...); what follows the samples is averaged first. It is multiplied by `weights`
+        (samples,), summed, and divided by the length of the global batch, which is that of the batch that a loader of
+        this strategy has handed out last, unless `global_batch_size` says otherwise; without a loader, or with more
+        losses than this replica's share, their number times the replicas. (As tf.nn.compute_average_loss; the weights
+        do not change the divisor.) The sum over the replicas, `strategy.reduce("sum", loss)`, is the loss of the global
+        batch, also when shares are unequal, and micro-batches of a share add up to it.
+
+        Its gradient is that times the number of replicas, because strategies average the gradients of the replicas:
+        after `backward()` and averaging stands the gradient of the global mean.
+        """
+        if per_sample_loss.dim() == 0:
+            raise ArgumentError(
+                "mean() takes the losses of the samples, shape (samples, ...), and got a single number: call the loss "
+                'function with reduction="none"'
+            )
+        losses = per_sample_loss.flatten(1).mean(1) if per_sample_loss.dim() > 1 else per_sample_loss
+        if weights is not None:
+            if weights.shape != losses.shape:
+                raise ArgumentError(f"mean(): {len(losses)} losses, but weights of shape {tuple(weights.shape)}")
+            losses = losses * weights.to(losses)
+        size = global_batch_size or self._global_size(len(losses))
+        if size < len(losses):
+            raise ArgumentError(
+                f"mean(): {len(losses)} losses of this replica, but a global batch of {size}: pass global_batch_size"
+            )
+        scaled: torch.Tensor = _ScaledGradient.apply(losses.sum() / size, self.replicas)  # type: ignore[no-untyped-call]  # torch's
+        return scaled
+
+    def _global_size(self, own: int) -> int:
+        """The length of the global batch of which this replica has `own` samples, or a micro-batch of so many."""
+        size = self._batch_size or 0
+        share = size // self.replicas + (self.replica < size % self.replicas)
+        return size if own <= share else own * self.replicas  # else they come from somewhere else
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        """Return the "sum", "mean", "max" or "min" of a value over the replicas, the same on each of them.
+
+        A value is a number, a tensor, or dicts, lists or tuples of them, of the same form on every replica. Every
+        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ.
+        """
+        payload = encode(operation, value)
+        return combine(value, self._gather(payload))
+
+    def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""
+        return gather_bytes(payload)
+
+    def sync(self) -> None:  # noqa: B027  # most strategies have nothing to do
+        """Bring the model of this replica up to date, before it is evaluated or saved. Every replica must call it."""
+
+    def publish(self) -> None:  # noqa: B027  # as above
+        """Make what the main replica has put into its model and optimizer that of all. Every replica must call it."""
+
+    def evaluations(self) -> Iterator[int]:
+        """On an evaluator: yield the steps that were done, once for each new state of the parameters, until the end."""
+        return iter(())
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`, whose `state_dict()` has its own names."""
+        return unwrapped(model)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The same number, with a gradient `factor` times as large."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, factor: int) -> torch.Tensor:
+        context.factor = factor
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * context.factor, None
+
+
+def _check_given(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"prepare({type(model).__name__}, {type(optimizer).__name__}): it takes a torch.nn.Module and a "
+            "torch.optim.Optimizer"
+        )
+    if isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ArgumentError(f"the model is in a {type(model).__name__} already: give prepare() the module itself")
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [parameter for parameter in group["params"] if id(parameter) not in own]
+        if strangers:
+            raise ArgumentError(
+                f"the optimizer's group {number} has {len(strangers)} parameters that are not the model's, the first "
+                f"of shape {tuple(strangers[0].shape)}: make the optimizer of this model's parameters"
+            )
+
+
+def join(communication: str) -> World:
+    """Join the process group with the backend that `communication` means; "auto" is NCCL on CUDA, else gloo."""
+    return init(None if communication == "auto" else communication)

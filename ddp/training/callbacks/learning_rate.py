@@ -1,0 +1,120 @@
+"""Learning rates: schedules by epoch or step, and the linear scaling with the number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ddp.errors import ArgumentError
+from ddp.training.callbacks.callback import Callback
+
+__all__ = ["LearningRateScheduler", "LinearScaling"]
+
+
+class LearningRateScheduler(Callback):
+    """Set the learning rate before each epoch, or each step: `rate(epoch)` or `rate(step)`, from 0.
+
+    Or let one of torch's do it: `LearningRateScheduler(scheduler=lambda optimizer: StepLR(optimizer, 30))`, stepped
+    after each epoch or step; one that looks at a value, such as ReduceLROnPlateau, gets that of `monitor`.
+    """
+
+    def __init__(
+        self,
+        rate: Callable[[int], float] | None = None,
+        *,
+        by: Literal["epoch", "step"] = "epoch",
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        monitor: str | None = None,
+    ) -> None:
+        if (rate is None) == (scheduler is None):
+            raise ArgumentError("LearningRateScheduler takes a function of the epoch or step, or else scheduler=")
+        if by not in ("epoch", "step"):
+            raise ArgumentError(f"by={by!r}; it must be 'epoch' or 'step'")
+        self._rate, self._make, self._by, self._monitor = rate, scheduler, by, monitor
+        self._scheduler: Any = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def on_fit_begin(self) -> None:
+        if self._make is not None and self._scheduler is None:
+            self._scheduler = self._make(self.trainer.optimizer)
+            if self._restored is not None:
+                self._load(self._restored)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        if self._by == "epoch":
+            self._set(epoch)
+
+    def on_step_begin(self, step: int) -> None:
+        if self._by == "step":
+            self._set(step)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        if self._by == "epoch":
+            self._advance(logs)
+
+    def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+        if self._by == "step":
+            self._advance(logs)
+
+    def _set(self, number: int) -> None:
+        if self._rate is not None:
+            rate = float(self._rate(number))
+            for group in self.trainer.optimizer.param_groups:
+                group["lr"] = rate
+
+    def _advance(self, logs: Mapping[str, float]) -> None:
+        if self._scheduler is None:
+            return
+        if self._monitor is None:
+            self._scheduler.step()
+        elif self._monitor in logs:
+            self._scheduler.step(logs[self._monitor])
+        else:
+            raise ArgumentError(f"there is no {self._monitor!r} in the logs, which have {', '.join(logs)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scheduler is None else dict(self._scheduler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = state
+        if self._scheduler is not None:
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        # Making a scheduler sets the rates of its beginning; those of the checkpoint are the optimizer's.
+        self._scheduler.load_state_dict(dict(state))
+        rates = state.get("_last_lr")
+        if rates is not None:
+            for group, rate in zip(self.trainer.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+class LinearScaling(Callback):
+    """Train with the optimizer's learning rate times the number of replicas, reached over `warmup_epochs` epochs.
+
+    For a global batch that grows with the replicas. Within the warm-up the rate rises from the optimizer's own by equal
+    amounts from step to step (Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+    arXiv:1706.02677). Schedules keep setting the rate of one replica: the factor is applied on top, within the step
+    alone. `divide` leaves the number of samples as it was: "epochs" or the "steps" of an epoch are divided by the
+    replicas, rounded up.
+    """
+
+    def __init__(self, warmup_epochs: float = 5, *, divide: Literal["epochs", "steps"] | None = None) -> None:
+        if divide not in (None, "epochs", "steps"):
+            raise ArgumentError(f"divide={divide!r}; it must be 'epochs', 'steps' or None")
+        self.warmup_epochs, self.divide = warmup_epochs, divide
+
+    def on_fit_begin(self) -> None:
+        trainer, replicas = self.trainer, self.trainer.strategy.replicas
+        if self.divide == "epochs":
+            trainer.epochs = -(-trainer.epochs // replicas)
+        elif self.divide == "steps":
+            trainer.steps_per_epoch = -(-trainer.steps // replicas)
+
+    def on_step_begin(self, step: int) -> None:
+        trainer, replicas = self.trainer, self.trainer.strategy.replicas
+        done = trainer.epoch + trainer.epoch_step / trainer.steps
+        part = min(1.0, done / self.warmup_epochs) if self.warmup_epochs else 1.0
+        trainer.rate_factor = 1 + (replicas - 1) * part

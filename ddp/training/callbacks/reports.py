@@ -1,0 +1,137 @@
+"""What a person reads: the history in memory, a bar on a terminal, a table in a file."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import time
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO
+
+from ddp.training.callbacks.callback import Callback
+
+__all__ = ["CSVLogger", "History", "ProgressBar"]
+
+_BAR_WIDTH = 24
+_REDRAW_S = 0.1
+
+
+class History(Callback):
+    """The logs of all epochs, also of those before a restart: `history["val_loss"]` has one number for each.
+
+    Every trainer has one, which `fit` returns. An epoch without some log has NaN there.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: list[int] = []
+        self.history: dict[str, list[float]] = {}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        self.epoch.append(epoch)
+        for name in {**self.history, **logs}:
+            values = self.history.setdefault(name, [float("nan")] * (len(self.epoch) - 1))
+            values.append(logs.get(name, float("nan")))
+
+    def __getitem__(self, name: str) -> list[float]:
+        return self.history[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": list(self.epoch), "history": {name: list(values) for name, values in self.history.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+
+
+class ProgressBar(Callback):
+    """Show on the main replica how far the epoch is, on a terminal; one line for each epoch where there is none."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._began_s = self._drawn_s = 0.0
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        self._began_s, self._drawn_s = time.monotonic(), 0.0
+
+    def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+        now = time.monotonic()
+        if not self.trainer.strategy.is_main or not self._out.isatty() or now - self._drawn_s < _REDRAW_S:
+            return
+        self._drawn_s = now
+        done, steps = self.trainer.epoch_step, self.trainer.steps
+        full = _BAR_WIDTH * min(done, steps) // steps
+        bar = "=" * full + " " * (_BAR_WIDTH - full)
+        self._write(f"\r{self._head(self.trainer.epoch)}  [{bar}] {done}/{steps}  {_told(logs)}\x1b[K")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        if self.trainer.strategy.is_main:
+            clear = "\r\x1b[K" if self._out.isatty() else ""
+            self._write(f"{clear}{self._head(epoch)}  {_told(logs)}  {time.monotonic() - self._began_s:.1f} s\n")
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream or sys.stdout
+
+    def _head(self, epoch: int) -> str:
+        total = str(self.trainer.epochs)
+        return f"epoch {epoch + 1:{len(total)}}/{total}"
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def _told(logs: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
+
+
+class CSVLogger(Callback):
+    """Write the logs of each epoch to a table, from the main replica.
+
+    A new training starts a new file. A resumed one goes on in it: rows of epochs that it trains again are taken out.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._rows: list[dict[str, str]] = []
+
+    def on_fit_begin(self) -> None:
+        if not self.trainer.strategy.is_main:
+            return
+        self._rows = []
+        if self.trainer.epoch and self.path.exists():
+            with open(self.path, newline="") as file:
+                self._rows = [row for row in csv.DictReader(file) if _is_before(row, self.trainer.epoch)]
+        self._rewrite()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        if self.trainer.strategy.is_main:
+            row = {"epoch": str(epoch), **{name: repr(value) for name, value in logs.items()}}
+            is_new = not self._rows or list(self._rows[-1]) != list(row)
+            self._rows.append(row)
+            if is_new:
+                self._rewrite()
+            else:
+                with open(self.path, "a", newline="") as file:
+                    csv.DictWriter(file, list(row)).writerow(row)
+
+    def _rewrite(self) -> None:
+        """Replace the file as a whole, so that none of its rows is ever lost."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["epoch"]
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(self._rows)
+        os.replace(temporary, self.path)
+
+
+def _is_before(row: Mapping[str, str | None], epoch: int) -> bool:
+    try:
+        return int(row["epoch"] or "") < epoch and None not in row.values()
+    except (KeyError, ValueError):  # a line that was cut short
+        return False

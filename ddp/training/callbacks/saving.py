@@ -1,0 +1,159 @@
+"""Checkpoints of a fit, from which it goes on by itself, and the best model in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import rng
+from ddp.checkpoint.checkpoint import Checkpoint
+from ddp.checkpoint.state import check_plain, restore_parts
+from ddp.errors import ArgumentError, CheckpointError
+from ddp.monitoring.progress import count_checkpoint
+from ddp.training.callbacks.callback import Callback
+from ddp.training.callbacks.stopping import Mode, Monitor
+
+__all__ = ["ModelCheckpoint"]
+
+
+class ModelCheckpoint(Callback):
+    """Save all that the training needs in `folder`, and let `fit` go on from the newest whole checkpoint there.
+
+    It saves after every `every_n_epochs` epochs, every `every_n_steps` steps (0: not), when SIGUSR1 says that the
+    job's time is nearly up, and at the end; the last `keep` stay. A run goes on in the middle of an epoch, and in a
+    world of any size: in one of the same size to the same bits. With `monitor`, the weights of the epoch with the best
+    value are in `folder`/best.pt besides: a plain `state_dict`, which `torch.load(path, weights_only=True)` reads.
+
+    The files are those of `ddp.Checkpoint`; see there for what a folder on several hosts must be. The main replica
+    writes; under a strategy whose replicas have no process group, it alone also reads.
+    """
+
+    runs_last = True  # what the others noted is in the file
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        monitor: str | None = None,
+        mode: Mode = "auto",
+        every_n_epochs: int = 1,
+        every_n_steps: int = 0,
+        keep: int = 3,
+    ) -> None:
+        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+            if value < 0:
+                raise ArgumentError(f"{name}={value}; it must be 0 or more")
+        self.folder = Path(folder)
+        self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
+        self._checkpoint = Checkpoint(folder, keep=keep)
+        self._monitor = None if monitor is None else Monitor(monitor, mode=mode)
+        self._saved: tuple[int, int] | None = None  # (step, epoch) of the newest one
+
+    @property
+    def best_path(self) -> Path:
+        return self.folder / "best.pt"
+
+    def on_restore(self) -> None:
+        trainer = self.trainer
+        if trainer.strategy.goes_on:
+            return
+        parts = _parts(trainer)
+        if trainer.strategy.collective:
+            restored = self._checkpoint.load(**parts)
+            values = None if restored is None else restored.values
+        else:
+            values = _load_alone(self.folder, trainer, parts)
+        if values is None:
+            return
+        trainer.load_state_dict(values["trainer"])
+        trainer.strategy.publish()
+        self._saved = (trainer.step, trainer.epoch)
+
+    def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+        if self.trainer.strategy.collective:
+            is_due = self._checkpoint.due(step, every=self.every_n_steps)
+        else:
+            is_due = self.every_n_steps > 0 and step % self.every_n_steps == 0
+        if is_due:
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+        if self._monitor is not None and self._monitor.takes(logs):
+            self.trainer.save(self.best_path)
+        if self.every_n_epochs and (epoch + 1) % self.every_n_epochs == 0:
+            self._save()
+
+    def on_fit_end(self) -> None:
+        if self._saved != (self.trainer.step, self.trainer.epoch):
+            self._save()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": None if self._monitor is None else self._monitor.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._monitor is not None:
+            self._monitor.best = state["best"]
+
+    def _save(self) -> None:
+        trainer = self.trainer
+        if trainer.strategy.collective:
+            trainer.strategy.sync()
+            self._checkpoint.save(trainer.step, **_parts(trainer), trainer=trainer.state_dict())
+        elif trainer.strategy.is_main:
+            trainer.strategy.sync()
+            _save_alone(self.folder, trainer.step, _parts(trainer), trainer.state_dict(), self._checkpoint.keep)
+        self._saved = (trainer.step, trainer.epoch)
+
+
+def _parts(trainer: Any) -> dict[str, Any]:
+    scaler = trainer.scaler if trainer.scaler.is_enabled() else None
+    return {
+        "model": trainer.model if trainer.strategy.collective else trainer.module,
+        "optimizer": trainer.optimizer,
+        "scaler": scaler,
+        "sampler": trainer.train_loader,
+    }
+
+
+# Without a process group: in the format of `ddp.Checkpoint`, which reads these files too
+
+
+def _save_alone(folder: Path, step: int, parts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
+    states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    for name, part in {**states, "trainer": state}.items():
+        check_plain(part, name)
+    content = {"step": step, "world_size": 1, **states, "random": [rng.capture()], "values": {"trainer": state}}
+    try:
+        checkpoint_file.write(folder, step, content)
+        checkpoint_file.prune(folder, keep, ())
+    except OSError as error:
+        raise CheckpointError(f"could not write step {step} to {folder.absolute()}: {error}") from error
+    count_checkpoint()
+
+
+def _load_alone(folder: Path, trainer: Any, parts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Restore from the newest whole file: the model and the optimizer on the main replica, the place on all."""
+    refused = []
+    for _, path in checkpoint_file.newest_first(folder):
+        try:
+            with open(path, "rb") as file:
+                checkpoint_file.verify(file)
+                state = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, CheckpointError) as error:
+            refused.append(f"{path.absolute()}: {error}")
+            continue
+        if trainer.strategy.is_main:
+            restore_parts(state, {name: part for name, part in parts.items() if part is not None})
+            rng.restore(state["random"][0])
+        else:
+            trainer.train_loader.load_state_dict(state["sampler"])
+        values: dict[str, Any] = state["values"]
+        return values
+    if refused:
+        raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
+    return None

@@ -1,0 +1,111 @@
+"""A model in files that need nothing of this package: its weights, or a program that runs without its class.
+
+Called by `ddp.training.trainer` on the replica that writes. Every file is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddp.errors import ArgumentError, CheckpointError
+
+__all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write_weights"]
+
+Format = Literal["export", "torchscript"]
+
+_FORMATS: dict[str, Format] = {".pt2": "export", ".pt": "torchscript", ".ts": "torchscript"}
+
+
+def weights_of(module: nn.Module) -> dict[str, Any]:
+    """A copy of the state on the CPU, each tensor with memory of its own."""
+    state = module.state_dict()
+    return {
+        name: each.detach().to("cpu", copy=True).contiguous() if isinstance(each, Tensor) else each
+        for name, each in state.items()
+    }
+
+
+def write_weights(module: nn.Module, path: Path) -> None:
+    weights = weights_of(module)
+    _write(path, lambda file: torch.save(weights, file))
+
+
+def read_weights(module: nn.Module, path: Path) -> Mapping[str, Any]:
+    """Return the weights in a file. Raises CheckpointError if it cannot be read or they are not the module's."""
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a file that is none of its own
+        raise CheckpointError(f"{path.absolute()} cannot be read as weights: {error}") from error
+    own = module.state_dict()
+    if not isinstance(weights, Mapping) or set(weights) != set(own):
+        differing = sorted(set(own) ^ set(weights)) if isinstance(weights, Mapping) else []
+        hint = "it is a checkpoint: pass its ['model']" if "model" in weights else f"they differ in {differing[:3]}"
+        raise CheckpointError(f"{path.absolute()} has other entries than the model: {hint}")
+    for name, each in own.items():
+        if isinstance(each, Tensor) and each.shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)}, in the model {tuple(each.shape)}"
+            raise CheckpointError(f"{path.absolute()}: {name} has shape {shapes}")
+    return weights
+
+
+def format_of(path: Path, given: Format | None) -> Format:
+    """Raises ArgumentError if neither the name nor the argument says which format it is."""
+    known = given if given is not None else _FORMATS.get(path.suffix)
+    if known is None or known not in _FORMATS.values():
+        raise ArgumentError(
+            f"export({str(path)!r}): format is {known!r}; name the file .pt2 for torch.export, .pt or .ts for "
+            "TorchScript, or give format='export' or 'torchscript'"
+        )
+    return known
+
+
+def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> None:
+    """Write the module as it evaluates, on the CPU. The first dimension of inputs may differ later, if it can."""
+    model = copy.deepcopy(module).to("cpu").eval()
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example_inputs)
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if tensors and all(tensor.dim() and len(tensor) == 1 for tensor in tensors):
+        # One sample would be taken for a constant of the program.
+        inputs = tree_map_only(Tensor, lambda tensor: torch.cat([tensor, tensor]), inputs)
+    arguments = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if kind == "export":
+        free = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
+        shapes = free if isinstance(inputs, Mapping) else tuple(free) if isinstance(inputs, list | tuple) else (free,)
+        program = torch.export.export(model, arguments, named or None, dynamic_shapes=shapes)
+        _write(path, lambda file: torch.export.save(program, file))
+        return
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch prefers torch.export; other runtimes want this one
+        traced = torch.jit.trace(model, arguments or None, example_kwarg_inputs=named or None)  # type: ignore[no-untyped-call]
+        _write(path, lambda file: torch.jit.save(traced, file))
+
+
+def _write(path: Path, write: Callable[[Any], object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _unfinished(path) as temporary:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,320 @@
+"""What a trainer reads from a batch and measures on it: losses and metrics as sums and counts that add up exactly.
+
+Called by `ddp.training.trainer`. Knows of no replicas: totals of several are added by whoever has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddp.errors import ArgumentError
+
+__all__ = [
+    "Loss",
+    "Metric",
+    "Part",
+    "Share",
+    "Totals",
+    "argument_names",
+    "called",
+    "means",
+    "measure",
+    "metrics_of",
+    "on_device",
+    "on_tensors",
+    "parts_of",
+    "read_share",
+    "wide",
+]
+
+Metric = Callable[[Any, Any], Any]
+
+_PARTS = {1: "(inputs,)", 2: "(inputs, targets)", 3: "(inputs, targets, sample weights)"}
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Share:
+    """This replica's samples of a global batch.
+
+    `count` is how many they are. It is 0 where the batch has fewer samples than there are replicas: then `inputs` and
+    `targets` are a stand-in, because many models cannot run on an empty batch, and what is computed on it counts for
+    nothing.
+    """
+
+    inputs: Any
+    targets: Any
+    weights: Tensor | None  # (count,)
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A batch, and what part of an optimizer step it is."""
+
+    batch: Any
+    size: int  # of the global batch
+    weight: float  # its share of the samples of the step
+    ends_step: bool
+
+
+def parts_of(loader: Any, accumulate: int) -> Iterator[Part]:
+    """Go through what is left of the loader's epoch, `accumulate` batches to a step, fewer where it ends."""
+    state, size = loader.state_dict(), loader.global_batch_size
+    place, done, total = state["position"], 0, 0
+    for batch in loader:
+        before, place = place, loader.state_dict()["position"]
+        left = state["length"] - place  # samples behind this batch
+        left -= left % size if loader.drop_last else 0
+        own = min(size, place - before)
+        if done == 0:
+            total = own + min(left, (accumulate - 1) * size)
+        done += 1
+        ends_step = done == accumulate or left <= 0
+        done = 0 if ends_step else done
+        yield Part(batch, own, own / total, ends_step)
+
+
+def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) -> Share:
+    """Take a batch apart: a tensor, (x,), (x, y), (x, y, weights), or a dict, which is inputs and targets at once.
+
+    Raises ArgumentError for anything else.
+    """
+    count = _count(batch)
+    if not count:
+        batch = stand_in()
+    batch = on_device(batch, device)
+    inputs: Any
+    if isinstance(batch, Mapping):
+        inputs, targets, weights = batch, batch, batch.get("sample_weight")
+    elif isinstance(batch, Tensor):
+        inputs, targets, weights = batch, None, None
+    elif isinstance(batch, list | tuple) and len(batch) in _PARTS:
+        inputs, targets, weights = (*batch, None, None)[:3]
+    else:
+        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+        raise ArgumentError(
+            f"a batch is a {what}: fit() knows {', '.join(_PARTS.values())} and dicts; let the data set give one of "
+            "them, or write a train_step() of your own"
+        )
+    return Share(inputs, targets, None if weights is None else weights[:count], count)
+
+
+def _count(batch: Any) -> int:
+    for leaf in batch if type(batch) is list and isinstance(batch[0], Tensor) else tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ArgumentError(f"a batch without tensors of samples: {type(batch).__name__}")
+
+
+def called(model: nn.Module, inputs: Any, names: Iterable[str]) -> Any:
+    """Run a model: a list of inputs as its arguments, of a dict those in `names`, or all of it where there are none."""
+    if isinstance(inputs, Mapping):
+        known = {name: inputs[name] for name in names if name in inputs}
+        return model(**known) if known else model(inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` of each tensor in it; a tensor alone and a plain list take no detour."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)(on_tensors(function, item) for item in value)
+    return tree_map_only(Tensor, function, value)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    return on_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    return list(inspect.signature(model.forward).parameters)
+
+
+# Losses
+
+
+class Loss:
+    """A loss function as users write it, per sample or their mean, as losses that can be added up.
+
+    `function(outputs, targets)` returns (samples, ...) or one number, which counts as the mean over the samples. For
+    torch's CrossEntropyLoss and NLLLoss with class weights or an `ignore_index` of 0 or more, that mean is over the
+    weights of the targets, so these are summed and come with their divisor. Raises ArgumentError for reduction="sum".
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        if not callable(function):
+            raise ArgumentError(f"loss={function!r}: it must be a function of (outputs, targets), or a torch.nn loss")
+        if getattr(function, "reduction", None) == "sum":
+            raise ArgumentError(f'{function}: reduction="sum" depends on the size of the batch; use "mean" or "none"')
+        self._function = function
+        self._weighted: Any = None
+        if _is_weighted_mean(function):
+            self._weighted = copy.copy(function)
+            self._weighted.reduction = "sum"
+
+    def __call__(self, outputs: Any, share: Share) -> tuple[Tensor, Tensor | None]:
+        """Return (count,) losses, or their sum (1,) and what to divide the sums of all replicas by.
+
+        Of a share without samples, both are empty, and lead back to the outputs all the same.
+        """
+        if self._weighted is not None and not share.targets.is_floating_point():
+            return self._summed(outputs, share)
+        value = self._function(outputs, share.targets)
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"the loss is a {type(value).__name__}; it must be a tensor")
+        count = share.count or len(_first(share))
+        if value.dim() == 0:
+            if share.weights is not None:
+                raise ArgumentError(
+                    "the batches have sample weights, but the loss is a single number: let it return a loss for each "
+                    'sample (reduction="none" in torch.nn)'
+                )
+            value = value.expand(count)
+        if len(value) != count:
+            raise ArgumentError(f"the loss has shape {tuple(value.shape)} for {count} samples: it must begin with them")
+        losses = value.flatten(1).mean(1) if value.dim() > 1 else value
+        return wide(losses)[: share.count], None
+
+    def _summed(self, outputs: Any, share: Share) -> tuple[Tensor, Tensor]:
+        if share.weights is not None:
+            raise ArgumentError('a loss with class weights or ignore_index needs reduction="none" for sample weights')
+        loss = self._weighted
+        kept = share.targets[share.targets != loss.ignore_index]
+        divisor = loss.weight[kept].sum() if loss.weight is not None else torch.tensor(float(len(kept)))
+        total = wide(loss(outputs, share.targets)).expand(1)
+        return total[: share.count], divisor.to(total) * bool(share.count)
+
+
+def _is_weighted_mean(function: Any) -> bool:
+    if not isinstance(function, nn.NLLLoss | nn.CrossEntropyLoss) or function.reduction != "mean":
+        return False
+    return function.weight is not None or function.ignore_index >= 0
+
+
+def _first(share: Share) -> Tensor:
+    leaves = [leaf for leaf in tree_leaves(share.inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    found: Tensor = leaves[0]
+    return found
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor, of half precision in single."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# Metrics
+
+
+def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Classes in dimension 1 and their numbers or one-hot rows; without classes, logits of one yes or no."""
+    if outputs.dim() == 1 or outputs.shape[1] == 1:
+        return (outputs > 0).flatten() == (targets > 0.5).flatten()
+    return outputs.argmax(1) == (targets.argmax(1) if targets.shape == outputs.shape else targets)
+
+
+def _top5(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.topk(5, dim=1).indices == targets.unsqueeze(1)).any(1)
+
+
+_NAMED: dict[str, Metric] = {
+    "accuracy": _accuracy,
+    "top5_accuracy": _top5,
+    "mean_absolute_error": lambda outputs, targets: (outputs - targets).abs(),
+    "mean_squared_error": lambda outputs, targets: (outputs - targets).square(),
+}
+
+
+def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> dict[str, Metric]:
+    """Return metrics by their names. Raises ArgumentError for one that there is not, or that has no name."""
+    if isinstance(given, str):
+        raise ArgumentError(f"metrics={given!r}: give a list of them, [{given!r}]")
+    pairs = given.items() if isinstance(given, Mapping) else ((None, metric) for metric in given)
+    found: dict[str, Metric] = {}
+    for name, metric in pairs:
+        if isinstance(metric, str) and metric not in _NAMED:
+            raise ArgumentError(
+                f"there is no metric {metric!r}; there are {', '.join(map(repr, _NAMED))}, or a function"
+            )
+        function = _NAMED[metric] if isinstance(metric, str) else metric
+        own = metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
+        name = name or own
+        if not callable(function) or name == "<lambda>" or name == "loss" or name in found:
+            raise ArgumentError(
+                f"metrics: {name!r} is no function, has no name of its own, or is there twice: give a dict of names "
+                "and functions of (outputs, targets)"
+            )
+        found[name] = function
+    return found
+
+
+def measure(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
+    """Return (sum, count) of a metric on a share: its own pair, or from values (samples, ...), or a mean."""
+    value = metric(outputs, share.targets)
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        if share.weights is not None:
+            raise ArgumentError(f"metric {name!r} gives one number, but batches have weights: give one for each sample")
+        return value * share.count, share.count
+    if len(value) != share.count:
+        raise ArgumentError(f"metric {name!r} has shape {tuple(value.shape)} for {share.count} samples")
+    values = value.double().flatten(1).mean(1) if value.dim() > 1 else value.double()
+    if share.weights is None:
+        return values.sum(), share.count
+    weights = share.weights.double()
+    return (values * weights).sum(), weights.sum()
+
+
+class Totals:
+    """Sums and counts by name, in float64, where they were computed: reading them waits for the device."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._of: dict[str, list[Any]] = {name: [0.0, 0.0] for name in names}
+
+    def add(self, name: str, total: Any, count: Any) -> None:
+        for place, amount in enumerate((total, count)):
+            if isinstance(amount, Tensor):
+                amount = amount.detach().double()
+            self._of.setdefault(name, [0.0, 0.0])[place] += amount
+
+    def add_metrics(self, metrics: Mapping[str, Metric], outputs: Any, share: Share) -> None:
+        if share.count:
+            for name, metric in metrics.items():
+                self.add(name, *measure(name, metric, outputs, share))
+
+    def numbers(self) -> dict[str, list[float]]:
+        return {name: [float(total), float(count)] for name, (total, count) in self._of.items()}
+
+    def spread(self, place: int, count: int) -> dict[str, list[list[float]]]:
+        """The numbers as lists of `count`, at this replica's place: added up, they have those of each replica."""
+        return {
+            name: [[number if each == place else 0.0 for each in range(count)] for number in pair]
+            for name, pair in self.numbers().items()
+        }
+
+    def load(self, spread: Mapping[str, Any], place: int, count: int) -> None:
+        """Take what this replica had, or, where they were not as many, all of it at the first."""
+
+        def own(numbers: list[float]) -> float:
+            if len(numbers) == count:
+                return numbers[place]
+            return math.fsum(numbers) if place == 0 else 0.0
+
+        self._of = {name: [own(numbers) for numbers in pair] for name, pair in spread.items()}
+
+
+def means(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: total / count if count else float("nan") for name, (total, count) in numbers.items()}

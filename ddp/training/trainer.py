@@ -1,0 +1,501 @@
+"""A training loop for any strategy: fit, evaluate, predict, save.
+
+    trainer = ddp.Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics=["accuracy"], callbacks=[...])
+    history = trainer.fit(train, epochs=12, validation=test, global_batch_size=64)
+
+`fit`, `_fit_epoch`, `_train` and `train_step` are the whole loop, top down. It uses what `ddp.Strategy` offers to
+everybody, so leaving it for a loop of your own takes nothing away: the model, the optimizer and the files stay as they
+are. What is computed on a batch is in `losses_and_metrics`, what happens besides in `callbacks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ddp.data.metrics import gather_samples
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
+from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import strategy as make_strategy
+from ddp.training import export as files
+from ddp.training.callbacks.callback import Callback
+from ddp.training.callbacks.callback_list import CallbackList
+from ddp.training.callbacks.reports import History
+from ddp.training.losses_and_metrics import (
+    Loss,
+    Metric,
+    Part,
+    Share,
+    Totals,
+    argument_names,
+    called,
+    means,
+    metrics_of,
+    on_device,
+    on_tensors,
+    parts_of,
+    read_share,
+    wide,
+)
+
+__all__ = ["Trainer"]
+
+_BATCH_SIZE = 32  # as in Keras
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Trainer:
+    """Train `model` with `optimizer` on `loss`, under a strategy or its name (default: `ddp.strategy()`).
+
+    Every process makes it alike; it blocks until all have (`strategy.prepare`). `model` is the user's module, and stays
+    reachable as `trainer.module`; `trainer.model` and `trainer.optimizer` are what the loop uses.
+
+    - A batch is `(x, y)`, `(x, y, sample weights)`, `(x,)`, or a dict. `x` may be a list of inputs. Of a dict, the
+      model gets the entries that its `forward` has names for, or all of it if there are none; `loss` and metrics get
+      the model's outputs and the dict, whose "sample_weight" counts as weights.
+    - `loss(outputs, targets)` returns the losses of the samples, or their mean, as torch's losses do. Gradients are
+      those of the mean over the global batch, however unequal the replicas' shares are. Weights multiply the losses,
+      and do not change the divisor.
+    - `metrics`: names ("accuracy", ...), functions (outputs, targets), or a dict of them, that return values of the
+      samples (averaged by weight), (sum, count), or their mean. Sums over all replicas, exact.
+    - `precision` "bfloat16" or "float16": forward and loss under autocast; the latter with a GradScaler.
+    - `accumulate`: batches in one step of the optimizer, which is that of the mean over all of their samples.
+    - `max_grad_norm`: clip the averaged gradients to this norm.
+    - `log_every`: steps between two exchanges of the logs of steps. Replicas without a process group do not exchange
+      them, and have their own.
+    - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
+
+    Override `train_step` for a loss that needs more than outputs and targets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        strategy: Strategy | str | None = None,
+        metrics: Iterable[str | Metric] | Mapping[str, str | Metric] = (),
+        callbacks: Sequence[Callback] = (),
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        log_every: int = 10,
+        seed: int | None = None,
+    ) -> None:
+        if precision not in _DTYPES:
+            raise ArgumentError(f"precision={precision!r}; it must be one of {', '.join(map(repr, _DTYPES))}")
+        if accumulate < 1 or log_every < 1:
+            raise ArgumentError(f"accumulate={accumulate}, log_every={log_every}; both must be 1 or more")
+        self.loss, self.metrics = Loss(loss), metrics_of(metrics)
+        self.strategy = strategy if isinstance(strategy, Strategy) else make_strategy(strategy)
+        self.accumulate, self.max_grad_norm, self.log_every, self.seed = accumulate, max_grad_norm, log_every, seed
+        self.module, self.device = model, self.strategy.world.device
+        self._averages_first = self._needs_average(precision)
+        self.model, self.optimizer = self.strategy.prepare(model, optimizer)
+        if isinstance(loss, nn.Module):
+            loss.to(self.device)
+        self._names = argument_names(model)
+        self._dtype = _DTYPES[precision]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
+        self.history = History()
+        self.callbacks = CallbackList([self.history, *callbacks], self)
+        # Where the training stands. Callbacks may change these.
+        self.epoch = 0  # that is under way, or comes next
+        self.step = 0  # steps of the optimizer that are done, of all epochs
+        self.epoch_step = 0  # of this epoch
+        self.epochs = 0
+        self.steps_per_epoch: int | None = None
+        self.rate_factor = 1.0  # of the learning rates, within a step
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])  # of the first group, in the last step
+        self.logs: dict[str, float] = {}  # of this epoch so far, as they were exchanged last
+        self.train_loader: ReplicaLoader | None = None
+        self._totals = Totals(["loss", *self.metrics])
+        self._asks_to_stop = self._is_stopped = False  # this replica; all of them
+
+    # The loop
+
+    def fit(
+        self,
+        train: Any,
+        *,
+        epochs: int,
+        validation: Any = None,
+        global_batch_size: int | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> History:
+        """Train until `epochs` epochs are done, counted from the beginning of the training; return their logs.
+
+        `train` and `validation` are map-style data sets, taken in global batches of `global_batch_size` (default 32),
+        `train` in a new order each epoch; or loaders of the strategy. A second call, or a run that a ModelCheckpoint
+        resumes, does the epochs that are missing. `steps_per_epoch` ends epochs earlier. Every replica must call it;
+        blocks. On an evaluator it evaluates `validation` until the training ends.
+
+        Raises what the model, the data or the loss raise; DdpError on all replicas if a callback raises.
+        """
+        if self.strategy.role == "evaluator":
+            return self._follow(validation, global_batch_size)
+        loader = self._loader(train, global_batch_size, shuffle=True)
+        held_out = None if validation is None else self._loader(validation, global_batch_size)
+        self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
+        if self.seed is not None and not self.step:
+            torch.manual_seed(self.seed + self.strategy.replica)
+        self._asks_to_stop = self._is_stopped = False
+        with self.callbacks.closing():
+            self.callbacks.call("on_restore")
+            if self.strategy.goes_on:
+                self.epoch = max(self.epoch, loader.catch_up())
+            self.callbacks.call("on_fit_begin")
+            self._exchange()
+            while self.epoch < self.epochs and not self._is_stopped:
+                self._fit_epoch(loader, held_out)
+            self.callbacks.call("on_fit_end")
+            self._exchange()
+        return self.history
+
+    def _fit_epoch(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
+        epoch = self.epoch
+        self.callbacks.call("on_epoch_begin", epoch)
+        if not (self.epoch_step and loader.epoch > epoch):  # else its last step was done before a restart
+            loader.set_epoch(epoch)
+            self._train(loader)
+        logs = {**self._exchange(), "learning_rate": self.learning_rate}
+        self.strategy.sync()
+        if validation is not None:
+            logs |= {f"val_{name}": value for name, value in self.evaluate(validation).items()}
+        self.epoch, self.epoch_step, self.logs = epoch + 1, 0, {}
+        self._totals = Totals(["loss", *self.metrics])
+        self.callbacks.call("on_epoch_end", epoch, logs)
+        self._exchange()
+
+    def _follow(self, validation: Any, global_batch_size: int | None) -> History:
+        """What an evaluator does: evaluate each new state of the parameters, until the training ends."""
+        if validation is None:
+            raise ArgumentError("this process is an evaluator, but fit() has no validation data for it to evaluate")
+        held_out = self._loader(validation, global_batch_size)
+        with self.callbacks.closing():
+            self.callbacks.call("on_fit_begin")
+            for step in self.strategy.evaluations():
+                self.step = step
+                self.evaluate(held_out)
+            self.callbacks.call("on_fit_end")
+        return self.history
+
+    def _train(self, loader: ReplicaLoader) -> None:
+        self.model.train()
+        if self._is_over():
+            return
+        begins_step = True
+        for part in parts_of(loader, self.accumulate):
+            if begins_step:
+                self.callbacks.call("on_step_begin", self.step)
+            self._backward(part)
+            begins_step = part.ends_step
+            if part.ends_step:
+                self._optimize()
+                self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
+                if self.epoch_step == 1 or self.step % self.log_every == 0:
+                    self.logs = self._exchange(together=self.strategy.collective)
+                self.callbacks.call("on_step_end", self.step, self.logs)
+                if self._is_over():
+                    return
+
+    def train_step(self, batch: Any) -> Tensor:
+        """Return this replica's part of the loss of a global batch, to be differentiated, as `strategy.mean` does.
+
+        Called under autocast, with what the loader gives this replica, perhaps an empty batch, on its device. An own
+        one may also `record` metrics.
+        """
+        share = self._share(batch, self.train_loader)
+        outputs = self._run(share)
+        losses, divisor = self.loss(outputs, share)
+        self._totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
+        if divisor is None:
+            return self.strategy.mean(losses, share.weights)
+        total = self.strategy.reduce("sum", divisor) if self.strategy.collective else divisor * self.strategy.replicas
+        return self.strategy.mean(losses / total, global_batch_size=1)
+
+    def _backward(self, part: Part) -> None:
+        # Gradients travel with the last batch of a step.
+        no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
+        with no_sync():
+            batch = on_device(part.batch, self.device)
+            with self._autocast():
+                loss = self.train_step(batch)
+            self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
+            self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
+
+    def _optimize(self) -> None:
+        if self._averages_first:
+            self._average_gradients()
+        if self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        with self._scaled_rates():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    # What callbacks and an own train_step may call
+
+    def record(self, name: str, total: Any, count: Any) -> None:
+        """Add to a mean in the logs of this epoch. Every replica must have the same names."""
+        self._totals.add(name, total, count)
+
+    def stop(self) -> None:
+        """End the training on all replicas, at the end of this epoch or when logs are exchanged next."""
+        self._asks_to_stop = True
+
+    @property
+    def steps(self) -> int:
+        """The steps of a whole epoch."""
+        assert self.train_loader is not None
+        steps = max(1, -(-len(self.train_loader) // self.accumulate))
+        return min(steps, self.steps_per_epoch or steps)
+
+    # Evaluation and prediction
+
+    @torch.no_grad()
+    def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]:
+        """Return the loss and the metrics over all samples, each counted once; the same on every replica.
+
+        `data` is a map-style data set or a loader. Every replica must call it; blocks.
+        """
+        loader = self._loader(data, global_batch_size)
+        if loader.drop_last:
+            raise ArgumentError("evaluate() counts every sample, but this loader leaves some out: drop_last=False")
+        self.strategy.sync()
+        self.callbacks.call("on_evaluate_begin")
+        totals = Totals(["loss", *self.metrics])
+        with self._evaluating():
+            for batch in loader:
+                share = self._share(batch, loader)
+                with self._autocast():
+                    outputs = self._run(share)
+                    losses, divisor = self.loss(outputs, share)
+                weighted = losses if share.weights is None else losses * share.weights
+                totals.add("loss", weighted.double().sum(), share.count if divisor is None else divisor)
+                totals.add_metrics(self.metrics, outputs, share)
+        logs = means(self.strategy.reduce("sum", totals.numbers()))
+        self.callbacks.call("on_evaluate_end", logs)
+        self._exchange()
+        return logs
+
+    @torch.no_grad()
+    def predict(self, data: Any, *, global_batch_size: int | None = None) -> Any:
+        """Return the outputs for all samples on the CPU, in the order of the data set, on every replica.
+
+        Tensors (samples, ...), in whatever tuples or dicts the model returns. A batch may have targets, which are not
+        used. Every replica must call it; blocks.
+        """
+        loader = self._loader(data, global_batch_size)
+        if loader.shuffle or loader.drop_last:
+            raise ArgumentError("predict() keeps the order of the data set: its loader must not shuffle or drop_last")
+        self.strategy.sync()
+        parts = []
+        with self._evaluating():
+            for part in parts_of(loader, 1):
+                share = self._share(part.batch, loader)
+                with self._autocast():
+                    outputs = self._run(share)
+                gather = functools.partial(self._gather, count=share.count, size=part.size)
+                parts.append(on_tensors(gather, outputs))
+        if not parts:
+            raise ArgumentError("predict() got no samples")
+        return tree_map(lambda *rows: torch.cat(rows), *parts)
+
+    def _gather(self, rows: Tensor, *, count: int, size: int) -> Tensor:
+        """The rows of all replicas for one global batch, in its order. The first `count` are this replica's."""
+        rows = rows[:count]
+        if self.strategy.collective:
+            return gather_samples(rows).cpu()
+        whole = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
+        whole[self.strategy.replica :: self.strategy.replicas] = rows.cpu()
+        gathered: Tensor = self.strategy.reduce("sum", whole)
+        return gathered
+
+    # Files
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the model's state on the CPU. Call `strategy.sync()` on every replica before."""
+        return files.weights_of(self.module)
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Put weights into the model. Every replica must call it, with the same ones."""
+        self.module.load_state_dict(weights)
+        self.strategy.publish()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the model's `state_dict`, which plain PyTorch reads, as a whole or not at all, from the main replica.
+
+        Every replica must call it; blocks until the file is there. Raises DdpError on all if it cannot be written.
+        """
+        self.strategy.sync()
+        self._on_main(f"save {path}", lambda: files.write_weights(self.module, Path(path)))
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Put what `save` wrote, or a `state_dict` of plain PyTorch, into the model. Every replica must call it.
+
+        Raises CheckpointError if the file cannot be read or is of another model.
+        """
+        self.load_weights(files.read_weights(self.module, Path(path)))
+
+    def export(
+        self,
+        path: str | PathLike[str],
+        example_inputs: Any,
+        *,
+        format: Literal["export", "torchscript"] | None = None,
+    ) -> None:
+        """Write the model as a program that runs without its class: `torch.export` (.pt2) or TorchScript (.pt, .ts).
+
+        `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. Batches may have another
+        size later. The model is exported as it evaluates, on the CPU, from the main replica. Every replica must call
+        it; blocks. Raises DdpError on all if it fails.
+        """
+        kind = files.format_of(Path(path), format)
+        self.strategy.sync()
+        self._on_main(f"export {path}", lambda: files.export(self.module, Path(path), example_inputs, kind))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands, and the callbacks' states, in numbers, tensors, lists and dicts.
+
+        Every replica must call it at the same step, if they have a process group.
+        """
+        place, count = (self.strategy.replica, self.strategy.replicas) if self.strategy.collective else (0, 1)
+        totals = self._totals.spread(place, count)
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "epoch_step": self.epoch_step,
+            "learning_rate": self.learning_rate,
+            "stopping": self._asks_to_stop or self._is_stopped,
+            "logs": dict(self.logs),
+            "totals": self.strategy.reduce("sum", totals) if self.strategy.collective else totals,
+            "callbacks": self.callbacks.states(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, in a world of any size. Every replica must call it."""
+        self.epoch, self.step, self.epoch_step = state["epoch"], state["step"], state["epoch_step"]
+        self.learning_rate = state["learning_rate"]
+        self._asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
+        self._totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
+        self.callbacks.load_states(state["callbacks"])
+
+    # Between the replicas
+
+    def _exchange(self, *, together: bool = True) -> dict[str, float]:
+        """Return the means so far, agree on stopping, and raise what a callback of any replica raised.
+
+        Every replica must call it, unless not `together`.
+        """
+        mine = {
+            "totals": self._totals.numbers(),
+            "asks_to_stop": self._asks_to_stop,
+            "failed": self.callbacks.has_failed,
+        }
+        told: Any = self.strategy.reduce("sum", mine) if together else mine
+        if together:
+            self._is_stopped = bool(told["asks_to_stop"])
+        if told["failed"]:
+            self.callbacks.raise_failure(together=together)
+        return means(told["totals"])
+
+    def _on_main(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action` on the main replica; raise DdpError on all if it fails."""
+        problem: Exception | None = None
+        if self.strategy.is_main:
+            try:
+                action()
+            except Exception as error:  # whatever torch raises, the other replicas must not wait
+                problem = error
+        failed = problem is not None
+        if self.strategy.collective:
+            failed = bool(self.strategy.reduce("max", failed))
+        if failed:
+            reason = "see the output of replica 0" if problem is None else f"{type(problem).__name__}: {problem}"
+            raise DdpError(f"could not {what}: {reason}") from problem
+
+    def _needs_average(self, precision: str) -> bool:
+        """Whether gradients must be averaged before the step, where the strategy would do it in the step."""
+        if not self.strategy.averages_in_step or (self.max_grad_norm is None and precision != "float16"):
+            return False
+        if not self.strategy.collective:
+            what = "max_grad_norm" if self.max_grad_norm is not None else 'precision="float16"'
+            raise UnsupportedError(
+                f"{what} under strategy {self.strategy.name!r}: no replica has the averaged gradients; leave it out "
+                '(or take precision="bfloat16"), or choose "all_reduce"'
+            )
+        return self.strategy.replicas > 1
+
+    def _average_gradients(self) -> None:
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        averages = self.strategy.reduce("mean", [parameter.grad for parameter in parameters])
+        for parameter, average in zip(parameters, averages, strict=True):
+            parameter.grad = average
+
+    # Small parts
+
+    def _loader(self, data: Any, global_batch_size: int | None, *, shuffle: bool = False) -> ReplicaLoader:
+        if isinstance(data, ReplicaLoader):
+            if global_batch_size not in (None, data.global_batch_size) and shuffle:
+                raise ArgumentError(
+                    f"global_batch_size={global_batch_size}, but the loader has {data.global_batch_size}: leave it out"
+                )
+            return data
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+            raise ArgumentError(
+                f"a {type(data).__name__} cannot be shared out: give the data set, or strategy.loader(dataset, ...)"
+            )
+        size = _BATCH_SIZE if global_batch_size is None else global_batch_size
+        return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
+
+    def _share(self, batch: Any, loader: ReplicaLoader | None) -> Share:
+        assert loader is not None
+        return read_share(batch, self.device, loader.stand_in)
+
+    def _run(self, share: Share) -> Any:
+        """The model's outputs, in single precision at least."""
+        outputs = called(self.model, share.inputs, self._names)
+        return on_tensors(wide, outputs)
+
+    def _autocast(self) -> torch.autocast:
+        is_on = self._dtype is not torch.float32
+        return torch.autocast(self.device.type, dtype=self._dtype if is_on else None, enabled=is_on)
+
+    def _is_over(self) -> bool:
+        """Whether this epoch is to end before its data does."""
+        return self._is_stopped or (self.steps_per_epoch is not None and self.epoch_step >= self.steps_per_epoch)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.module.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    @contextlib.contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            if self.rate_factor != 1:
+                for group in groups:
+                    group["lr"] = group["lr"] * self.rate_factor
+            self.learning_rate = float(groups[0]["lr"])
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate

@@ -1,0 +1,1 @@
+"""Compares distributed training of a model with training in one process."""

@@ -1,0 +1,429 @@
+"""A checkpoint holds all that a run needs, is there as a whole or not at all, and fails on every rank or on none."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import itertools
+import json
+import os
+import random
+import shutil
+import struct
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from ddp_worlds.nursery import ROOT, Nursery
+from testbed.processes import run_program
+from torch import nn
+from torch.utils.data import BatchSampler
+
+import ddp
+from ddp.checkpoint import file as checkpoint_file
+
+CASES = ROOT / "tests" / "ddp_worlds" / "checkpoint_cases.py"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a small checkpoint, of step 7."""
+    folder = tmp_path_factory.mktemp("whole")
+    ddp.Checkpoint(folder).save(7, weight=torch.arange(5.0))
+    return (folder / "step-0000000007.pt").read_bytes()
+
+
+class Run:
+    """A training that needs everything: dropout and numbers of all generators, momenta, a schedule, a loss scale."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=40)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+        self.sampler = ddp.DistributedSampler(range(23), seed=5)
+        self.parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "sampler": self.sampler,
+        }
+
+    def steps(self) -> Iterator[float]:
+        """The losses of one step after another: five batches and a bit an epoch."""
+        for epoch in itertools.count(self.sampler.epoch):
+            self.sampler.set_epoch(epoch)
+            for indices in BatchSampler(self.sampler, 4, drop_last=True):
+                noise = random.random() * float(numpy.random.random())
+                x = torch.randn(4, 3, dtype=torch.float64) * noise + torch.tensor(indices)[:, None]
+                loss = self.model(x).square().mean()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+                self.scheduler.step()
+                self.sampler.advance(len(indices))
+                yield loss.item()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 7])
+def test_a_run_goes_on_as_if_it_had_not_stopped(stop: int, tmp_path: Path) -> None:
+    first = Run()
+    losses = first.steps()
+    before = list(itertools.islice(losses, stop))
+    ddp.Checkpoint(tmp_path).save(stop, **first.parts, losses=before, nested={"a": [None, 1j, b"x", {2, 3}]})
+    expected = list(itertools.islice(losses, 8))
+
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    second = Run()
+    restored = ddp.Checkpoint(tmp_path).load(**second.parts)
+    assert restored is not None
+    assert (restored.step, restored.path) == (stop, tmp_path / f"step-000000000{stop}.pt")
+    assert restored.values == {"losses": before, "nested": {"a": [None, 1j, b"x", {2, 3}]}}
+    assert list(itertools.islice(second.steps(), 8)) == expected
+    assert second.scaler.get_scale() == first.scaler.get_scale()
+
+
+def test_a_file_can_be_read_without_ddp(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    ddp.Checkpoint(tmp_path).save(3, model=model, best=0.5)
+    content = torch.load(tmp_path / "step-0000000003.pt", weights_only=True)
+    assert list(content) == ["step", "world_size", "model", "random", "values"]
+    assert content["values"] == {"best": 0.5}
+    assert torch.equal(content["model"]["weight"], model.weight)
+    mapped = torch.load(tmp_path / "step-0000000003.pt", weights_only=True, mmap=True)
+    assert torch.equal(mapped["model"]["bias"], model.bias)
+
+
+def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:
+    assert ddp.Checkpoint(tmp_path).load() is None
+    assert ddp.Checkpoint(tmp_path / "not" / "yet").load(model=nn.Linear(1, 1)) is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_last_ones_are_kept_and_what_others_wrote(tmp_path: Path) -> None:
+    foreign = ["step-0000000001.pt", "step-0000000002.pt", "step-1.pt.bak", "notes.txt", ".step-0000000001.pt.abc.tmp"]
+    for name in foreign:
+        (tmp_path / name).write_bytes(b"not ours")
+    checkpoint = ddp.Checkpoint(tmp_path / "." / "", keep=2)
+    for step in (3, 7, 20, 100):
+        checkpoint.save(step)
+    assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
+    checkpoint.save(100)  # the same step again takes the place of the first
+    assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
+
+
+def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
+    _save_steps(tmp_path, 1, 2, 3)
+    _damage(tmp_path / "step-0000000003.pt")
+    checkpoint = ddp.Checkpoint(tmp_path, keep=2)
+    with pytest.warns(UserWarning, match=r"passed over: .*step-0000000003.pt"):
+        assert checkpoint.load().step == 2  # type: ignore[union-attr]
+    checkpoint.save(4)
+    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 3, 4)]
+    checkpoint.save(5)
+    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_nothing_to_keep_is_an_error(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(ddp.ArgumentError, match=f"keep={keep}"):
+        ddp.Checkpoint(tmp_path, keep=keep)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    _save_steps(tmp_path, 5, 9)
+    with pytest.raises(ddp.CheckpointError, match=r"step-0000000009.pt is later than step 6"):
+        ddp.Checkpoint(tmp_path).save(6)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+# Files that are not whole
+
+
+def test_every_truncation_is_noticed(whole: bytes) -> None:
+    for length in range(len(whole)):
+        with pytest.raises(ddp.CheckpointError):
+            checkpoint_file.verify(io.BytesIO(whole[:length]))
+    assert checkpoint_file.verify(io.BytesIO(whole)).step == 7
+
+
+def test_every_changed_byte_is_noticed(whole: bytes) -> None:
+    rng = random.Random(3)
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(ddp.CheckpointError):
+            checkpoint_file.verify(io.BytesIO(damaged))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: b"", "is empty"),
+        (lambda data: data[:1], "not a checkpoint of ddp"),
+        (lambda data: data[:100], "is cut short at 100 bytes"),
+        (lambda data: data[:-1], "is cut short at"),
+        (lambda data: data[:-60], "is cut short at"),  # the archive of torch.save as a whole
+        (lambda data: data + b"\0", "is cut short at"),
+        (lambda data: data[1:], "says that its state has"),
+        (lambda data: data + data, "says that its state has"),
+        (lambda data: data[:-61] + bytes([data[-61] ^ 1]) + data[-60:], "other content than its checksum"),
+        (lambda data: data[:-52] + b"\2" + data[-51:], "is of format 2"),
+        (lambda data: b"#!/bin/sh\n" * 100, "not a checkpoint of ddp"),
+    ],
+)
+def test_a_broken_file_is_passed_over_with_its_reason(
+    whole: bytes, damage: Callable[[bytes], bytes], reason: str, tmp_path: Path
+) -> None:
+    _save_steps(tmp_path, 4, 6)
+    path = tmp_path / "step-0000000007.pt"
+    path.write_bytes(damage(whole))
+    checkpoint = ddp.Checkpoint(tmp_path)
+    with pytest.warns(UserWarning, match=rf"passed over: {path}: .*{reason}"):
+        restored = checkpoint.load()
+    assert restored is not None
+    assert restored.step == 6
+    with pytest.raises(ddp.CheckpointError, match=rf"{path}: .*{reason}"):
+        checkpoint.load(path)
+    checkpoint.save(7)  # the broken one is no later checkpoint
+    assert ddp.Checkpoint(tmp_path).load(path).step == 7  # type: ignore[union-attr]
+
+
+def test_a_renamed_file_is_not_taken_for_a_later_step(tmp_path: Path) -> None:
+    _save_steps(tmp_path, 4, 6)
+    shutil.copy(tmp_path / "step-0000000004.pt", tmp_path / "step-0000000009.pt")
+    with pytest.warns(UserWarning, match="was saved as step 4"):
+        assert ddp.Checkpoint(tmp_path).load().step == 6  # type: ignore[union-attr]
+
+
+def test_if_none_is_whole_all_are_named(tmp_path: Path) -> None:
+    _save_steps(tmp_path, 4, 6)
+    _damage(tmp_path / "step-0000000004.pt")
+    (tmp_path / "step-0000000006.pt").unlink()
+    (tmp_path / "step-0000000006.pt").mkdir()
+    with pytest.raises(ddp.CheckpointError, match=r"(?s)no checkpoint is whole.*06.pt.*directory.*04.pt.*checksum"):
+        ddp.Checkpoint(tmp_path).load()
+
+
+def test_a_folder_that_is_none_is_an_error_not_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ddp.CheckpointError, match="file: cannot be read: Not a directory"):
+        ddp.Checkpoint(tmp_path / "file").load()
+    with pytest.raises(ddp.CheckpointError, match="could not save step 1"):
+        ddp.Checkpoint(tmp_path / "file").save(1)
+
+
+def test_a_path_that_is_given_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ddp.CheckpointError, match=r"other.pt: cannot be read: No such file"):
+        ddp.Checkpoint(tmp_path).load(tmp_path / "other.pt")
+
+
+def test_an_older_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
+    _save_steps(tmp_path, 4, 6)
+    assert ddp.Checkpoint("elsewhere").load(tmp_path / "step-0000000004.pt").step == 4  # type: ignore[union-attr]
+
+
+# What fits and what may be saved
+
+
+def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
+    run = Run()
+    checkpoint = ddp.Checkpoint(tmp_path)
+    checkpoint.save(1, model=run.model, optimizer=run.optimizer)
+    with pytest.raises(ddp.CheckpointError, match="the file holds optimizer, which is not given"):
+        checkpoint.load(model=run.model)
+    with pytest.raises(ddp.CheckpointError, match="scheduler is given, but the file only holds model, optimizer"):
+        checkpoint.load(model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+
+
+@pytest.mark.parametrize(
+    ("other", "differences"),
+    [
+        (nn.Linear(3, 1), r"weight has shape \(1, 3\) here and \(1, 2\) in the file$"),
+        (nn.Linear(2, 1, bias=False), "bias is only in the file$"),
+        (nn.Bilinear(1, 1, 2), r"weight has shape \(2, 1, 1\) here .*; bias has shape"),
+        (nn.BatchNorm1d(1), "running_mean is missing in the file; .*; and 1 more"),
+    ],
+)
+def test_another_model_is_named_and_not_changed(other: nn.Module, differences: str, tmp_path: Path) -> None:
+    ddp.Checkpoint(tmp_path).save(1, model=nn.Linear(2, 1))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ddp.CheckpointError, match=f"another one: {differences}"):
+        ddp.Checkpoint(tmp_path).load(model=other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_an_optimizer_of_another_model_is_named(tmp_path: Path) -> None:
+    ddp.Checkpoint(tmp_path).save(1, optimizer=torch.optim.SGD(nn.Linear(2, 1).parameters()))
+    with pytest.raises(ddp.CheckpointError, match="optimizer: loaded state dict contains a parameter group"):
+        ddp.Checkpoint(tmp_path).load(optimizer=torch.optim.SGD(nn.PReLU().parameters()))
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (object(), "extra is a builtins.object"),
+        ({"a": [1, Path()]}, r"extra\['a'\]\[1\] is a pathlib"),
+        (numpy.float64(1), "extra is a numpy.float64"),
+        (numpy.zeros(2), "extra is a numpy.ndarray"),
+        (Point(1, 2), "Point"),
+        ({(1, 2): 3}, r"the key extra\[\(1, 2\)\] is a tuple"),
+    ],
+)
+def test_values_that_could_not_be_loaded_are_refused(value: object, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ddp.CheckpointError, match=named):
+        ddp.Checkpoint(tmp_path).save(1, extra=value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_that_is_accepted_can_be_loaded(tmp_path: Path) -> None:
+    atoms = [None, True, 1 << 70, 0.5, 1j, "text", b"bytes", torch.bfloat16, torch.device("cpu"), torch.Size([2])]
+    containers = [(1, (2,)), {3}, {"a": {4: 5.0, None: 6}}, {}, []]
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), nn.Parameter(torch.ones(1)), torch.zeros(0), torch.tensor(3)]
+    checkpoint = ddp.Checkpoint(tmp_path)
+    checkpoint.save(1, atoms=atoms, containers=containers, tensors=tensors)
+    values = checkpoint.load().values  # type: ignore[union-attr]
+    assert (values["atoms"], values["containers"]) == (atoms, containers)
+    assert all(torch.equal(a, b) for a, b in zip(values["tensors"], tensors, strict=True))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
+def test_a_step_is_a_number_of_steps(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(ddp.CheckpointError, match="step is"):
+        ddp.Checkpoint(tmp_path).save(step)
+
+
+def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
+    sampler: Any = torch.utils.data.DistributedSampler(range(4), 1, 0)  # type: ignore[arg-type]  # torch wants a Dataset
+    with pytest.raises(
+        ddp.CheckpointError, match=r"sampler=DistributedSampler has no state_dict.*ddp.DistributedSampler"
+    ):
+        ddp.Checkpoint(tmp_path).save(1, sampler=sampler)
+
+
+# Writers that die or fail
+
+
+@pytest.mark.timeout(60)
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    result = run_program(sys.executable, "-W", "error", CASES, tmp_path, "200", "11", env=environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["in_the_middle"] > 20  # most kills hit a writer while it writes
+
+
+def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
+    dead, living = (tmp_path / f".step-0000000009.pt.{digit * 8}.tmp" for digit in "ab")
+    dead.write_bytes(b"half")
+    with open(living, "xb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ddp.Checkpoint(tmp_path).save(1)
+        assert sorted(os.listdir(tmp_path)) == [living.name, "step-0000000001.pt"]
+    ddp.Checkpoint(tmp_path).save(2)
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("full disk", "File too large"), ("read-only folder", "Permission denied")]
+)
+def test_all_ranks_raise_when_rank_zero_cannot_write(nursery: Nursery, what: str, reason: str, tmp_path: Path) -> None:
+    case = "ddp_worlds.checkpoint_cases:failure_of_rank_zero_is_raised_by_all"
+    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), what=what)
+    assert len(set(messages)) == 1
+    assert reason in messages[0]
+
+
+# Several ranks
+
+
+def test_each_rank_s_numbers_go_on_in_a_world_of_the_same_size(nursery: Nursery, tmp_path: Path) -> None:
+    drawn = nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_saving", folder=str(tmp_path))
+    assert drawn[0] != drawn[1]
+    assert nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_loading", folder=str(tmp_path)) == drawn
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_numbers_of_another_world_are_new_and_repeatable(nursery: Nursery, world_size: int, tmp_path: Path) -> None:
+    saved = nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_saving", folder=str(tmp_path))
+    first, again = (
+        nursery.run(world_size, "ddp_worlds.checkpoint_cases:numbers_after_loading", folder=str(tmp_path))
+        for _ in range(2)
+    )
+    assert first == again
+    numbers = [number for rank in (*saved, *first) for number in rank]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("saved", ["ddp", "torch"])
+def test_wrapped_or_not_a_model_has_the_same_keys(nursery: Nursery, saved: str, tmp_path: Path) -> None:
+    expected = nursery.run(2, "ddp_worlds.checkpoint_cases:saves_wrapped", folder=str(tmp_path), wrapper=saved)
+    for wrapper in ("ddp", "torch", "plain"):
+        found = nursery.run(2, "ddp_worlds.checkpoint_cases:loads_wrapped", folder=str(tmp_path), wrapper=wrapper)
+        assert found == expected
+    bare: Any = nn.Linear(3, 2)
+    assert ddp.Checkpoint(tmp_path).load(model=torch.compile(bare, backend="eager"))
+    assert bare.weight.flatten().tolist() == expected[0]
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+def test_hosts_without_a_shared_folder_receive_the_newest(nursery: Nursery, owner: int, tmp_path: Path) -> None:
+    case = "ddp_worlds.checkpoint_cases:loads_from_the_rank_that_sees_it"
+    nursery.run(3, case, folder=str(tmp_path), owner=owner, size=777)
+
+
+def test_ranks_that_save_different_things_are_told(nursery: Nursery, tmp_path: Path) -> None:
+    messages = nursery.run(
+        2, "ddp_worlds.checkpoint_cases:differing_arguments_are_refused_by_all", folder=str(tmp_path)
+    )
+    assert messages[0] == messages[1]
+    for message, part in zip(
+        messages[0],
+        [
+            "step is 6 on rank 1, but 5 on rank 0",
+            "names is ('extra',) on rank 1, but () on rank 0",
+            "rank 1: could not save step 5: extra is a builtins.object",
+            "rank 0: could not save step 5: model=object has no state_dict()",
+            "position of the sampler is",
+            "rank 1: could not restore",
+        ],
+        strict=True,
+    ):
+        assert part in message
+
+
+def test_a_file_that_all_ranks_pass_over_is_warned_of_once(nursery: Nursery, tmp_path: Path) -> None:
+    _save_steps(tmp_path, 1, 2)
+    _damage(tmp_path / "step-0000000002.pt")
+    assert nursery.run(2, "ddp_worlds.checkpoint_cases:is_silent_about_what_all_see", folder=str(tmp_path)) == [1, 0]
+
+
+def test_every_rank_counts_its_reduced_backward_passes_and_checkpoints(nursery: Nursery, tmp_path: Path) -> None:
+    paths = [tmp_path / str(rank) for rank in range(2)]
+    for path in paths:
+        path.write_bytes(bytes(24))
+    nursery.run(2, "ddp_worlds.checkpoint_cases:counts_progress", folder=str(tmp_path))
+    assert [struct.unpack("<QQQ", path.read_bytes()) for path in paths] == [(3, 2, 0), (3, 2, 0)]
+
+
+def _save_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        ddp.Checkpoint(folder, keep=9).save(step)
+
+
+def _damage(path: Path) -> None:
+    """Change one byte in the middle: the end still looks whole."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)

@@ -1,0 +1,107 @@
+"""A rank that fails, skips, drifts or changes its module: every rank learns it in the same step, and can go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ddp_worlds.nursery import Nursery
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, Word, read, used_among, write
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "said"),
+    [("forward", "ValueError: a bad batch"), ("backward", "its backward pass raised"), ("hook", "its backward pass")],
+)
+@pytest.mark.parametrize(("views", "cap_mb"), [(False, None), (True, 1e-3), (False, 1e-6)])
+def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
+    nursery: Nursery, fails_in: str, said: str, views: bool, cap_mb: float | None
+) -> None:
+    *others, (own, _) = nursery.run(
+        3, "ddp_worlds.step_status_cases:failure_is_shared", fails_in=fails_in, views=views, cap_mb=cap_mb
+    )
+    assert own.startswith("a bad")
+    for text, took_s in others:
+        assert "step 2 failed on rank 2" in text
+        assert said in text
+        assert took_s < 5
+
+
+def test_a_failure_on_every_rank_leaves_them_in_step(nursery: Nursery) -> None:
+    nursery.run(2, "ddp_worlds.step_status_cases:all_fail_and_go_on")
+
+
+def test_a_skipped_backward_is_told_in_the_next_reduction(nursery: Nursery) -> None:
+    for text in nursery.run(2, "ddp_worlds.step_status_cases:skipped_backward_is_told"):
+        assert "rank 1 made 1" in text
+        assert "the others 0" in text
+    for text in nursery.run(3, "ddp_worlds.step_status_cases:skipped_backward_is_told"):
+        assert "rank 1 made 1" in text
+
+
+def test_forward_passes_of_one_rank_are_no_skip(nursery: Nursery) -> None:
+    nursery.run(2, "ddp_worlds.step_status_cases:forwards_without_backward_are_no_skip")
+
+
+@pytest.mark.parametrize(("kind", "parameter"), [("bit", "layers.2.weight"), ("step", "layers.0.weight")])
+def test_drift_names_parameter_step_and_rank(nursery: Nursery, kind: str, parameter: str) -> None:
+    for text, named, step, ranks in nursery.run(3, "ddp_worlds.step_status_cases:drift_is_named", kind=kind):
+        assert (named, step, ranks) == (parameter, 5, (1,))
+        assert "before step 5" in text
+        assert "on rank 1 of 3" in text
+
+
+def test_equal_replicas_have_equal_checksums(nursery: Nursery) -> None:
+    nursery.run(2, "ddp_worlds.step_status_cases:no_drift_with_checksum")
+
+
+@pytest.mark.parametrize(("how", "name"), [("replaced", "layers.2.weight"), ("added", "extra")])
+def test_a_parameter_that_came_after_wrapping_is_refused_everywhere(nursery: Nursery, how: str, name: str) -> None:
+    for text in nursery.run(2, "ddp_worlds.step_status_cases:replaced_parameter_is_refused", how=how):
+        assert f"parameter '{name}' was added or replaced" in text
+
+
+def test_a_parameter_unfrozen_on_one_rank_is_refused_everywhere(nursery: Nursery) -> None:
+    for text, parameter in nursery.run(3, "ddp_worlds.step_status_cases:unfrozen_on_one_rank"):
+        assert parameter == "layers.2.weight"
+        assert "on rank 1, but not on rank 0, 2" in text
+
+
+@pytest.mark.parametrize(("weight", "said"), [(None, "rank 0 gave no weight"), (0.0, "add up to 0")])
+def test_weights_must_be_everywhere_and_more_than_nothing(nursery: Nursery, weight: float | None, said: str) -> None:
+    for text in nursery.run(2, "ddp_worlds.step_status_cases:weights_on_some_ranks_only", weight=weight):
+        assert said in text
+
+
+_words = st.builds(
+    Word,
+    failed=st.booleans(),
+    joined=st.just(False),
+    weight=st.none() | st.integers(0, 1000).map(float),
+    open_forwards=st.integers(0, 3),
+    late=st.integers(0, 2),
+    digest=st.integers(0, (1 << 48) - 1) | st.just(5),
+)
+
+
+@settings(deadline=None)
+@given(words=st.lists(_words, min_size=1, max_size=40), joined=st.integers(0, 3), dtype=st.sampled_from([0, 1]))
+def test_every_rank_reads_what_all_have_said(words: list[Word], joined: int, dtype: int) -> None:
+    everybody = [*words, *[Word(joined=True)] * joined]
+    sums = torch.zeros(HEADER_NUMEL + 3, dtype=(torch.float32, torch.float64)[dtype])
+    for rank, word in enumerate(everybody):
+        mine = torch.full_like(sums, 99.0)
+        write(word, mine, [0] if rank else [0, 2])
+        sums += mine
+    tally = read(sums, len(everybody))
+    assert tally.active == len(words)
+    assert tally.failed == sum(word.failed for word in words)
+    assert tally.weighted == sum(word.weight is not None for word in words)
+    assert tally.weight == sum(word.weight or 0 for word in words)
+    assert tally.late == sum(word.late for word in words)
+    assert tally.same_forwards == (len({word.open_forwards for word in words}) == 1)
+    assert tally.same_digest == (len({word.digest for word in words}) == 1)
+    if not any(word.failed for word in words):
+        assert used_among(sums, [0, 1, 2]) == ({1, 2} if len(words) > 1 else {1})

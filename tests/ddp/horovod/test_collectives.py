@@ -1,0 +1,41 @@
+"""Collectives in Horovod's words equal what one process computes, and ranks that differ are told who called what."""
+
+from __future__ import annotations
+
+import pytest
+from ddp_worlds.nursery import Nursery
+
+CASES = "ddp_worlds.horovod_cases"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_and_gradients_are_those_of_one_process(nursery: Nursery, world_size: int) -> None:
+    cases = [
+        "reductions_equal_those_of_one_process",
+        "copies_arrive_unchanged",
+        "gradients_are_those_of_one_process",
+    ]
+    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_states_and_objects_are_those_of_the_root(nursery: Nursery, world_size: int) -> None:
+    cases = [
+        "parameters_are_those_of_the_root",
+        "optimizer_states_are_those_of_the_root",
+        "objects_travel_without_pickle",
+    ]
+    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+
+
+def test_ranks_that_call_different_things_are_told_and_can_go_on(nursery: Nursery) -> None:
+    cases = ["different_calls_are_errors_that_name_them", "groups_and_places"]
+    nursery.run(3, f"{CASES}:in_turn", cases=cases)
+
+
+def test_a_rank_that_does_not_come_is_named(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:a_missing_rank_is_named")
+
+
+def test_without_a_group_calls_say_what_to_do(nursery: Nursery) -> None:
+    nursery.run(1, f"{CASES}:without_a_group_calls_say_what_to_do")

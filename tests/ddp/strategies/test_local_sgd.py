@@ -1,0 +1,92 @@
+"""Steps of each rank by itself: equal to a simulation of all ranks, never out of count, never saved half averaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ddp_worlds.nursery import Nursery
+
+CASES = "ddp_worlds.local_sgd_cases"
+# every, after, outer_lr, outer_momentum, nesterov
+OUTERS = [
+    (1, 0, 0.9),
+    (2,),
+    (3, 2),
+    (4, 1, 0.7, 0.9),
+    (3, 0, 1.0, 0.5, False),
+    (2, 3, 0.5, 0.8, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "inner", "wrapper", "parts", "outers"),
+    [
+        (1, "sgd", "ours", 1, OUTERS[3:5]),
+        (2, "adamw", "ours", 3, OUTERS),
+        (2, "sgd", "torch", 2, OUTERS[1:4]),
+        (3, "sgd", "ours", 1, OUTERS),
+        (4, "adamw", "torch", 1, OUTERS[3:4]),
+    ],
+)
+def test_replicas_and_averages_equal_a_simulation_of_all_ranks(
+    nursery: Nursery, world_size: int, inner: str, wrapper: str, parts: int, outers: list[tuple[float, ...]]
+) -> None:
+    nursery.run(
+        world_size, f"{CASES}:equals_the_oracle", outers=outers, inner=inner, wrapper=wrapper, parts=parts, steps=10
+    )
+
+
+@pytest.mark.parametrize(("dtype", "outer"), [(torch.float32, (7, 5, 0.7, 0.9)), (torch.bfloat16, (8,))])
+def test_replicas_are_bitwise_equal_after_100_steps(
+    nursery: Nursery, dtype: torch.dtype, outer: tuple[float, ...]
+) -> None:
+    nursery.run(3, f"{CASES}:replicas_are_bitwise_equal_after", steps=101, outer=outer, dtype=dtype)
+
+
+def test_every_1_and_the_steps_before_after_are_ordinary_training(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:every_step_is_ordinary_training")
+
+
+def test_a_step_that_grad_scaler_skips_on_one_rank_loses_no_count(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:a_step_that_one_rank_skips_loses_no_count")
+
+
+def test_ranks_with_less_data_wait_in_sync(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:ranks_with_less_data_wait_in_sync")
+
+
+def test_training_resumes_bitwise_and_in_another_world(nursery: Nursery, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.pt")
+    nursery.run(2, f"{CASES}:training_resumes_from_a_state", path=path)
+    nursery.run(3, f"{CASES}:a_state_fits_another_world", path=path)
+
+
+def test_a_subgroup_averages_among_its_members(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:a_subgroup_averages_among_its_members")
+
+
+def test_ranks_that_cannot_become_equal_are_an_error_on_all(nursery: Nursery) -> None:
+    every = nursery.run(2, f"{CASES}:ranks_that_cannot_become_equal")
+    assert every[0] == every[1]
+    settings, momentum, start = every[0]
+    assert "'every': 3" in settings
+    assert "outer momentum of 'layers.2.bias' is another on rank 1" in momentum
+    assert "starting point of the last steps of 'layers.4.bias' is another on rank 1" in start
+
+
+def test_misuse_is_warned_of_or_refused(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:misuse_is_warned_of")
+
+
+def test_no_hook_outlives_close_or_the_wrapper(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:hooks_end_with_close_or_the_wrapper")
+
+
+def test_parameters_thawed_later_are_counted(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:parameters_thawed_later_are_counted")
+
+
+def test_a_world_of_one_looks_ahead(nursery: Nursery) -> None:
+    nursery.run(1, f"{CASES}:world_of_one_looks_ahead")

@@ -1,0 +1,205 @@
+"""`ddp.init()` in processes of its own: alone, under the launchers of others, and with an environment that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+# Each rank trains one step on its row, and says what it sees as one line of JSON.
+REPORT = """
+    import json, warnings
+    warnings.simplefilter("error")
+    import torch
+    import ddp
+    world = ddp.init()
+    assert ddp.init() is world
+    model = torch.nn.Linear(2, 1).to(world.device)
+    model = ddp.DistributedDataParallel(model)
+    model(torch.full((1, 2), float(world.rank))).sum().backward()
+    print(json.dumps({
+        "rank": world.rank, "world_size": world.world_size, "local_rank": world.local_rank,
+        "local_world_size": world.local_world_size, "device": str(world.device), "backend": world.backend,
+        "is_main": world.is_main, "grad": model.module.weight.grad[0, 0].item(),
+    }), flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "report.py"
+    path.write_text(textwrap.dedent(REPORT))
+    return path
+
+
+def run(command: list[str | Path], timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return subprocess.run(
+        command,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def reports(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in re.findall(r"\{.*?\}", result.stdout)]  # lines of two ranks may run together
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+def test_alone_it_is_a_world_of_one_and_ends_quietly(script: Path) -> None:
+    result = run([sys.executable, script])
+    (report,) = reports(result)
+    assert report == {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "is_main": True,
+        "grad": 0.0,
+    }
+    assert result.stderr == ""
+
+
+def test_under_torchrun(script: Path) -> None:
+    result = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script])
+    first, second = reports(result)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (first["is_main"], second["is_main"]) == (True, False)
+    assert first["grad"] == second["grad"] == 0.5
+    assert "destroy_process_group" not in result.stderr
+
+
+def test_under_mpirun_on_one_host_without_a_master_address(script: Path, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian package openmpi-bin)")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    result = run(["mpirun", "--oversubscribe", "-np", "3", sys.executable, script], TMPDIR=str(tmp_path), **as_root)
+    assert [report["grad"] for report in reports(result)] == [1.0, 1.0, 1.0]
+    assert [report["local_rank"] for report in reports(result)] == [0, 1, 2]
+    (meeting_place,) = tmp_path.glob("ddp-*")
+    assert meeting_place.stat().st_mode & 0o777 == 0o700
+    assert not list(meeting_place.iterdir())
+
+
+def test_two_tasks_of_an_srun_step_on_one_host_meet(script: Path, tmp_path: Path) -> None:
+    """The variables of `srun -n 2`, set by hand: what SLURM does to start the tasks is not what is tested here."""
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "TMPDIR": str(tmp_path),
+    }
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**clean, **step, "PYTHONPATH": str(ROOT), "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [json.loads(task.communicate(timeout=60)[0]) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    assert [(line["rank"], line["world_size"], line["grad"]) for line in said] == [(0, 2, 0.5), (1, 2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 in a world of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "set MASTER_ADDR",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_named(env: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ddp.LaunchEnvironmentError, match=says):
+        ddp.init()
+
+
+def test_a_group_that_somebody_else_made_is_used_and_left_alone(tmp_path: Path) -> None:
+    result = run(
+        [
+            sys.executable,
+            "-c",
+            "import ddp, torch.distributed as dist\n"
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+            "world = ddp.init()\n"
+            "print(world.rank, world.world_size, world.device, world.backend)\n"
+            "dist.destroy_process_group()\n"
+            "ddp.init()\n",
+        ],
+        RANK="7",
+    )
+    assert result.returncode == 1  # the second init() found RANK without WORLD_SIZE
+    assert result.stdout == "0 1 cpu gloo\n"
+    assert "WORLD_SIZE is not set" in result.stderr
+
+
+def test_a_rank_that_cannot_meet_the_others_says_where(tmp_path: Path) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    result = run([sys.executable, "-c", "import ddp; ddp.init(timeout_s=1)"], **env)
+    assert result.returncode == 1
+    assert "RendezvousError: rank 1 of 2 could not join the others at 127.0.0.1:1" in result.stderr
+
+
+def test_a_script_that_keeps_its_model_ends_well(tmp_path: Path) -> None:
+    """The group's threads must end before the interpreter does, though the script's globals hold the group."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import atexit, torch, ddp
+            from torch import nn
+            from ddp import world
+            ddp.init()
+            model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+            atexit.unregister(world._leave)
+            world._leave()
+            assert not hasattr(model, "process_group")
+            print(model(torch.randn(4, 8)).shape)  # the module is still of use
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("torch.Size([4, 8])") == 2

@@ -1,0 +1,161 @@
+"""Callbacks do what they say, alike on all replicas, and one that fails is named by all."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ddp_worlds.nursery import Nursery
+from testbed.require import require
+
+import ddp
+from ddp.training import callbacks as cb
+from ddp.training.callbacks.stopping import Monitor
+
+CASES = "ddp_worlds.trainer_cases"
+
+
+def test_an_error_on_one_replica_is_told_on_all(nursery: Nursery) -> None:
+    hooks = {"on_step_end": 2, "on_epoch_end": 4, "on_evaluate_begin": 4}
+    told = nursery.run(3, f"{CASES}:breaks_on_one_replica", hooks=list(hooks))
+    for number, (hook, step) in enumerate(hooks.items()):
+        what = f"the callback Breaks failed in {hook}, at step {step}"
+        for replica in (0, 1):
+            assert told[replica][number] == f"{what}, on replica 2: see its output"
+        assert told[2][number] == f"{what}: KeyError: 'no such thing'"
+
+
+def test_all_replicas_stop_at_the_same_step(nursery: Nursery) -> None:
+    first, *others = nursery.run(3, f"{CASES}:stop_together")
+    assert all(each == first for each in others)
+    (_, by_step), (epochs, by_epoch) = first
+    assert by_step == 8
+    assert by_epoch == 4 * epochs < 36
+
+
+def test_rates_rise_to_those_of_all_replicas(nursery: Nursery) -> None:
+    rates = nursery.run(3, f"{CASES}:scaled_rates")[0]
+    # Eight steps of warm-up from the schedule's rate to three times it; four steps an epoch.
+    assert rates["warm"][:8] == pytest.approx([0.1 / (1 + step // 4) * (1 + 2 * step / 8) for step in range(8)])
+    assert rates["warm"][8:] == pytest.approx([0.1 / 3 * 3] * 4 + [3])
+    assert rates["epochs"] == pytest.approx([0.3] * 4 + [1])
+    assert rates["steps"] == [2 * 2]
+
+
+def test_tensorboard_reads_the_curves_of_a_resumed_run(nursery: Nursery, tmp_path: Path) -> None:
+    require(importlib.util.find_spec("tensorboard"), "tensorboard", "pip install tensorboard")
+    for breaks in (True, False):
+        nursery.run(2, f"{CASES}:draws_curves", folder=str(tmp_path), breaks=breaks)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "curves"))
+    events.Reload()
+    assert {"epoch/loss", "epoch/val_accuracy", "epoch/learning_rate", "step/loss"} <= set(events.Tags()["scalars"])
+    losses = events.Scalars("epoch/loss")
+    assert [each.step for each in losses] == [4, 8, 12]
+    table = list(csv.DictReader(io.StringIO((tmp_path / "log.csv").read_text())))
+    assert [row["epoch"] for row in table] == ["0", "1", "2"]
+    assert [each.value for each in losses] == pytest.approx([float(row["loss"]) for row in table], rel=1e-6)
+    steps = [each.step for each in events.Scalars("step/loss")]
+    assert steps == sorted(set(steps))
+    assert len(list((tmp_path / "curves").iterdir())) == 2  # of two runs, from one replica
+
+
+def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ddp.DdpError, match="pip install tensorboard"):
+        cb.TensorBoard(tmp_path)
+
+
+def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_path: Path) -> None:
+    best, history = nursery.run(2, f"{CASES}:keeps_the_best", folder=str(tmp_path))[0]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
+    assert best == pytest.approx(min(history), abs=1e-12)
+    assert set(torch.load(tmp_path / "best.pt", weights_only=True)) == {
+        f"{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")
+    }
+
+
+def trainer_at(epoch: int, *, is_main: bool = True) -> Any:
+    strategy = SimpleNamespace(is_main=is_main)
+    return SimpleNamespace(strategy=strategy, epoch=epoch, epochs=12, epoch_step=3, steps=4, step=4 * epoch + 3)
+
+
+def test_a_table_has_one_row_for_each_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.csv"
+
+    def write(begin: int, end: int, *, is_main: bool = True, **logs: float) -> list[dict[str, str]]:
+        logger = cb.CSVLogger(path)
+        logger.trainer = trainer_at(begin, is_main=is_main)
+        logger.on_fit_begin()
+        for epoch in range(begin, end):
+            logger.on_epoch_end(epoch, {"loss": 1 / (1 + epoch), **logs})
+        with open(path, newline="") as file:
+            return list(csv.DictReader(file))
+
+    assert [row["epoch"] for row in write(0, 4)] == ["0", "1", "2", "3"]
+    with open(path, "a") as file:
+        file.write("4,0.")  # cut short
+    assert [row["epoch"] for row in write(2, 5)] == ["0", "1", "2", "3", "4"]
+    assert write(5, 6, is_main=False)[-1]["epoch"] == "4"
+    rows = write(5, 6, val_loss=0.25)
+    assert [row["loss"] for row in rows] == [repr(1 / (1 + epoch)) for epoch in range(6)]
+    assert [row["val_loss"] for row in rows] == [""] * 5 + ["0.25"]
+    assert [row["epoch"] for row in write(0, 1)] == ["0"]
+    assert [path.name for path in path.parent.iterdir()] == ["log.csv"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_in_a_file() -> None:
+    written = []
+    for stream, is_main in ((Terminal(), True), (io.StringIO(), True), (Terminal(), False)):
+        bar = cb.ProgressBar(stream)
+        bar.trainer = trainer_at(2, is_main=is_main)
+        bar.on_epoch_begin(2)
+        bar.on_step_end(11, {"loss": 0.5})
+        bar.on_epoch_end(2, {"loss": 0.25, "val_accuracy": 0.975})
+        written.append(stream.getvalue())
+    assert written[0].startswith("\repoch  3/12  [" + "=" * 18 + " " * 6 + "] 3/4  loss 0.5\x1b[K\r\x1b[K")
+    assert written[1] == "epoch  3/12  loss 0.25  val_accuracy 0.975  0.0 s\n"
+    assert written[0].endswith(written[1])
+    assert written[2] == ""
+
+
+def test_the_best_value_by_name_and_mode() -> None:
+    falling = Monitor("val_loss", min_delta=0.1)
+    assert [falling.takes({"val_loss": value}) for value in (1.0, 0.95, float("nan"), 0.8)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [Monitor("val_accuracy").takes({"val_accuracy": 0.5}), falling.best] == [True, 0.8]
+    rising = Monitor("reward", mode="max")
+    assert [rising.takes({"reward": value}) for value in (1.0, 0.5, 2.0)] == [True, False, True]
+    with pytest.raises(ddp.ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"):
+        falling.takes({"loss": 1.0})
+    with pytest.raises(ddp.ArgumentError, match="mode='best'"):
+        Monitor("loss", mode="best")  # type: ignore[arg-type]
+
+
+def test_schedules_of_torch_and_wrong_ones(nursery: Nursery) -> None:
+    nursery.run(1, f"{CASES}:schedules")
+    with pytest.raises(ddp.ArgumentError, match="a function of the epoch or step"):
+        cb.LearningRateScheduler()
+    with pytest.raises(ddp.ArgumentError, match="by='batch'"):
+        cb.LearningRateScheduler(lambda epoch: 1.0, by="batch")  # type: ignore[arg-type]
+    with pytest.raises(ddp.ArgumentError, match="divide='world'"):
+        cb.LinearScaling(divide="world")  # type: ignore[arg-type]
+    with pytest.raises(ddp.ArgumentError, match="every_n_steps=-1"):
+        cb.ModelCheckpoint("x", every_n_steps=-1)

@@ -1,0 +1,391 @@
+"""What the ranks of a test world do with central storage: each function runs on every rank and asserts there.
+
+The oracle is all-reduce: DistributedDataParallel with the same optimizer, on the same data, in the same world.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd, assert_replicas_equal
+from torch import nn
+
+import ddp
+from ddp.comm.shared_memory import SharedSegment
+from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
+
+F64 = torch.float64
+Make = Callable[[Any], torch.optim.Optimizer]
+
+MAKERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "sparse sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.01),
+}
+
+
+class Norm(nn.Module):
+    """Batch normalization, and a branch that odd ranks use only in odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 33, bias=False)  # whose gradient would be noise, of which Adam makes steps
+        self.norm = nn.BatchNorm1d(33)
+        self.sometimes = nn.Linear(33, 33)
+        self.last = nn.Linear(33, 3)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x)).tanh()
+        if self.step % 2 == 0 and dist.get_rank() != 1:
+            hidden = hidden + self.sometimes(hidden)
+        return self.last(hidden)
+
+
+class Words(nn.Module):
+    """Embeddings with sparse gradients, of which each rank uses other rows, sometimes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(41, 5, sparse=True)
+        self.others = nn.Embedding(300, 3, sparse=True)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = (x[:, 0] * 10).abs().long() % 41
+        total = self.words(at).sum(1, keepdim=True)
+        if dist.get_rank() == self.step % 2:
+            total = total + self.others(at * 7).sum(1, keepdim=True)
+        return total * x[:, :3]
+
+
+MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "odd": Odd, "norm": Norm, "words": Words, "conv": Conv}
+
+
+def build(name: str, dtype: torch.dtype = F64) -> nn.Module:
+    torch.manual_seed(7 + dist.get_rank())  # rank 0's values count
+    return MODELS[name]().to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = F64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return (
+        torch.randn(4, 6, generator=generator, dtype=dtype),
+        torch.randn(4, 3, generator=generator, dtype=dtype),
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, *, parts: int = 1, clip: float = 0.0) -> None:
+    module = model.module if isinstance(model, ddp.DistributedDataParallel) else model
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        module.step = step
+        for part in range(parts):
+            x, y = batch(step * 10 + part, dtype)
+            is_last = part == parts - 1
+            if not is_last and isinstance(model, ddp.DistributedDataParallel):
+                with model.no_sync():
+                    (model(x) - y).square().mean().backward()
+            else:
+                (model(x) - y).square().mean().backward()
+        if clip and isinstance(model, ddp.DistributedDataParallel):
+            clip_all(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def broadcast_all(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        dist.broadcast(tensor, 0)
+
+
+def clip_all(model: nn.Module, most: float) -> None:
+    """As clip_grad_norm_, which cannot do sparse gradients."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    norm = torch.stack([value.norm() for value in values]).norm()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * (most / (norm + 1e-6)).clamp(max=1.0)
+
+
+def assert_same(ours: Any, theirs: Any, where: str, *, rtol: float = 1e-12) -> None:
+    assert type(ours) is type(theirs), (where, ours, theirs)
+    if isinstance(ours, torch.Tensor):
+        if ours.is_sparse:
+            ours, theirs = ours.to_dense(), theirs.to_dense()
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol, msg=lambda text: f"{where}: {text}")
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), (where, ours.keys(), theirs.keys())
+        for key, value in ours.items():
+            assert_same(value, theirs[key], f"{where}/{key}", rtol=rtol)
+    elif isinstance(ours, list | tuple):
+        for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(left, right, f"{where}/{position}", rtol=rtol)
+    else:
+        assert ours == theirs, (where, ours, theirs)
+
+
+def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # or torch's own optimizers warn
+    for model_name, maker, parts, clip in settings:
+        where = f"{model_name} {maker} {parts} {clip}"
+        make = MAKERS[maker]
+        theirs = ddp.DistributedDataParallel(build(model_name))
+        their_optimizer = make(list(theirs.parameters()))
+        train(theirs, their_optimizer, range(5), parts=parts, clip=clip)
+
+        model = build(model_name)
+        users = make(list(model.parameters()))
+        model, optimizer = CentralStorage(max_grad_norm=clip or None).prepare(model, users)
+        train(model, optimizer, range(5), parts=parts)
+        broadcast_all(list(theirs.module.buffers()))  # all-reduce does so when the next step begins
+        assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()), where)
+        assert_replicas_equal(model)
+        assert_same(optimizer.state_dict(), their_optimizer.state_dict(), where)
+        optimizer.close()
+
+
+def prepared(name: str = "mlp", maker: str = "sgd", **options: Any) -> tuple[nn.Module, CentralOptimizer]:
+    model = build(name)
+    return CentralStorage(**options).prepare(model, MAKERS[maker](model.parameters()))
+
+
+def step_of(model: nn.Module, optimizer: Any, step: int = 0) -> None:
+    x, y = batch(step)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def there_is_one_copy() -> None:
+    """What one rank writes, all ranks see; nothing is open to others; saved states are no larger than they must be."""
+    rank = dist.get_rank()
+    model, optimizer = prepared("norm", "adamw")
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    first = next(model.parameters())
+    if rank == 1:
+        first.data.fill_(3.0)
+    dist.barrier()
+    assert first.eq(3.0).all()
+    step_of(model, optimizer)
+    held = len(os.listdir("/proc/self/fd"))
+    for step in range(2, 5):
+        step_of(model, optimizer, step)
+    assert len(os.listdir("/proc/self/fd")) == held
+    saved = io.BytesIO()
+    torch.save(first, saved)
+    assert len(saved.getvalue()) < first.nbytes + 2000
+    average = copy.deepcopy(model)
+    assert next(average.parameters()).data_ptr() != first.data_ptr()
+    assert next(average.parameters()).grad is None
+    dist.barrier()
+    model.load_state_dict({name: tensor.clone().zero_() for name, tensor in model.state_dict().items()})
+    step_of(model, optimizer, 1)
+    optimizer.close()
+    dist.barrier()
+    first.data.fill_(rank)
+    dist.barrier()
+    assert first.eq(rank).all(), "after close() each rank has its own again"
+    with pytest.raises(ddp.DdpError, match="closed"):
+        optimizer.step()
+
+
+def one_rank_saves(*, path: str) -> None:
+    """As scripts for all-reduce do: rank 0 alone asks for the state, which a plain optimizer and other worlds take."""
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    for name, maker in (("norm", "adamw"), ("words", "sparse adam"), ("words", "sparse sgd"), ("mlp", "adafactor")):
+        model, optimizer = prepared(name, maker)
+        train(model, optimizer, range(3))
+        if dist.get_rank() == 0:
+            before = {"model": copy.deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+            torch.save(before, f"{path}.{name}.{maker}")
+        train(model, optimizer, range(3, 5))
+        if dist.get_rank() == 0:
+            after = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(after, f"{path}.{name}.{maker}.after")
+        dist.barrier()
+        loaded = torch.load(f"{path}.{name}.{maker}", weights_only=True)
+        again, optimizer = prepared(name, maker)
+        again.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert_same(optimizer.state_dict(), loaded["optimizer"], "at once, before any step")
+        train(again, optimizer, range(3, 5))
+        assert_same(dict(again.state_dict()), dict(model.state_dict()), f"resumed {name} {maker}")
+
+
+def a_state_fits_all_reduce(*, path: str) -> None:
+    """In another world: go on from the saved state with all-reduce and with central storage."""
+    for name, maker in (("norm", "adamw"), ("mlp", "adafactor")):
+        loaded = torch.load(f"{path}.{name}.{maker}", weights_only=True)
+        found = []
+        for central in (True, False):
+            model: nn.Module = build(name)
+            model.load_state_dict(loaded["model"])
+            optimizer: Any = MAKERS[maker](model.parameters())
+            optimizer.load_state_dict(loaded["optimizer"])  # before prepare() this time
+            if central:
+                model, optimizer = CentralStorage().prepare(model, optimizer)
+            else:
+                model = ddp.DistributedDataParallel(model)
+            train(model, optimizer, range(3, 5))
+            module = model.module if isinstance(model, ddp.DistributedDataParallel) else model
+            found.append([dict(module.named_parameters()), optimizer.state_dict()])
+        assert_same(found[0], found[1], f"{name} {maker}")
+
+
+def changes_after_prepare_are_errors() -> list[str]:
+    """On all ranks; or on one, of which the others hear."""
+
+    def add(model: Any) -> None:
+        model.layers.append(nn.Linear(3, 3).double())
+
+    def replace(model: Any) -> None:
+        model.layers[0].weight = nn.Parameter(torch.ones(40, 6, dtype=F64))
+
+    def cast(model: Any) -> None:
+        model.float()
+
+    def move(model: Any) -> None:
+        model.layers[2].weight.data = model.layers[2].weight.data.clone()
+
+    told = []
+    for change in (add, replace, cast, move):
+        model, optimizer = prepared()
+        step_of(model, optimizer)
+        change(model)
+        with pytest.raises(ddp.ArgumentError, match="after prepare"):
+            optimizer.step()
+    model, optimizer = prepared()
+    if dist.get_rank() == 1:
+        move(model)
+        with pytest.raises(ddp.ArgumentError, match=r"layers\.2\.weight"):
+            optimizer.step()
+    else:
+        with pytest.raises(ddp.PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'") as error:
+            optimizer.step()
+        assert [*error.value.failures] == [1]
+        told.append(str(error.value))
+    # What fails in the step itself, on the rank that has that part of the model.
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    model, optimizer = prepared("words", "sparse adam")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((RuntimeError, ddp.PeerFailedError), match="SparseAdam does not support dense"):
+        optimizer.step()
+    with pytest.raises((RuntimeError, ddp.PeerFailedError), match="SparseAdam does not support dense"):
+        optimizer.step()  # the ranks still meet
+    return told
+
+
+def what_differs_between_ranks_is_an_error() -> None:
+    rank = dist.get_rank()
+    other, model = Mlp(), Mlp()
+    other.layers[4] = nn.Linear(33, 3 + rank)
+    engine = CentralStorage()
+    with pytest.raises(ddp.LayoutMismatchError, match=r"layers\.4\.weight"):
+        engine.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(ddp.LayoutMismatchError, match="hyperparameters"):
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank))
+    model, optimizer = prepared()
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    with pytest.raises(ddp.ArgumentError, match="rank 1 steps with other hyperparameters than rank 0 in step 1"):
+        optimizer.step()
+    # Another host has none of this one's processes.
+    if rank == 1:
+        SharedSegment.open = lambda ticket: None  # type: ignore[method-assign]  # this process ends after the test
+    with pytest.raises(ddp.ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"):
+        prepared()
+
+
+def the_users_optimizer_steps_no_more() -> None:
+    model = build("mlp")
+    users = MAKERS["adamw"](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(users, 1, 0.5)
+    frozen = next(model.parameters()).requires_grad_(False)
+    values = frozen.detach().clone()
+    broadcast_all([values])
+    model, optimizer = CentralStorage().prepare(model, users)
+    hooked: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    step_of(model, optimizer)
+    schedule.step()  # made before prepare(), with what it warns of as errors
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    assert torch.equal(frozen, values)
+    assert hooked == [1]
+    loss = optimizer.step(lambda: 2.5)
+    assert loss == 2.5
+    with pytest.raises(ddp.DdpError, match="the one that prepare"):
+        users.step()
+    with pytest.raises(ddp.ArgumentError, match="before"):
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(ddp.UnsupportedError):
+        CentralStorage().prepare(model, torch.optim.LBFGS(model.parameters()))
+    x, y = batch(0)
+    (model(x) - y).square().mean().backward()
+    mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, mine, kept)), ".grad is this rank's own, after the step as well"
+    with pytest.raises(ddp.ArgumentError, match="max_grad_norm"):
+        CentralStorage(max_grad_norm=0.0)
+
+
+def half_precision_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    model = nn.ParameterList([parameter])
+    _, optimizer = CentralStorage().prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    every = torch.randn(dist.get_world_size(), 1000).bfloat16()
+    parameter.grad = every[dist.get_rank()].clone()
+    optimizer.step()
+    assert torch.equal(parameter, -(sum(every.float()) / dist.get_world_size()).bfloat16())
+
+
+def the_name_in_strategy_is_enough() -> None:
+    strategy = ddp.strategy("central_storage", max_grad_norm=1.0)
+    model = build("norm")
+    model, optimizer = strategy.prepare(model, MAKERS["adamw"](model.parameters()))
+    train(model, optimizer, range(2))
+    assert optimizer.grad_norm > 0  # type: ignore[attr-defined]
+    assert_replicas_equal(model)
+
+
+def a_rank_leaves() -> str:
+    """Rank 1 ends in the middle; the other hears of it at its next step, and can use its own values still."""
+    model, optimizer = prepared(stall_timeout_s=20.0)
+    step_of(model, optimizer)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(ddp.CollectiveError) as error:
+        optimizer.step()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    optimizer.state_dict()
+    return str(error.value)
+
+
+def a_rank_is_late() -> str:
+    other_group = dist.new_group()
+    _, optimizer = prepared(stall_timeout_s=1.0)
+    said = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(ddp.CollectiveError) as error:
+            optimizer.step()
+        said = str(error.value)
+    dist.barrier(group=other_group)
+    return said

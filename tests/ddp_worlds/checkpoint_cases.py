@@ -1,0 +1,224 @@
+"""What the ranks of a test world do with checkpoints, and a writer that is killed: `python checkpoint_cases.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp
+from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import rng
+from ddp.monitoring import progress
+
+
+def numbers_after_saving(folder: str) -> list[float]:
+    """Save, then draw: what every rank's generators give next."""
+    seed = 100 + dist.get_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 2)
+    ddp.Checkpoint(folder).save(7, model=model, here="there")
+    return _draw()
+
+
+def numbers_after_loading(folder: str) -> list[float]:
+    restored = ddp.Checkpoint(folder).load(model=nn.Linear(2, 2))
+    assert restored is not None
+    assert (restored.step, restored.values, restored.world_size) == (7, {"here": "there"}, 2)
+    return _draw()
+
+
+def _draw() -> list[float]:
+    return [random.random(), float(numpy.random.random()), float(torch.rand(()))]
+
+
+def saves_wrapped(folder: str, wrapper: str) -> list[float]:
+    kind = ddp.DistributedDataParallel if wrapper == "ddp" else nn.parallel.DistributedDataParallel
+    model = kind(_linear())
+    ddp.Checkpoint(folder).save(1, model=model)
+    return model.module.weight.flatten().tolist()
+
+
+def loads_wrapped(folder: str, wrapper: str) -> list[float]:
+    model: Any = _linear()
+    if wrapper != "plain":
+        model = (ddp.DistributedDataParallel if wrapper == "ddp" else nn.parallel.DistributedDataParallel)(model)
+    assert ddp.Checkpoint(folder).load(model=model) is not None
+    return next(iter(model.parameters())).flatten().tolist()
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(3, 2)
+
+
+def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None:
+    """Every rank has a folder of its own; only the owner's has the newest checkpoint."""
+    rank = dist.get_rank()
+    model = nn.Linear(size, 1, bias=False)
+    own = Path(folder) / str(rank)
+    # Written as a process alone would have done it.
+    for step in (3, 8) if rank == owner else (3,):
+        weights = {"weight": torch.full((1, size), float(step))}
+        content = {"step": step, "world_size": 1, "model": weights, "random": [rng.capture()], "values": {}}
+        checkpoint_file.write(own, step, content)
+    ddp.checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
+    restored = ddp.Checkpoint(own).load(model=model)
+    assert restored is not None
+    assert restored.step == 8
+    assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
+    with torch.no_grad():
+        model.weight.zero_()
+    restored = ddp.Checkpoint("elsewhere").load(own / "step-0000000008.pt", model=model)
+    assert restored is not None
+    assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
+
+
+def failure_of_rank_zero_is_raised_by_all(folder: str, what: str) -> str:
+    checkpoint = ddp.Checkpoint(folder)
+    checkpoint.save(1, weights=torch.zeros(10_000))
+    before = sorted(os.listdir(folder))
+    if dist.get_rank() == 0:
+        if what == "full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        else:
+            os.chmod(folder, 0o555)
+            if os.geteuid() == 0:
+                os.seteuid(65534)  # root may write anywhere
+    with pytest.raises(ddp.CheckpointError, match=r"rank 0: could not (save|write) step 2") as caught:
+        checkpoint.save(2, weights=torch.zeros(10_000))
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        if os.getuid() == 0:
+            os.seteuid(0)
+        os.chmod(folder, 0o755)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == before
+    checkpoint.save(2)  # the ranks are still in step
+    assert (checkpoint.load() or pytest.fail("nothing saved")).step == 2
+    return str(caught.value)
+
+
+def differing_arguments_are_refused_by_all(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    checkpoint = ddp.Checkpoint(folder)
+    sampler = ddp.DistributedSampler(range(100))
+    wrong: list[Callable[[], None]] = [
+        lambda: checkpoint.save(5 + rank),
+        lambda: checkpoint.save(5, **({"extra": 1} if rank else {})),
+        lambda: checkpoint.save(5, extra=object() if rank else 1),
+        lambda: checkpoint.save(5, model=nn.Linear(1, 1) if rank else object()),  # type: ignore[arg-type]  # on purpose
+        lambda: checkpoint.save(5, sampler=sampler),
+    ]
+    messages = []
+    for save in wrong:
+        if save is wrong[-1]:
+            batch = [index for index, _ in zip(sampler, range(8), strict=False)]
+            sampler.advance(len(batch) - rank)
+        with pytest.raises(ddp.CheckpointError) as caught:
+            save()
+        messages.append(str(caught.value))
+    assert checkpoint.load() is None
+    checkpoint.save(5, model=nn.Linear(1, 1))
+    with pytest.raises(ddp.CheckpointError) as caught:
+        checkpoint.load(model=nn.Linear(1, 2 if rank else 1))
+    messages.append(str(caught.value))
+    return messages
+
+
+def is_silent_about_what_all_see(folder: str) -> int:
+    """Load beside a damaged file; the number of warnings on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ddp.Checkpoint(folder).load() is not None
+    return len(caught)
+
+
+def counts_progress(folder: str) -> None:
+    """Three reduced passes, one that only accumulates, two checkpoints."""
+    os.environ["DTRAIN_PROGRESS_FILE"] = str(Path(folder) / str(dist.get_rank()))
+    progress._counters = progress._mapped()
+    model = ddp.DistributedDataParallel(_linear())
+    for _ in range(3):
+        with model.no_sync():
+            model(torch.ones(3)).sum().backward()
+        model(torch.ones(3)).sum().backward()
+    checkpoint = ddp.Checkpoint(Path(folder) / "checkpoints")
+    for step in (1, 2):
+        checkpoint.save(step, model=model)
+
+
+# A writer that is killed
+
+_WEIGHTS = 3000
+
+
+def kill_writers(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """Fork a process that saves in a loop, kill it at a random moment, check what it left; `kills` times."""
+    rng = random.Random(seed)
+    in_the_middle = newest = 0
+    checkpoint = ddp.Checkpoint(folder, keep=2)
+    for _ in range(kills):
+        done_read, done_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(done_read)
+            _save_for_ever(folder, done_write)
+        os.close(done_write)
+        first = os.read(done_read, 8)  # it has saved once: from now on any moment is a moment of saving
+        time.sleep(rng.uniform(0, 0.012))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        reported = first
+        while more := os.read(done_read, 8192):
+            reported = more[-8:]
+        os.close(done_read)
+        durable = int.from_bytes(reported, "little")
+
+        in_the_middle += any(name.endswith(".tmp") for name in os.listdir(folder))
+        weights = nn.Linear(_WEIGHTS, 1)
+        restored = checkpoint.load(model=weights)
+        assert restored is not None
+        assert restored.step >= max(durable, newest), "a checkpoint that was durable is gone"
+        newest = restored.step
+        assert restored.values == {"number": newest}
+        assert all(bool((value == newest).all()) for value in weights.state_dict().values())
+    checkpoint.save(newest + 1)
+    left = sorted(os.listdir(folder))
+    assert len(left) == 2, left
+    return {"in_the_middle": in_the_middle, "newest": newest}
+
+
+def _save_for_ever(folder: Path, done: int) -> None:
+    try:
+        model = nn.Linear(_WEIGHTS, 1)
+        checkpoint = ddp.Checkpoint(folder, keep=2)
+        restored = checkpoint.load(model=model)
+        step = restored.step if restored else 0
+        while True:
+            step += 1
+            for value in model.state_dict().values():
+                value.fill_(step)
+            checkpoint.save(step, model=model, number=step)
+            os.write(done, step.to_bytes(8, "little"))
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    print(json.dumps(kill_writers(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

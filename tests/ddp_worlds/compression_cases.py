@@ -1,0 +1,502 @@
+"""What the ranks of a test world do with compressed gradients: each function runs on every rank and asserts there.
+
+Buckets of known numbers go straight through the hooks, and models train in torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp
+from ddp.compression.compressors import CommHook, Half, Int8, PowerSGD, make_compression
+from ddp.compression.quantize import dequantize, quantize, row_bytes
+from ddp.errors import CheckpointError, CollectiveError, LayoutMismatchError
+
+SIZES = (1, 3, 0, 511, 512, 4097, 60_000)
+Method = str | Half | Int8 | PowerSGD
+LOW_RANK = PowerSGD(rank=3, start_step=2)
+
+
+@dataclass
+class Bucket:
+    """A bucket as torch's reducer passes it to a hook."""
+
+    number: int
+    flat: torch.Tensor
+    last: bool = False
+    shapes: Sequence[tuple[int, ...]] = field(default=())
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        if not self.shapes:
+            return [self.flat]
+        parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+def gradients(step: int, rank: int, sizes: Sequence[int] = SIZES) -> list[torch.Tensor]:
+    """What `rank` contributes in `step`: any rank can compute any other's."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(size, generator=generator) * 10.0 ** (index - 3) for index, size in enumerate(sizes)]
+
+
+def true_means(step: int, sizes: Sequence[int] = SIZES, size: int | None = None) -> list[torch.Tensor]:
+    ranks = range(dist.get_world_size() if size is None else size)
+    return [
+        torch.stack(each).double().mean(0) for each in zip(*(gradients(step, r, sizes) for r in ranks), strict=True)
+    ]
+
+
+def reduced(
+    made: CommHook, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]] | None = None
+) -> list[torch.Tensor]:
+    """Send all buckets, then wait for all, as a backward pass does."""
+    futures = []
+    for number, flat in enumerate(flats):
+        bucket = Bucket(number, flat, number == len(flats) - 1, shapes[number] if shapes else ())
+        futures.append(made.hook(made.state, bucket))
+    results = [future.wait() for future in futures]
+    for flat, result in zip(flats, results, strict=True):
+        assert (result.dtype, result.shape) == (flat.dtype, flat.shape)
+    return results
+
+
+def assert_same_bits(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    for number, tensor in enumerate(tensors):
+        mine = tensor.contiguous().view(-1).view(torch.uint8)
+        if not mine.numel():
+            continue
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, mine, group=group)
+        assert all(torch.equal(other, every[0]) for other in every), f"tensor {number} differs between ranks"
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norm, relative."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+# One reduction
+
+
+def one_reduction() -> dict[str, float]:
+    """Sizes and dtypes of all kinds; returns the relative error of the largest bucket by method."""
+    errors = {}
+    for name in ("fp16", "bf16", "int8"):
+        made = make_compression(name)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            results = reduced(made, [flat.to(dtype) for flat in gradients(0, dist.get_rank())])
+            assert_same_bits(results)
+            for result, mean in zip(results, true_means(0), strict=True):
+                if mean.numel():
+                    assert error(result, mean) < 0.05, (name, dtype, mean.numel())
+            if dtype is torch.float32:
+                errors[name] = error(results[-1], true_means(0)[-1])
+        made.state.close()
+        made.state.close()  # twice is once
+    return errors
+
+
+def in_the_order_of_a_stream() -> None:
+    """What CUDA does, one bucket at a time: both steps on the group itself, with the same bits as by threads."""
+    for name in ("bf16", "int8"):
+        threaded, streamed = make_compression(name), make_compression(name)
+        streamed.state._exchange = copy.copy(streamed.state._exchange)
+        streamed.state._exchange._pipeline = None
+        for step in range(3):
+            for size in (1, 5000):
+                (flat,) = gradients(step, dist.get_rank(), [size])
+                (a,), (b,) = reduced(threaded, [flat.clone()]), reduced(streamed, [flat.clone()])
+                assert torch.equal(a, b)
+
+
+def two_models_in_two_threads() -> None:
+    """Averages of two compressors at once, each in its own order, do not meet each other."""
+    made = [make_compression("int8", dist.new_group()) for _ in range(2)]
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def run(which: int) -> None:
+        results[which] = [
+            reduced(made[which], [torch.full((700,), which + 1.0) for _ in range(5)])[4] for _ in range(10)
+        ]
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which in range(2):
+        for result in results[which]:
+            torch.testing.assert_close(result, torch.full((700,), which + 1.0))
+
+
+def many_buckets_in_any_rhythm() -> None:
+    """Fifty buckets on their way at once, sent at a different pace on each rank, arrive as themselves."""
+    sizes = [1 + 37 * number % 1500 for number in range(50)]
+    made = {name: make_compression(name) for name in ("bf16", "int8")}
+    for step in range(3):
+        for hook in made.values():
+            futures = []
+            for number, flat in enumerate(gradients(step, dist.get_rank(), sizes)):
+                if number % 7 == 3 * dist.get_rank():
+                    time.sleep(0.001)
+                flat.fill_(float(number + dist.get_rank()))
+                futures.append(hook.hook(hook.state, Bucket(number, flat)))
+            for number, future in enumerate(futures):
+                expected = number + (dist.get_world_size() - 1) / 2
+                torch.testing.assert_close(
+                    future.wait(), torch.full((sizes[number],), expected), rtol=0.01, atol=0.01, msg=f"bucket {number}"
+                )
+
+
+def not_finite() -> None:
+    """Inf and NaN reach every rank, and are gone in the next step."""
+    rank = dist.get_rank()
+    for name in ("fp16", "bf16", "int8"):
+        made = make_compression(name)
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            flat = torch.ones(5000)
+            flat[700] = bad if rank == dist.get_world_size() - 1 else 1.0
+            (result,) = reduced(made, [flat])
+            assert_same_bits([result])
+            assert not result[700].isfinite()
+            fine = torch.ones(5000, dtype=torch.bool)
+            fine[512:1024] = name != "int8"  # its block
+            fine[700] = False
+            torch.testing.assert_close(result[fine], torch.ones(int(fine.sum())))
+            (result,) = reduced(made, [torch.full((5000,), 2.0)])
+            torch.testing.assert_close(result, torch.full((5000,), 2.0))
+    half = make_compression("fp16")
+    (result,) = reduced(half, [torch.tensor([6e4, 1e6, -1e6, 1.0])])  # the sum of the first is too large for float16
+    torch.testing.assert_close(result, torch.tensor([6e4, float("inf"), float("-inf"), 1.0]), rtol=1e-3, atol=0)
+    (result,) = reduced(make_compression("int8"), [torch.tensor([3e38, -1e38, 0.0])])
+    torch.testing.assert_close(result, torch.tensor([3e38, -1e38, 0.0]), rtol=0.02, atol=1e36)
+    (result,) = reduced(make_compression("int8"), [torch.tensor([1e-45, 0.0, -1e-39])])
+    assert result.abs().max() < 1e-38  # nothing divides by zero
+
+
+# Error feedback
+
+
+def error_feedback(steps: int) -> dict[str, float]:
+    """The error of the sum of all steps, relative to the largest error of a single one.
+
+    Half of the gradients are nearly the same in every step, a bias that no average over steps would hide.
+    """
+    shapes = [[(60, 100)]]
+    methods: dict[str, Method] = {
+        "int8": Int8(), "int8 without": Int8(error_feedback=False), "powersgd": LOW_RANK,
+    }  # fmt: skip
+    ratios = {}
+    for name, method in methods.items():
+        made = make_compression(method)
+        owed, largest = torch.zeros(6000).double(), 0.0
+        for step in range(steps):
+            constant = torch.linspace(-1, 1, 3000) ** 3
+            every = [
+                torch.cat([constant + rank * 1e-3, gradients(step % 5, rank, [3000])[0] * 1e3])
+                for rank in range(dist.get_world_size())
+            ]
+            mean = torch.stack(every).double().mean(0)
+            (result,) = reduced(made, [every[dist.get_rank()]], shapes)
+            owed += mean - result.double()
+            largest = max(largest, float((mean - result).norm()))
+        ratios[name] = float(owed.norm()) / largest
+    return ratios
+
+
+# Training
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 48), nn.Tanh(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale
+
+
+def trained(method: Method | None, *, steps: int = 200, wrapper: Any = nn.parallel.DistributedDataParallel) -> float:
+    """Train a regression; returns the mean loss of the last 20 steps on the whole batch. Replicas end equal."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net, teacher = Net(), nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = wrapper(net, bucket_cap_mb=0.008)
+    made = make_compression(method) if method is not None else None
+    if made is not None:
+        model.register_comm_hook(made.state, made.hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(64, 12, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            y = teacher(x)
+            if step >= steps - 20:
+                losses.append(float((net(x) - y).square().mean()))
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        optimizer.zero_grad()
+        (model(x[mine]) - y[mine]).square().mean().backward()
+        optimizer.step()
+    assert_same_bits([parameter.detach() for parameter in net.parameters()])
+    if made is not None:
+        made.state.close()
+    return sum(losses) / len(losses)
+
+
+def training() -> dict[str, float]:
+    methods: dict[str, Method | None] = {
+        "fp32": None, "fp16": "fp16", "bf16": "bf16", "int8": "int8", "powersgd": PowerSGD(rank=2, start_step=10),
+    }  # fmt: skip
+    return {name: trained(method) for name, method in methods.items()}
+
+
+# Checkpoints
+
+SHAPES = ([(40, 30)], [(7,)], [(), (0, 3), (50, 41)])
+FLATS = [sum(torch.Size(shape).numel() for shape in bucket) for bucket in SHAPES]
+
+
+def state_goes_on_bit_by_bit(method: Method, folder: str) -> None:
+    """Six steps with a save after the third; a compressor that loads it makes the same last three."""
+    path = Path(folder) / f"state.{dist.get_rank()}"
+
+    def steps(made: CommHook, first: int) -> list[torch.Tensor]:
+        return [
+            result.clone()
+            for step in range(first, first + 3)
+            for result in reduced(made, gradients(step, dist.get_rank(), FLATS), SHAPES)
+        ]
+
+    made = make_compression(method)
+    steps(made, 0)
+    torch.save(made.state.state_dict(), path)
+    went_on = steps(made, 3)
+    other = make_compression(method)
+    steps(other, 7)  # what it has by then is forgotten
+    other.state.load_state_dict(torch.load(Path(folder) / "state.0", weights_only=True))
+    resumed = steps(other, 3)
+    assert all(torch.equal(a, b) for a, b in zip(went_on, resumed, strict=True))
+    first, second = made.state.state_dict(), other.state.state_dict()
+    for state in (first, second):
+        assert [held["index"] for held in state["buckets"]] == ([] if method == "bf16" else [0, 1, 2])
+    for a, b in zip(first["buckets"], second["buckets"], strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
+    assert_same_bits([value for held in first["buckets"] for value in held.values() if isinstance(value, torch.Tensor)])
+
+
+def what_is_owed_is_paid(method: Method, folder: str) -> None:
+    """A state of any other number of ranks: what it owes is delivered or still owed after a step of zeros."""
+    state = torch.load(Path(folder) / "state.0", weights_only=True)
+    made = make_compression(method)
+    made.state.load_state_dict(state)
+    again = made.state.state_dict()
+    for a, b in zip(state["buckets"], again["buckets"], strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
+    results = reduced(made, [torch.zeros(size) for size in FLATS], SHAPES)
+    assert_same_bits(results)
+    left = {held["index"]: held for held in made.state.state_dict()["buckets"]}
+    for held, result in zip(state["buckets"], results, strict=True):
+        keys = [key for key in ("sent", "kept", "error") if key in held]
+        before = sum(held[key] for key in keys)
+        after = result + sum(left[held["index"]][key] for key in keys) if held["index"] in left else result
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
+        assert before.abs().max() > 0
+    if dist.get_world_size() == 1:
+        assert not left  # all is paid at once
+
+
+def loads_that_do_not_fit() -> None:
+    made = make_compression("int8")
+    reduced(made, gradients(0, dist.get_rank(), [100, 200]))
+    state = made.state.state_dict()
+    for method, bad, text in (
+        ("bf16", state, "that of compression int8, this is bf16"),
+        ("int8", {}, "not the state of a compressor"),
+        ("int8", {"method": "int8", "buckets": [{"numel": 3}]}, "not the state of a compressor"),
+        ("int8", {"method": "int8", "buckets": [{"index": 0, "numel": 3, "sent": torch.zeros(3)}]}, "no whole 'kept'"),
+        (LOW_RANK, {"method": "powersgd", "rank": 1, "buckets": []}, "of rank 1, this has 3"),
+        (LOW_RANK, {"method": "powersgd", "rank": 3, "buckets": []}, "not the state of a compressor"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            make_compression(method).state.load_state_dict(bad)
+    for sizes, text in (
+        ([100, 201], "bucket 1 has 201 elements, that of the checkpoint 200"),
+        ([100], "no bucket 1"),
+    ):
+        other = make_compression("int8")
+        other.state.load_state_dict(state)
+        with pytest.raises(CheckpointError, match=text):
+            reduced(other, [torch.zeros(size) for size in sizes])
+
+
+def buckets_that_change() -> None:
+    """After another plan nothing is owed for the old buckets."""
+    for method in ("int8", LOW_RANK):
+        made = make_compression(method)
+        for step in range(4):
+            reduced(made, gradients(step, dist.get_rank(), [1200, 600]), [[(40, 30)], [(20, 30)]])
+        fresh = make_compression(method)
+        fresh.state.load_state_dict({**made.state.state_dict(), "buckets": []})
+        sizes, shapes = [600, 1300], [[(30, 20)], [(26, 50)]]
+        results = reduced(made, gradients(9, dist.get_rank(), sizes), shapes)
+        expected = reduced(fresh, gradients(9, dist.get_rank(), sizes), shapes)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+# PowerSGD
+
+
+def low_rank_of_any_gradient() -> None:
+    """Scalars, empty, channels_last and zero gradients; NaN in one step; a matrix of low rank arrives exactly."""
+    made = make_compression(LOW_RANK)
+    shapes = [[(), (0, 3), (30, 20), (4,)], [(25, 25)], [(6, 5, 3, 3)]]
+    rank = dist.get_rank()
+
+    def flats(step: int, bad: float = 1.0) -> list[torch.Tensor]:
+        left, right = torch.linspace(-1, 1, 30) * (rank + 1), torch.linspace(0, 2, 20) + step
+        exact = torch.outer(left, right).flatten() * bad
+        return [torch.cat([torch.tensor([2.0]), exact, torch.ones(4)]), torch.zeros(625), torch.full((270,), 0.5)]
+
+    for step, bad in enumerate((1.0, 1.0, 1.0, float("nan") if rank == 0 else 1.0, 1.0, 1.0)):
+        results = reduced(made, flats(step, bad), shapes)
+        assert_same_bits(results)
+        if step == 3:
+            assert not results[0][1:601].isfinite().any()
+            continue
+        left, right = torch.linspace(-1, 1, 30) * (dist.get_world_size() + 1) / 2, torch.linspace(0, 2, 20) + step
+        torch.testing.assert_close(results[0][1:601], torch.outer(left, right).flatten(), rtol=1e-4, atol=1e-4)
+        assert (results[0][0], results[0][601:].tolist()) == (2.0, [1.0] * 4)
+        assert not results[1].any()
+        torch.testing.assert_close(results[2], torch.full((270,), 0.5))
+    model = nn.parallel.DistributedDataParallel(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
+    made = make_compression(LOW_RANK)
+    model.register_comm_hook(made.state, made.hook)
+    for _ in range(4):
+        model(torch.ones(2, 8, 4, 4)).square().mean().backward()
+    assert_same_bits([parameter.grad for parameter in model.parameters()])
+
+
+# Groups, arguments, failures
+
+
+def groups() -> None:
+    """Of three ranks, 0 has one group with 1 and one with 2: its number of groups is not theirs."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+    for ranks, group in (((0, 1), first), ((0, 2), second)):
+        if dist.get_rank() not in ranks:
+            with pytest.raises(ddp.ArgumentError, match="not a member"):
+                make_compression("bf16", group)
+            continue
+        for method in ("bf16", "int8", LOW_RANK):
+            for _ in range(2):
+                made = make_compression(method, group)
+                for _ in range(3):
+                    (result,) = reduced(made, [torch.full((600,), float(dist.get_rank()))], [[(20, 30)]])
+                    torch.testing.assert_close(result, torch.full((600,), sum(ranks) / 2), rtol=1e-3, atol=1e-3)
+                    assert_same_bits([result], group)
+        made.state.close()
+    if dist.get_rank() == 0:
+        assert _threads() == 4
+    for group in (first, second):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    made = first = second = group = None  # type: ignore[assignment]
+    gc.collect()
+    end = time.monotonic() + 10
+    while _threads() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert not _threads()  # they end when the last user of the group does
+    with pytest.raises(ddp.ArgumentError, match="there are 'fp16', 'bf16', 'int8', 'powersgd'"):
+        make_compression("int4")
+    with pytest.raises(ddp.ArgumentError, match="register_comm_hook"):
+        make_compression(len)  # type: ignore[arg-type]
+    for wrong in (lambda: Int8(block=30), lambda: Half(torch.float32), lambda: PowerSGD(rank=0)):
+        with pytest.raises(ddp.ArgumentError):
+            wrong()
+    with pytest.raises(LayoutMismatchError, match=r"rank 2 of the group has Int8\(block=64") as caught:
+        make_compression(Int8(block=64) if dist.get_rank() == 2 else "int8")
+    assert (caught.value.rank, caught.value.entry) == (2, "compression")
+
+
+def _threads() -> int:
+    return sum(thread.name.startswith("ddp-compression") for thread in threading.enumerate())
+
+
+def world_of_one() -> None:
+    for method in ("fp16", "bf16", "int8", LOW_RANK):
+        made = make_compression(method)
+        for step in range(4):
+            flats = gradients(step, 0)
+            before = [flat.clone() for flat in flats]
+            assert all(torch.equal(a, b) for a, b in zip(reduced(made, flats), before, strict=True))
+        assert made.state.state_dict()["buckets"] == []
+
+
+def lost_rank(method: Method) -> str | None:
+    """The last rank leaves in the middle; the others get an error within seconds, and the same one ever after."""
+    made = make_compression(method)
+    shapes = [[(200, 150)], [(200, 150)]]
+    for step in range(3):
+        reduced(made, gradients(step, dist.get_rank(), [30_000, 30_000]), shapes)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        made.state.close()
+        return None
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        reduced(made, gradients(3, dist.get_rank(), [30_000, 30_000]), shapes)
+    with pytest.raises(CollectiveError):
+        reduced(made, gradients(4, dist.get_rank(), [30_000, 30_000]), shapes)
+    assert time.monotonic() - began < 20
+    assert caught.value.rank == dist.get_rank()
+    return str(caught.value)
+
+
+def leaves_without_waiting(folder: str) -> None:
+    """Rank 0 starts averages that rank 1 never joins, and its interpreter ends all the same."""
+    made = make_compression("int8")
+    reduced(made, [torch.ones(5000)])
+    if dist.get_rank() == 0:
+        for number in range(4):
+            made.hook(made.state, Bucket(number, torch.ones(5000)))
+        Path(folder, "left").write_text(str(os.getpid()))
+        return
+    end = time.monotonic() + 20
+    while not Path(folder, "left").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def quantized_blocks() -> None:
+    """Every value comes back within half a scale; what was lost is left, exactly."""
+    values = torch.randn(2, 3, 16) * torch.tensor([1e-3, 1.0, 1e6]).view(1, 3, 1)
+    values[1, 2] = 0.0
+    wire = torch.empty(2, row_bytes(3, 16), dtype=torch.uint8)
+    back, left = torch.empty_like(values), values.clone()
+    quantize(left, wire, torch.empty_like(values))
+    dequantize(wire, back)
+    half_scale = values.abs().amax(-1, keepdim=True) / 254
+    assert bool(((values - back).abs() <= half_scale * 1.001).all())
+    torch.testing.assert_close(back + left, values, rtol=1e-6, atol=0)

@@ -1,0 +1,492 @@
+"""Runs with parameter servers in a test world: its ranks play workers, servers and an evaluator.
+
+Each function at the end runs on every rank and asserts there. What a launcher would say is in the environment; the
+store that it would open is rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_worlds.strategy_cases import (
+    EPOCHS,
+    F64,
+    Setting,
+    assert_equals_oracle,
+    assert_same,
+    batches,
+    build,
+    check_mean,
+    check_reduce,
+    data,
+    oracle,
+    train,
+    whole_loss,
+)
+from torch import nn
+from torch.distributed import TCPStore
+from torch.nn import functional as F
+
+import ddp
+from ddp.strategies.parameter_server import transport
+from ddp.strategies.parameter_server.strategy import ParameterServer
+
+T = TypeVar("T")
+KEY = "5a" * 32
+
+
+def in_roles(workers: int, servers: int, body: Callable[[], T], *, evaluator: bool = False, key: str = KEY) -> T | None:
+    """Run `body` in the first ranks as so many workers, servers and perhaps an evaluator.
+
+    Returns what it returned; None in a server, in which `prepare` ends the process, and in ranks without a role.
+    """
+    rank = dist.get_rank()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    told = [None if store is None else store.port]
+    dist.broadcast_object_list(told)
+    roles = {"default": workers, "ps": servers, "evaluator": int(evaluator)}
+    places = [(name, number) for name, count in roles.items() for number in range(count)]
+    result = None
+    if rank < len(places):
+        name, number = places[rank]
+        with pytest.MonkeyPatch.context() as patch:
+            said = {
+                "RANK": rank,
+                "WORLD_SIZE": workers if name == "default" else servers,
+                "ROLE_NAME": name,
+                "ROLE_RANK": number,
+                "DTRAIN_ROLES": ",".join(f"{role}:{count}" for role, count in roles.items() if count),
+                "DTRAIN_RUN_KEY": key,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": told[0],
+            }
+            for variable, value in said.items():
+                patch.setenv(variable, str(value))
+            try:
+                result = body()
+                assert name != "ps", "a server must not come back from prepare()"
+            except SystemExit as end:
+                if (name, end.code) != ("ps", 0):
+                    raise
+    dist.barrier()  # the store must stay until all are through
+    return result
+
+
+def start(setting: Setting, **more: Any) -> ParameterServer:
+    strategy = ddp.strategy("parameter_server", **{"timeout_s": 20.0, **setting.options, **more})
+    assert isinstance(strategy, ParameterServer)
+    return strategy
+
+
+# ---- on every rank of a test world ----
+
+
+def sync_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -> None:
+    for workers, servers, setting in runs:
+
+        def body(setting: Setting = setting) -> None:
+            strategy = start(setting)
+            assert_equals_oracle(strategy, setting)
+            strategy.close()
+
+        try:
+            in_roles(workers, servers, body)
+        except AssertionError as error:
+            raise AssertionError(f"{workers} workers, {servers} servers, {setting}: {error}") from error
+
+
+def alone_there_are_no_servers() -> None:
+    setting = Setting("odd", "adamw", groups=2, options={"mode": "async"})
+    strategy = start(setting)
+    assert (strategy.replica, strategy.replicas, strategy.is_main) == (0, 1, True)
+    assert_equals_oracle(strategy, setting)
+    assert strategy.statistics() == {"worker": {}, "servers": []}
+    strategy.close()
+
+
+def loose_modes_reach_the_loss(modes: Sequence[dict[str, Any]], factor: float) -> None:
+    for options in modes:
+        setting = Setting("mlp", "plain sgd", epochs=8, options=options)
+
+        def body(setting: Setting = setting) -> None:
+            strategy = start(setting)
+            model, _, _ = train(strategy, setting)
+            expected, _, _ = oracle(setting, strategy.replicas)
+            assert whole_loss(model) < factor * whole_loss(expected), setting.options
+            strategy.close()
+
+        in_roles(3, 1, body)
+
+
+def short_numbers_reach_the_loss(factor: float) -> None:
+    """Half and quarter of the bytes; the loss is that of the oracle within a factor."""
+    sent: dict[str | None, float] = {}
+    for wire in (None, "fp16", "bf16", "int8"):
+        options = {"compression": wire, "shared_memory": False}
+        setting = Setting("mlp", "adamw", epochs=4, dtype=torch.float32, options=options)
+
+        def body(setting: Setting = setting, wire: str | None = wire) -> None:
+            strategy = start(setting)
+            model, _, _ = train(strategy, setting)
+            expected, _, _ = oracle(setting, strategy.replicas)
+            loss, its_loss = whole_loss(model), whole_loss(expected)
+            assert 1 / factor < loss / its_loss < factor, (wire, loss, its_loss)
+            if wire is None:
+                assert_close = torch.testing.assert_close
+                assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=1e-3, atol=1e-4)
+            if not strategy.is_main:  # replica 0 has sent its values as well
+                sent[wire] = strategy.statistics()["worker"]["bytes_out"]
+            strategy.close()
+
+        in_roles(2, 1, body)
+    if sent:
+        assert sent["fp16"] == sent["bf16"] == sent[None] / 2
+        assert sent["int8"] < sent[None] / 3
+
+
+def only_touched_rows_travel() -> None:
+    rows, steps = 20_000, 4
+
+    def body() -> None:
+        strategy = start(Setting(options={"shared_memory": False}))
+        model = nn.EmbeddingBag(rows, 16, mode="sum", sparse=True, dtype=F64)
+        bag, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        table = model.weight.numel() * 8
+        before = strategy.statistics()["worker"]
+        for step in range(steps):
+            words = torch.randint(rows, (8, 4), generator=torch.Generator().manual_seed(step * 2 + strategy.replica))
+            strategy.mean(bag(words)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = strategy.statistics()["worker"]
+        for way in ("bytes_out", "bytes_in"):
+            assert 0 < after[way] - before[way] < table / 50, (way, before, after)
+        mine = model.weight.detach().clone()
+        strategy.sync()  # every row
+        assert torch.equal(mine, model.weight), "rows that the other replica touched came as well"
+        strategy.close()
+
+    in_roles(2, 1, body)
+
+
+def fast_workers_wait_at_the_bound(folder: str, staleness: int, servers: int) -> None:
+    """`begun` and `made` are of all workers, in memory that they share: counts of steps begun and made."""
+    workers, steps = 3, 14
+    counts = torch.from_file(str(Path(folder) / "counts"), shared=True, size=2 * workers, dtype=torch.int64)
+    begun, made = counts.view(2, workers)
+
+    def body() -> int:
+        setting = Setting(options={"mode": "bounded", "staleness": staleness})
+        strategy = start(setting)
+        model, optimizer = strategy.prepare(*build(setting))
+        x, y = data().tensors
+        strategy.reduce("sum", 0)  # all are there
+        apart = 0
+        for step in range(steps):
+            if strategy.replica == 1:
+                time.sleep(0.03)
+            F.cross_entropy(model(x), y).backward()
+            begun[strategy.replica] = step + 1
+            optimizer.step()
+            optimizer.zero_grad()
+            made[strategy.replica] = step + 1
+            apart = max(apart, step + 1 - int(begun.min()))
+        strategy.close()
+        return apart
+
+    apart = in_roles(workers, servers, body)
+    if apart is not None:
+        assert apart <= staleness, apart
+        if dist.get_rank() != 1:
+            assert apart == staleness, "it was let go on as far as it may"
+
+
+def nobody_waits_for_a_backup_worker(folder: str) -> None:
+    workers, steps = 3, 12
+    made = torch.from_file(str(Path(folder) / "made"), shared=True, size=workers, dtype=torch.int64)
+
+    def body() -> None:
+        setting = Setting(options={"backup_workers": 1})
+        strategy = start(setting)
+        model, optimizer = strategy.prepare(*build(setting))
+        x, y = data().tensors
+        strategy.reduce("sum", 0)
+        first = None
+        for step in range(steps):
+            if strategy.replica == 1:
+                time.sleep(0.15)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            first = loss.item() if first is None else first
+            optimizer.step()
+            optimizer.zero_grad()
+            made[strategy.replica] = step + 1
+        if strategy.replica == 1:
+            assert sum(server["dropped"] for server in strategy.statistics()["servers"]) > 0
+            assert strategy.step > steps, "it goes on where the others are"
+        else:
+            assert made[1] < steps // 2, "the slow one is far behind"
+        assert loss.item() < 0.8 * first
+        strategy.close()
+
+    in_roles(workers, 1, body)
+
+
+def strangers_are_refused() -> None:
+    """A worker with another key, version or model is told so, and may come again when that is mended."""
+
+    def body() -> None:
+        setting = Setting("mlp", "sgd", epochs=1)
+        if dist.get_rank() == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DTRAIN_RUN_KEY", "ab" * 32)
+                with pytest.raises(ddp.errors.KeyRefusedError, match="key") as refused:
+                    start(setting).prepare(*build(setting))
+                assert KEY not in str(refused.value)
+                assert "ab" * 32 not in str(refused.value)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(transport, "own_version", lambda: "0.0.1")
+                with pytest.raises(ddp.errors.VersionMismatchError, match=r"0\.0\.1"):
+                    start(setting).prepare(*build(setting))
+            odd = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4)).to(F64)
+            with pytest.raises(ddp.LayoutMismatchError, match=r"worker 1 has another model .*2\.weight") as differs:
+                start(setting).prepare(odd, torch.optim.SGD(odd.parameters(), lr=0.2, momentum=0.9, nesterov=True))
+            assert (differs.value.entry, differs.value.rank) == ("2.weight", 1)
+            with pytest.raises(ddp.LayoutMismatchError, match="'async'"):
+                start(setting, mode="async").prepare(*build(setting))
+        strategy = start(setting)
+        assert_equals_oracle(strategy, setting)
+        strategy.close()
+
+    in_roles(2, 1, body)
+
+
+def changes_after_prepare_are_refused() -> None:
+    def body() -> None:
+        setting = Setting("mlp", "sgd")
+        strategy = start(setting)
+        model, users = build(setting)
+        model, optimizer = strategy.prepare(model, users)
+        x, y = data().tensors
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(ddp.ArgumentError, match=r"call step\(\) of the one that prepare\(\) returned"):
+            users.step()
+        with pytest.raises(ddp.ArgumentError, match="param groups cannot be added"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        with pytest.raises(ddp.ArgumentError, match="twice"):
+            strategy.prepare(*build(setting))
+        with pytest.raises(ddp.ArgumentError, match="evaluator"):
+            next(strategy.evaluations())
+        weight = model[0].weight
+        changes: list[tuple[Callable[[], object], Callable[[], object], str]] = [
+            (lambda: setattr(model, "more", nn.Linear(2, 2)), lambda: delattr(model, "more"), "more"),
+            (
+                lambda: setattr(model[0], "weight", nn.Parameter(weight.detach().clone())),
+                lambda: setattr(model[0], "weight", weight),
+                "0.weight",
+            ),
+        ]
+        place = weight.data
+        changes.append(
+            (
+                lambda: setattr(weight, "data", place.clone()),
+                lambda: setattr(weight, "data", place),
+                "moved to other memory",
+            )
+        )
+        for change, undo, what in changes:
+            change()
+            with pytest.raises(ddp.BackwardError, match=what) as refused:
+                optimizer.step()
+            assert "after prepare()" in str(refused.value)
+            undo()
+        optimizer.step()  # nothing was sent before
+        strategy.close()
+
+    in_roles(1, 1, body)
+
+
+def numbers_are_shared() -> None:
+    """mean and reduce, without a process group."""
+
+    def body() -> None:
+        setting = Setting()
+        strategy = start(setting)
+        if strategy.role == "worker":
+            with pytest.raises(ddp.ArgumentError, match="after prepare"):
+                strategy.reduce("sum", 1)
+        strategy.prepare(*build(setting))
+        check_mean(strategy)
+        check_reduce(strategy)
+        with pytest.raises(ddp.ArgumentError, match=r"replica 1 gives .* all replicas must give values of the same"):
+            strategy.reduce("sum", torch.zeros(2 + strategy.replica))
+        big = torch.full((100_000,), float(strategy.replica))
+        assert torch.equal(strategy.reduce("sum", big), torch.full((100_000,), 3.0))
+        strategy.close()
+
+    in_roles(3, 2, body)
+
+
+def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
+    def body() -> tuple[int, dict[str, Any]]:
+        setting = Setting("norm", "sgd", batch=12, options=options)
+        strategy = start(setting)
+        steps = [0]
+        if strategy.role == "evaluator":
+            model, _ = strategy.prepare(*build(setting, seed=50))
+            assert not strategy.is_main
+            assert strategy.reduce("sum", 7) == 7, "its own: it is no replica"
+            steps = list(strategy.evaluations(every_s=0.05))
+            assert steps == sorted(steps)
+        else:
+            model, _, _ = train(strategy, setting, each_step=lambda: time.sleep(0.02))
+            strategy.reduce("sum", 0)  # nobody trains any more
+            strategy.sync()
+        strategy.close()
+        return len(set(steps)), {name: value.clone() for name, value in model.state_dict().items()}
+
+    seen = in_roles(2, 1, body, evaluator=True)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, seen)
+    assert told[3][0] > 2, "more than the beginning and the end"
+    for replica in (0, 1):
+        assert_same(told[3][1], told[replica][1], f"worker {replica}")
+
+
+def sizes_have_no_limit() -> None:
+    """Frozen tensors and sums larger than a message, and more small tensors than one holds."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = torch.nn.Parameter(torch.full((18 << 20,), float(torch.rand(()))), requires_grad=False)
+            self.small = torch.nn.ParameterList(torch.zeros(2) for _ in range(2000))
+
+    def body() -> None:
+        strategy = ParameterServer(shared_memory=False)
+        torch.manual_seed(strategy.replica)
+        model = Model()
+        plain = torch.optim.Adam(model.small.parameters(), 0.1)
+        model, optimizer = strategy.prepare(model, plain)
+        for parameter in model.small:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+        assert model.small[1999][0].item() == pytest.approx(-0.1)
+        state = optimizer.state_dict()["state"]
+        assert len(state) == 2000
+        assert torch.equal(state[1999]["exp_avg"], torch.full((2,), 1.0 - 0.9)), state[1999]
+        ends = strategy.reduce("max", model.frozen)  # 75 MB of each
+        assert torch.equal(ends, model.frozen), "it is replica 0's everywhere"
+        strategy.close()
+
+    in_roles(2, 1, body)
+
+
+def a_scaler_leaves_out_one_gradient() -> None:
+    """A GradScaler that finds an inf on one worker: that gradient counts as zeros, and nobody waits."""
+
+    def body() -> None:
+        strategy = ParameterServer()
+        model, optimizer = strategy.prepare(
+            *(lambda m: (m, torch.optim.SGD(m.parameters(), 1.0)))(torch.nn.Linear(1, 1))
+        )
+        before = model.bias.item()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        factor = torch.tensor(float("inf") if strategy.replica else 1.0)
+        scaler.scale(model(torch.ones(1, 1)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert model.bias.item() == pytest.approx(before - 0.5), "zeros of the one that has none"
+        strategy.close()
+
+    in_roles(2, 1, body)
+
+
+def a_loaded_state_goes_on() -> None:
+    """What torch has saved is taken over: weights before `prepare`, the optimizer's state after it."""
+    whole = Setting("odd", "adamw", groups=2, decay=1.0)
+
+    def body() -> None:
+        first = Setting("odd", "adamw", groups=2, decay=1.0, epochs=1)
+        saved, its_optimizer, _ = oracle(first, 2)
+        expected, whole_optimizer, _ = oracle(whole, 2)
+        strategy = start(whole)
+        model, optimizer = build(whole, seed=77)
+        if strategy.replica == 0:
+            model.load_state_dict(saved.state_dict())
+        model, optimizer = strategy.prepare(model, optimizer)
+        optimizer.load_state_dict(its_optimizer.state_dict())
+        loader = strategy.loader(data(), global_batch_size=whole.batch, shuffle=True)
+        loader.set_epoch(1)
+        for _ in loader.epochs(whole.epochs):
+            for x, y in loader:
+                strategy.mean(F.cross_entropy(model(x), y, reduction="none")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(dict(model.state_dict()), dict(expected.state_dict()), "model")
+        assert_same(optimizer.state_dict(), whole_optimizer.state_dict(), "optimizer")
+        strategy.close()
+
+    in_roles(2, 2, body)
+
+
+def a_run_goes_on_from_its_snapshots(folder: str) -> None:
+    """A second run ends as one that was never broken off; with another model, it is refused."""
+    options = {"snapshots": folder, "snapshot_every": 2}
+    for epochs in (1, EPOCHS):
+        setting = Setting("odd", "adamw", groups=2, decay=1.0, epochs=epochs, options=options)
+
+        def body(setting: Setting = setting) -> None:
+            strategy = start(setting)
+            model, optimizer, _ = train(strategy, setting)
+            expected, its_optimizer, _ = oracle(setting, strategy.replicas)
+            assert strategy.step == setting.epochs * len(batches(setting, 0))
+            assert_same(dict(model.state_dict()), dict(expected.state_dict()), "model")
+            assert_same(optimizer.state_dict(), its_optimizer.state_dict(), "optimizer")
+            strategy.close()
+
+        in_roles(2, 2, body)
+
+    def other() -> None:
+        setting = Setting("mlp", "adamw", options=options)
+        strategy = start(setting, timeout_s=1.0)
+        message = "of another model" if strategy.role == "ps" else "has not come within 1 s"
+        with pytest.raises(ddp.errors.ParameterServerError, match=message):
+            strategy.prepare(*build(setting))
+        if strategy.role == "ps":
+            raise SystemExit(0)
+
+    in_roles(2, 2, other)
+
+
+def a_broken_snapshot_is_not_mixed_with_others(folder: str) -> None:
+    """Both servers begin with one and the same step, also when the newest file of one of them is damaged."""
+    setting = Setting("odd", "sgd", decay=1.0, epochs=1, options={"snapshots": folder, "snapshot_every": 2})
+
+    def body() -> int:
+        strategy = start(setting)
+        model, optimizer = strategy.prepare(*build(setting))
+        joined = strategy.step
+        x, y = data().tensors
+        for _ in range(3):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.close()
+        return joined
+
+    assert in_roles(1, 2, body) in (0, None)
+    if dist.get_rank() == 0:
+        newest = max((Path(folder) / "server-1").glob("*"), key=lambda path: path.name)
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+    dist.barrier()
+    joined = in_roles(1, 2, body)
+    assert joined in (2, None), "the step before, of which both have a snapshot"

@@ -1,0 +1,394 @@
+"""What the ranks of the tests of `ddp.monitoring.stall_report` do, and the process that forks them.
+
+These ranks end as a user's do, through the end of the interpreter, where the last words are said; those of
+`nursery` leave with os._exit. Run as a script, this imports torch once and then, for each line on its input, forks
+the worlds that it lists. Each case runs on every rank, and returns what the test asserts on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp.errors import CollectiveError
+from ddp.monitoring.stall_report import Whereabouts
+
+kept: object = None
+DEADLINE_S = 30.0  # less than the group's own timeout
+GROUP_TIMEOUT_S = 60.0
+STALL_S = 0.6
+
+
+def until(is_so: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := is_so()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def make(timeout_s: float | None = STALL_S, group: dist.ProcessGroup | None = None) -> Whereabouts:
+    made = Whereabouts(group or dist.group.WORLD, timeout_s=timeout_s)
+    made.at("user code")
+    return made
+
+
+def reduce(whereabouts: Whereabouts, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> None:
+    """A step that ends well, however slow the machine is."""
+    limit, whereabouts._limit = whereabouts._limit, timedelta(seconds=DEADLINE_S)
+    whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
+    whereabouts._limit = limit
+    whereabouts.step += 1
+
+
+def stall(whereabouts: Whereabouts, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> str:
+    """The report of a wait that must fail."""
+    with pytest.raises(CollectiveError) as caught:
+        whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
+    assert (caught.value.rank, caught.value.what) == (whereabouts.rank, what)
+    return str(caught.value)
+
+
+def all_come(folder: Path, name: str, size: int) -> None:
+    """Meet without a collective and without the store."""
+    (folder / f"{name}.{os.getpid()}").touch()
+    until(lambda: len(list(folder.glob(f"{name}.*"))) == size)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# Cases
+
+
+def comes_late(folder: Path, size: int) -> str | None:
+    """The others end with the error while rank 1 sleeps in its script, and then it comes."""
+    whereabouts = make()
+    reduce(whereabouts)
+    if dist.get_rank() == 1:
+        whereabouts.at("backward", lambda: "parameters not ready: a.weight, b\x1b.bias")
+        others = until(lambda: [path for path in folder.glob("waits.*") if len(list(folder.glob("waits.*"))) == 2])
+        until(lambda: all(is_gone(int(path.suffix[1:])) for path in others))  # the line that the others name
+        whereabouts.at("user code")
+        return stall(whereabouts)
+    (folder / f"waits.{os.getpid()}").touch()
+    whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True), "all-reduce of bucket 1 of 1")
+    return None
+
+
+def exits_early(folder: Path, size: int) -> str | None:
+    whereabouts = make(30.0)
+    for _ in range(2):
+        reduce(whereabouts)
+    if dist.get_rank() == size - 1:
+        return None
+    report = stall(whereabouts)
+    all_come(folder, "end", size - 1)
+    return report
+
+
+def returns_from_main_early(folder: Path, size: int) -> str | None:
+    """As a script with a main(): its model is gone before the interpreter ends."""
+    whereabouts = make(5.0)
+    reduce(whereabouts)
+    if dist.get_rank() == size - 1:
+        del whereabouts
+        until(lambda: not monitors())
+        return None
+    report = stall(whereabouts)
+    all_come(folder, "end", size - 1)
+    return report
+
+
+def raises(folder: Path, size: int) -> str | None:
+    whereabouts = make(30.0)
+    reduce(whereabouts)
+    if dist.get_rank() == 1:
+        raise ValueError("no such sample: 17\nand more")
+    report = stall(whereabouts)
+    all_come(folder, "end", size - 1)
+    return report
+
+
+def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
+    whereabouts = make()
+    reduce(whereabouts)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), number)
+    report = stall(whereabouts)
+    all_come(folder, "end", size - 1)
+    return report
+
+
+def two_groups(folder: Path, size: int) -> str | None:
+    """Ranks 1 and 2 have a group of their own, and its model, before the model of all; rank 0 has only that."""
+    pair = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    inner = make(group=pair) if rank else None
+    outer = make()
+    again = make()
+    reduce(outer)
+    assert (outer.rank, outer.size) == (rank, size)
+    if inner is None:
+        report = stall(outer)
+    elif rank == 1:
+        assert (inner.rank, inner.size) == (0, 2)
+        report = stall(inner, "all-reduce of the pair", group=pair)
+    else:
+        again.at("evaluation")
+        report = None
+        until(lambda: len(list(folder.glob("end.*"))) == 2)
+    if rank < 2:
+        all_come(folder, "end", 2)
+    return report
+
+
+def writes(folder: Path, size: int) -> list[int]:
+    """Keys in the store before, after steps without a stall, and after a question."""
+    global kept
+    whereabouts = kept = make(1.0)  # alive until the interpreter ends
+    store = dist.distributed_c10d._get_default_store()
+    seen = [store.num_keys()]
+    dist.barrier()
+    end = time.monotonic() + 3 * whereabouts.interval_s
+    while True:
+        whereabouts.at("forward")
+        reduce(whereabouts)
+        dist.all_reduce(stop := torch.tensor(float(time.monotonic() > end)))
+        if stop:
+            break
+    seen.append(store.num_keys())
+    dist.barrier()
+    return seen
+
+
+def monitors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ddp-whereabouts"]
+
+
+def closes(folder: Path, size: int) -> None:
+    """One thread for all, none after the last is closed or collected, and a new one for a new model."""
+    first, second = make(), make(None)
+    assert second.timeout_s == 0.9 * GROUP_TIMEOUT_S
+    assert len(monitors()) == 1
+    reduce(first)
+    first.close()
+    first.close()
+    assert len(monitors()) == 1
+    del second
+    gc.collect()
+    until(lambda: not monitors())
+    all_come(folder, "gone", size)
+    third = make()
+    assert len(monitors()) == 1
+    if dist.get_rank() == 0:
+        report = stall(third)
+        assert "rank 1 is missing" in report
+        assert "deleted" not in report
+        (folder / "asked").touch()
+    until((folder / "asked").exists)
+    third.close()
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    reduce(make(group=alone), group=alone)
+    until(lambda: not monitors())
+
+
+def forks(folder: Path, size: int) -> None:
+    """A child has neither thread nor connection, and neither its objects' end nor its own touches the parent's."""
+    whereabouts = make()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            assert not monitors()
+            whereabouts.tell_failure(1, "from a child")
+            assert "forked" in str(whereabouts._error("all-reduce", ""))
+            whereabouts.close()
+            del whereabouts
+            gc.collect()
+            status = 0
+        finally:
+            if status:
+                os._exit(status)
+        sys.exit(0)  # through the end of the interpreter, unlike a worker of DataLoader
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    all_come(folder, "forked", size)
+    if dist.get_rank() == 1:
+        report = stall(whereabouts)
+        assert "rank 0 is missing" in report
+        assert "user code" in report
+        (folder / "asked").touch()
+    until((folder / "asked").exists)
+    assert whereabouts.failures(1, patience_s=0.1) == {}
+
+
+def failures(folder: Path, size: int) -> dict[int, str]:
+    whereabouts = make()
+    rank = dist.get_rank()
+    if rank:
+        whereabouts.tell_failure(7, f"ValueError: bad\x1b[31m batch {rank}\n" + "x" * 10_000)
+    dist.barrier()
+    told = whereabouts.failures(7, expected=2)
+    assert whereabouts.failures(8, patience_s=0.1) == {}
+    dist.barrier()
+    return told
+
+
+def blocks(folder: Path, size: int) -> str | None:
+    """A collective that blocks: the report goes to stderr while it does, and into its error when it fails."""
+    whereabouts = make()
+    if dist.get_rank() == 1:
+        time.sleep(2 * STALL_S)
+        return None
+    with pytest.raises(CollectiveError) as caught, whereabouts.waiting("broadcast of the plan"):
+        dist.all_reduce(torch.ones(1))
+    assert caught.value.what == "broadcast of the plan"
+    return str(caught.value)
+
+
+class OnDevice:
+    """A work of gloo that waits as one of NCCL does: not at all."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.is_completed = work.is_completed
+
+    def wait(self) -> bool:
+        return True
+
+
+def on_device(folder: Path, size: int) -> None:
+    whereabouts = Whereabouts(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    whereabouts.at("user code")
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        whereabouts.wait(OnDevice(work), "all-reduce of bucket 1 of 1")
+        whereabouts.at("loss.item()")
+        until(lambda: "missing" in (folder / "stderr.0").read_text())
+        (folder / "seen").touch()
+        work.wait()
+        until(lambda: whereabouts._newest is None)
+    else:
+        until((folder / "seen").exists)
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
+def details(folder: Path, size: int) -> list[str]:
+    """`detail` is called while its rank changes what it reads."""
+    whereabouts = make()
+    unready = {"a", "b"}
+
+    def changing() -> str:
+        for name in unready:
+            unready.add(name + "'")
+        return "never"
+
+    texts = []
+    for detail in (changing, lambda: 1 / 0, lambda: "x" * 1000):
+        whereabouts.at("backward", detail)
+        texts.append(whereabouts.place().detail)
+    dist.barrier()
+    return texts
+
+
+# The process that forks them
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        worlds: list[list[int]] = []
+        for world in json.loads(line):
+            worlds.append([])
+            for rank in range(world["size"]):
+                pid = os.fork()
+                if not pid:
+                    run_rank(rank, Path(world.pop("folder")), **world)
+                    return  # and the interpreter ends
+                worlds[-1].append(pid)
+        print(json.dumps([list(codes(pids)) for pids in worlds]), flush=True)
+    os._exit(0)  # spares the teardown
+
+
+def codes(pids: list[int]) -> Iterator[int]:
+    """How each rank ended; ranks that have stopped themselves are killed when the others are gone."""
+    deadline = time.monotonic() + DEADLINE_S
+    statuses: dict[int, int] = {}
+    stopped: set[int] = set()
+    while len(statuses) < len(pids):
+        for pid in pids:
+            if pid in statuses:
+                continue
+            waited, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if waited and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif waited:
+                statuses[pid] = status
+        if time.monotonic() > deadline or len(statuses) + len(stopped) == len(pids):
+            for pid in set(pids) - set(statuses):
+                os.kill(pid, signal.SIGKILL)
+                statuses[pid] = os.waitpid(pid, 0)[1]
+        time.sleep(0.002)
+    for pid in pids:
+        yield os.waitstatus_to_exitcode(statuses[pid])
+
+
+def run_rank(
+    rank: int, folder: Path, case: str, size: int, store: str, whole_end: bool = False, **arguments: Any
+) -> None:
+    os.dup2(os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    os.dup2(os.open(folder / "stdout", os.O_WRONLY | os.O_CREAT, 0o600), 1)  # what gloo prints is no reply
+    os.close(0)
+    if not whole_end:
+        atexit.register(leave)  # comes last
+    warnings.simplefilter("error")
+    torch.manual_seed(rank)
+    group_store = tcp_store(rank, size, folder) if store == "tcp" else dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group(
+        "gloo", store=group_store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    del group_store
+    result = globals()[case](folder, size, **arguments)
+    (folder / f"result.{rank}").write_text(json.dumps(result))
+
+
+def leave() -> None:
+    """Spare the teardown of torch's modules, half a second for each rank."""
+    sys.stderr.flush()
+    os._exit(1 if hasattr(sys, "last_value") else 0)
+
+
+def tcp_store(rank: int, size: int, folder: Path) -> dist.Store:
+    """Rank 0 hosts it, as with torchrun's static rendezvous; the port that it got is in a file."""
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(port)
+        return store
+    until(port.exists)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), size, is_master=False, wait_for_workers=False)
+
+
+if __name__ == "__main__":
+    serve()

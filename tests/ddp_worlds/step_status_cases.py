@@ -1,0 +1,230 @@
+"""What ranks do that disagree, fail or drift apart: each function runs on every rank and returns what it learned."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_worlds.data_parallel_cases import F64, Mlp, assert_close, assert_replicas_equal, batch, build, loss_of, shard
+from torch import nn
+
+import ddp
+
+
+class Fragile(nn.Module):
+    """Fails in forward or backward when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.fails_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails_in == "forward":
+            raise ValueError("a bad batch")
+        if self.fails_in == "backward":
+            x = Explosive.apply(x.clone().requires_grad_())
+        out = self.mlp(x)
+        if self.fails_in == "hook":
+            self.mlp.layers[2].weight.register_hook(_explode)
+        return out
+
+
+def _explode(_: torch.Tensor) -> None:
+    raise ValueError("a bad hook")
+
+
+class Explosive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a bad gradient")
+
+
+@contextlib.contextmanager
+def settings(views: bool, cap_mb: float | None) -> Iterator[dict[str, object]]:
+    yield {"gradient_as_bucket_view": views, "bucket_cap_mb": cap_mb}
+
+
+def failure_is_shared(fails_in: str, views: bool, cap_mb: float | None, catch: bool = True) -> tuple[str, float]:
+    """The last rank fails in step 1; all raise there, go on together, and are exact in the other steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fails = rank == world - 1
+    oracle, replica = Mlp().to(F64), Fragile().to(F64)
+    model = ddp.DistributedDataParallel(replica, gradient_as_bucket_view=views, bucket_cap_mb=cap_mb)
+    oracle.load_state_dict(replica.mlp.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (oracle, model)]
+    text, took_s = "", 0.0
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = batch(step, 2 * world)
+        replica.fails_in = fails_in if fails and step == 1 else ""
+        start = time.monotonic()
+        if step == 1:
+            with pytest.raises(ValueError if fails else ddp.PeerFailedError) as caught:
+                loss_of(model, shard(x), shard(y)).backward()
+            text, took_s = str(caught.value), time.monotonic() - start
+            assert fails or list(caught.value.failures) == [world - 1]
+            assert all(parameter.grad is None for parameter in model.parameters())
+            replica.mlp.layers[2].weight._backward_hooks = None  # the user's hook that failed
+            continue
+        loss_of(model, shard(x), shard(y)).backward()
+        loss_of(oracle, x, y).backward()
+        assert_close(replica.mlp, oracle, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_replicas_equal(model)
+    return text, took_s
+
+
+def all_fail_and_go_on() -> None:
+    """The same mistake on every rank: each gets its own exception, and the next step is exact."""
+    replica = Fragile().to(F64)
+    model = ddp.DistributedDataParallel(replica)
+    oracle = copy.deepcopy(replica)
+    for step, fails_in in enumerate(("forward", "backward", "hook", "")):
+        x, y = batch(step, 2 * dist.get_world_size())
+        replica.fails_in = fails_in
+        with pytest.raises(ValueError, match="a bad") if fails_in else contextlib.nullcontext():
+            loss_of(model, shard(x), shard(y)).backward()
+        replica.mlp.layers[2].weight._backward_hooks = None
+    loss_of(oracle, x, y).backward()
+    assert_close(replica, oracle)
+
+
+def skipped_backward_is_told() -> str:
+    """Rank 1 makes a forward and no backward, as with a loss that is not finite; the next reduction says so."""
+    replica = build("mlp")
+    model = ddp.DistributedDataParallel(replica)
+    oracle = copy.deepcopy(replica)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    text = ""
+    for step in range(4):
+        x, y = batch(step, 2 * world)
+        model.zero_grad()
+        loss = loss_of(model, shard(x), shard(y))
+        if step == 1 and rank == 1:
+            continue
+        try:
+            loss.backward()
+        except ddp.BackwardError as error:
+            text = str(error)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            break
+    x, y = batch(9, 2 * world)
+    loss_of(model, shard(x), shard(y)).backward()
+    loss_of(oracle, x, y).backward()
+    assert_close(replica, oracle)
+    return text
+
+
+def forwards_without_backward_are_no_skip() -> None:
+    """In eval mode, under no_grad, or through torch.autograd.grad, a rank may make forward passes of its own."""
+    replica = build("mlp")
+    model = ddp.DistributedDataParallel(replica)
+    oracle = copy.deepcopy(replica)
+    for step in range(3):
+        x, y = batch(step, 2 * dist.get_world_size())
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(x)
+            model.eval()
+            model(x)
+            model.train()
+            inputs = x.clone().requires_grad_()
+            torch.autograd.grad(model(inputs).sum(), inputs)
+        model.zero_grad()
+        oracle.zero_grad()
+        loss_of(model, shard(x), shard(y)).backward()
+        loss_of(oracle, x, y).backward()
+        assert_close(replica, oracle, f"step {step}")
+
+
+def drift_is_named(kind: str) -> tuple[str, str, int, tuple[int, ...]]:
+    """Rank 1 changes one bit of a parameter, or takes another step; the next backward tells which."""
+    replica = build("mlp").float()
+    model = ddp.DistributedDataParallel(replica, weight_checksum=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x, y = batch(step, 2 * dist.get_world_size())
+        optimizer.zero_grad()
+        loss = loss_of(model, shard(x).float(), shard(y).float())
+        if step == 4:
+            with pytest.raises(ddp.DriftError) as caught:
+                loss.backward()
+            return str(caught.value), caught.value.parameter, caught.value.step, caught.value.ranks
+        loss.backward()
+        optimizer.step()
+        if step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                if kind == "bit":
+                    replica.layers[2].weight.view(torch.int32)[5, 5] ^= 1
+                else:
+                    optimizer.step()
+    raise AssertionError
+
+
+def no_drift_with_checksum() -> None:
+    model = ddp.DistributedDataParallel(build("odd"), weight_checksum=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(20):
+        x, y = batch(step, 2 * dist.get_world_size())
+        optimizer.zero_grad()
+        loss_of(model, shard(x), shard(y)).backward()
+        optimizer.step()
+    assert_replicas_equal(model)
+
+
+def replaced_parameter_is_refused(how: str) -> str:
+    """A parameter that appears on rank 0 alone after wrapping: every rank learns of it in the same step."""
+    replica = build("mlp")
+    model = ddp.DistributedDataParallel(replica)
+    x, y = batch(dist.get_rank(), 4)
+    loss_of(model, x, y).backward()
+    if dist.get_rank() == 0:
+        if how == "replaced":
+            replica.layers[2].weight = nn.Parameter(torch.randn(33, 40, dtype=F64))
+        else:
+            replica.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises((ddp.BackwardError, ddp.PeerFailedError)) as caught:
+        loss_of(model, x, y).backward()
+    assert isinstance(caught.value, ddp.BackwardError) == (dist.get_rank() == 0)
+    assert all(parameter.grad is None for parameter in replica.layers[0].parameters())
+    return str(caught.value)
+
+
+def unfrozen_on_one_rank() -> tuple[str, str | None]:
+    frozen = build("mlp")
+    frozen.layers[2].weight.requires_grad_(False)
+    model = ddp.DistributedDataParallel(frozen)
+    oracle = copy.deepcopy(frozen)
+    x, y = batch(0, 2 * dist.get_world_size())
+    loss_of(model, shard(x), shard(y)).backward()
+    frozen.layers[2].weight.requires_grad_(dist.get_rank() == 1)
+    with pytest.raises(ddp.BackwardError) as caught:
+        loss_of(model, shard(x), shard(y)).backward()
+    for module in (frozen, oracle):
+        module.layers[2].weight.requires_grad_(True)
+    loss_of(model, shard(x), shard(y)).backward()
+    loss_of(oracle, x, y).backward()
+    assert_close(frozen, oracle)
+    return str(caught.value), caught.value.parameter
+
+
+def weights_on_some_ranks_only(weight: float | None) -> str:
+    model = ddp.DistributedDataParallel(build("mlp"))
+    x, y = batch(dist.get_rank(), 4)
+    with pytest.raises(ddp.BackwardError) as caught:
+        model.backward(loss_of(model, x, y), weight=weight if dist.get_rank() == 0 else 0.0 if weight == 0 else 2.0)
+    loss_of(model, x, y).backward()
+    assert_replicas_equal(model)
+    return str(caught.value)
