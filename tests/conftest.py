@@ -37,7 +37,9 @@ FOREIGN_NAMES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("quick", max_examples=30)
+    hypothesis.settings.register_profile(
+        "quick", max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )  # a busy machine fails no test
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:

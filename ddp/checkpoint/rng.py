@@ -19,7 +19,7 @@ _TORCH_SEED_LIMIT = 1 << 63
 
 
 def capture() -> dict[str, Any]:
-    """Return the states in types that `torch.load(weights_only=True)` reads."""
+    """Return the states in types that a checkpoint holds."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = _plain(numpy.random.get_state(legacy=False), numpy)

@@ -1,38 +1,61 @@
-"""Small values from every rank to every rank, as collectives of bytes: nothing that arrives is unpickled freely."""
+"""Small values from every rank to every rank, as collectives of bytes: nothing that arrives is unpickled."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["device_of", "gather_values"]
+from ddp.comm.codec import decode, encode
+
+__all__ = ["device_of", "gather_bytes", "gather_values"]
+
+_BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
+_LENGTH_BYTES = 8
 
 
-def gather_values(mine: object, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in their order.
+def gather_values(
+    mine: object, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Return the values of all ranks, in their order; tensors arrive in host memory.
 
-    A value is made of None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them: what
-    `torch.load(weights_only=True)` reads. Every rank of `group` must call it; blocks. `device` is one that the group
-    can gather on.
+    A value is `ddp.comm.codec.PLAIN`. Every rank of `group` must call it; blocks. `device` is one that the group can
+    gather on; by default `device_of(group)`. Raises ArgumentError, before anything is sent, for another value.
     """
-    written = io.BytesIO()
-    torch.save(mine, written)
-    data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8).to(device)  # (own length,)
-    size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
-    every = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(every, padded, group=group)
+    return [decode(payload) for payload in gather_bytes(encode(mine), device=device, group=group)]
+
+
+def gather_bytes(
+    payload: torch.Tensor, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Return the payloads (n,) uint8 of all ranks of a group, in host memory. Every rank must call it; blocks."""
+    if dist.get_world_size(group) == 1:
+        return [payload]
+    device = device or device_of(group)
+    room = _BLOCK_BYTES - _LENGTH_BYTES
+    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+    block[:_LENGTH_BYTES].view(torch.int64)[0] = len(payload)
+    block[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(payload))] = payload[:room]
+    blocks = _all_gather(block, device, group)
+    lengths = [int(each[:_LENGTH_BYTES].view(torch.int64)) for each in blocks]
+    longest = max(lengths)
+    if longest <= room:
+        return [each[_LENGTH_BYTES : _LENGTH_BYTES + length] for each, length in zip(blocks, lengths, strict=True)]
+    rest = torch.zeros(longest - room, dtype=torch.uint8)
+    rest[: max(0, len(payload) - room)] = payload[room:]
+    rests = _all_gather(rest, device, group)
     return [
-        torch.load(io.BytesIO(bytes(other[: int(length)].cpu().tolist())), map_location="cpu", weights_only=True)
-        for other, length in zip(every, lengths, strict=True)
+        torch.cat([block[_LENGTH_BYTES:], more])[:length]
+        for block, more, length in zip(blocks, rests, lengths, strict=True)
     ]
+
+
+def _all_gather(mine: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    mine = mine.to(device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return [each.cpu() for each in every]
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:

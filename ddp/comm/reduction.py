@@ -1,41 +1,32 @@
 """Numbers and tensors of every replica made one: as bytes for any way to gather them, and combined again.
 
-`ddp.strategy` calls it for `strategy.reduce`. What arrives is JSON and raw numbers; nothing is unpickled.
+`ddp.strategy` calls it for `strategy.reduce`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 
-from ddp.comm.objects import device_of
+from ddp.comm.codec import decode, encode
 from ddp.errors import ArgumentError
 
-__all__ = ["Operation", "combine", "encode", "gather_bytes"]
+__all__ = ["Operation", "combine", "payload_of"]
 
 Operation = Literal["sum", "mean", "max", "min"]
 
-_BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
-_LENGTH_BYTES = 8
 
-
-def encode(operation: str, value: Any) -> torch.Tensor:
+def payload_of(operation: str, value: Any) -> torch.Tensor:
     """Return the bytes (n,) uint8 of a value: a number, a tensor, or dicts, lists and tuples of them.
 
     Raises ArgumentError for anything else, and for an operation that there is not.
     """
     if operation not in get_args(Operation):
         raise ArgumentError(f"reduce({operation!r}): it must be one of {', '.join(map(repr, get_args(Operation)))}")
-    tensors: list[torch.Tensor] = []
-    header = json.dumps([operation, _describe(value, "value", tensors)]).encode()
-    parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header]
-    words = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-    return torch.cat([words, *(_bytes_of(tensor) for tensor in tensors)])
+    return encode((operation, _plain(value, "value")))
 
 
 def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
@@ -44,123 +35,63 @@ def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
     Integers stay exact; other numbers are added in float64 and rounded once (`math.fsum`), so that the result is
     the same bits on every replica. Raises ArgumentError, the same on every replica, if their forms differ.
     """
-    told = [_Told(payload) for payload in payloads]
-    first = told[0]
-    for replica, other in enumerate(told):
-        if other.operation != first.operation:
+    given = [decode(payload) for payload in payloads]
+    operation, first = given[0]
+    for replica, (other_operation, other) in enumerate(given):
+        if other_operation != operation:
             raise ArgumentError(
-                f"replica 0 calls reduce({first.operation!r}) where replica {replica} calls reduce({other.operation!r})"
+                f"replica 0 calls reduce({operation!r}) where replica {replica} calls reduce({other_operation!r})"
             )
-        if _form(other.tree) != _form(first.tree):
+        if _form(other) != _form(first):
             raise ArgumentError(
-                f"reduce({first.operation!r}): replica {replica} gives {_form(other.tree)}, replica 0 "
-                f"{_form(first.tree)}; all replicas must give values of the same form"
+                f"reduce({operation!r}): replica {replica} gives {_form(other)}, replica 0 "
+                f"{_form(first)}; all replicas must give values of the same form"
             )
-    return _combined(first.operation, value, [each.tree for each in told], [iter(each.tensors) for each in told])
+    return _combined(operation, value, [values for _, values in given])
 
 
-def gather_bytes(payload: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return the payloads (n,) uint8 of all ranks of a group, on the CPU. Every rank must call it; blocks."""
-    if dist.get_world_size(group) == 1:
-        return [payload]
-    device = device_of(group)
-    room = _BLOCK_BYTES - _LENGTH_BYTES
-    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
-    block[:_LENGTH_BYTES].view(torch.int64)[0] = len(payload)
-    block[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(payload))] = payload[:room]
-    blocks = [each.cpu() for each in _all_gather(block.to(device), group)]
-    lengths = [int(each[:_LENGTH_BYTES].view(torch.int64)) for each in blocks]
-    whole = [each[_LENGTH_BYTES : _LENGTH_BYTES + length] for each, length in zip(blocks, lengths, strict=True)]
-    longest = max(lengths)
-    if longest > room:
-        rest = torch.zeros(longest - room, dtype=torch.uint8)
-        rest[: max(0, len(payload) - room)] = payload[room:]
-        for rank, more in enumerate(_all_gather(rest.to(device), group)):
-            whole[rank] = torch.cat([whole[rank], more.cpu()[: max(0, lengths[rank] - room)]])
-    return whole
-
-
-def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return every
-
-
-def _describe(value: Any, name: str, tensors: list[torch.Tensor]) -> list[Any]:
-    """A tree for JSON, with the tensors put aside in its order."""
+def _plain(value: Any, name: str) -> Any:
+    """`value` of dicts with strings as keys, lists, integers, floats and dense tensors."""
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.layout is not torch.strided:
             raise ArgumentError(f"reduce: {name} is a {value.dtype} {value.layout} tensor; give a dense one of numbers")
-        tensors.append(value.detach())
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+        return value
     if isinstance(value, bool | int):
-        return ["int", int(value)]
+        return int(value)
     if isinstance(value, float):
-        return ["float", value]
+        return float(value)
     if isinstance(value, Mapping):
-        return ["dict", [[str(key), _describe(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]]
+        return {str(key): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_describe(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]
-        return ["list", items]
+        return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "item") and not hasattr(value, "__len__"):  # numpy's numbers
-        return _describe(value.item(), name, tensors)
+        return _plain(value.item(), name)
     raise ArgumentError(
         f"reduce: {name} is a {type(value).__name__}; give a number, a tensor, or dicts or lists of them"
     )
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Told:
-    """What one replica said."""
-
-    def __init__(self, payload: torch.Tensor) -> None:
-        length = int(payload[:_LENGTH_BYTES].clone().view(torch.int64))
-        end = _LENGTH_BYTES + length
-        self.operation, self.tree = json.loads(bytes(payload[_LENGTH_BYTES:end].tolist()))
-        self.tensors: list[torch.Tensor] = []
-        rest = payload[end:]
-        for dtype, shape in _tensors(self.tree):
-            count = math.prod(shape) * dtype.itemsize
-            self.tensors.append(rest[:count].clone().view(dtype).view(shape))
-            rest = rest[count:]
-
-
-def _tensors(tree: list[Any]) -> list[tuple[torch.dtype, list[int]]]:
-    if tree[0] == "tensor":
-        return [(getattr(torch, tree[1]), tree[2])]
-    if tree[0] in ("dict", "list"):
-        items = [item[1] for item in tree[1]] if tree[0] == "dict" else tree[1]
-        return [found for item in items for found in _tensors(item)]
-    return []
-
-
-def _form(tree: list[Any]) -> str:
-    """A tree without its numbers, in words."""
-    kind = tree[0]
-    if kind == "tensor":
-        return f"{tree[1]}{tree[2]}"
-    if kind == "dict":
-        return "{" + ", ".join(f"{key}: {_form(item)}" for key, item in tree[1]) + "}"
-    if kind == "list":
-        return "[" + ", ".join(map(_form, tree[1])) + "]"
+def _form(value: Any) -> str:
+    """A value without its numbers, in words."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_form(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_form, value)) + "]"
     return "a number"
 
 
-def _combined(operation: str, value: Any, trees: Sequence[list[Any]], tensors: Sequence[Any]) -> Any:
+def _combined(operation: str, value: Any, given: Sequence[Any]) -> Any:
+    """`given` are the plain values of all replicas, of one form, which is that of `value`."""
     if isinstance(value, torch.Tensor):
-        return _of_tensors(operation, [next(each) for each in tensors]).to(value.device)
+        return _of_tensors(operation, given).to(value.device)
     if isinstance(value, Mapping):
-        inner = [[item[1] for item in tree[1]] for tree in trees]
-        items = zip(value.items(), zip(*inner, strict=True), strict=True)
-        return {key: _combined(operation, item, list(parts), tensors) for (key, item), parts in items}
+        return {key: _combined(operation, item, [each[str(key)] for each in given]) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        parts = zip(value, zip(*(tree[1] for tree in trees), strict=True), strict=True)
-        found = [_combined(operation, item, list(each), tensors) for item, each in parts]
+        found = [_combined(operation, item, [each[index] for each in given]) for index, item in enumerate(value)]
         return found if isinstance(value, list) else tuple(found)
-    return _of_numbers(operation, [tree[1] for tree in trees])
+    return _of_numbers(operation, given)
 
 
 def _of_numbers(operation: str, numbers: Sequence[float]) -> float:

@@ -1,12 +1,11 @@
 """Copies what one rank has to all others before training: parameters, an optimizer's state, an object.
 
 Scripts call these, after `ddp.init()` and perhaps after rank 0 has loaded a checkpoint. Nothing that arrives is
-unpickled freely: objects are what `torch.load(weights_only=True)` reads, and tensors travel as their bytes.
+unpickled: objects are plain values (`ddp.comm.codec`), and tensors travel as their bytes.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
@@ -22,10 +22,7 @@ from ddp.horovod.collectives import Call, agree, member
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
-_READABLE = (
-    "None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them (what torch.load(weights_only="
-    "True) reads): send a dict of such values instead, and rebuild the object from it"
-)
+_READABLE = f"{PLAIN}: send a dict of such values instead, and rebuild the object from it"
 
 
 def broadcast_parameters(
@@ -103,7 +100,7 @@ def broadcast_object(
     if length < 0:
         text = received.decode(errors="replace")
         raise ArgumentError(f"{call}: rank {root_rank}'s object cannot be sent: {text}. It may hold {_READABLE}")
-    return obj if is_root else _read(received)
+    return obj if is_root else decode(torch.frombuffer(received, dtype=torch.uint8))
 
 
 def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -155,18 +152,11 @@ def _broadcast_all(tensors: list[Tensor], root: int, link: dist.ProcessGroup) ->
 
 
 def _written(obj: Any) -> tuple[bytes, str]:
-    """`obj` as bytes that can be read back without running code, or why there are none."""
-    file = io.BytesIO()
+    """`obj` as bytes, or why there are none."""
     try:
-        torch.save(obj, file)
-        _read(bytearray(file.getvalue()))
-    except Exception as error:  # whatever saving an unknown object raises, the other ranks must not wait for this one
-        return b"", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return file.getvalue(), ""
-
-
-def _read(data: bytearray) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return encode(obj).numpy().tobytes(), ""
+    except Exception as error:  # whatever an unknown object raises, the other ranks must not wait for this one
+        return b"", str(error) or type(error).__name__
 
 
 def _broadcast_bytes(data: bytes, length: int, root: int, link: dist.ProcessGroup) -> bytearray:

@@ -33,7 +33,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddp.comm.reduction import combine, encode, gather_bytes
+from ddp.comm.objects import gather_bytes
+from ddp.comm.reduction import combine, payload_of
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.environment import roles_of
@@ -252,8 +253,7 @@ class Strategy(ABC):
         A value is a number, a tensor, or dicts, lists or tuples of them, of the same form on every replica. Every
         replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ.
         """
-        payload = encode(operation, value)
-        return combine(value, self._gather(payload))
+        return combine(value, self._gather(payload_of(operation, value)))
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""

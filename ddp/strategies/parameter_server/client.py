@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ddp.comm.codec import decode, encode
 from ddp.comm.layout import Entry
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.strategies.parameter_server.gradient_codec import Losses, read_values, write_gradient
 from ddp.strategies.parameter_server.messages import Message
-from ddp.strategies.parameter_server.object_codec import pack, unpack
 from ddp.strategies.parameter_server.rendezvous import Meeting, Part
 from ddp.strategies.parameter_server.run_plan import Plan, raise_mismatch
 from ddp.strategies.parameter_server.transport import ClientEndpoint, Poller
@@ -397,7 +397,7 @@ class Client:
             states: list[dict[str, Any]] = [{"chunks": {}, "groups": []} for _ in self._links]
             for chunk in self.plan.partition.chunks:
                 message = self._request(chunk.server, Message("state", {"chunk": chunk.index}), "state")
-                states[chunk.server]["chunks"][chunk.index] = unpack(*message.tensors)
+                states[chunk.server]["chunks"][chunk.index] = decode(message.tensors[0])
             return states
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -406,7 +406,7 @@ class Client:
             self.finish()
             for server, state in enumerate(states):
                 for index, chunk_state in state["chunks"].items():
-                    self._request(server, Message("load", {"chunk": index}, pack(chunk_state)), "loaded")
+                    self._request(server, Message("load", {"chunk": index}, (encode(chunk_state),)), "loaded")
 
     def server_statistics(self) -> list[dict[str, Any]]:
         """Return what each server has counted in its present life."""
@@ -488,7 +488,7 @@ class Client:
         elif message.kind == "wait":
             self._waits_for[link.index] = [0]
         elif message.kind == "refused":
-            entries = [Entry(*entry) for entry in unpack(*message.tensors)]
+            entries = [Entry(*entry) for entry in decode(message.tensors[0])]
             me, other = self._name, f"parameter server {link.index}"
             raise_mismatch(self.plan.entries, entries, rank=self.part.index, me=me, other=other)
         else:

@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 
+from ddp.comm.codec import decode, encode
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
 from ddp.monitoring.progress import count_step
 from ddp.strategies.parameter_server.consistency import Pace
 from ddp.strategies.parameter_server.gradient_codec import average, read_gradient, write_values
 from ddp.strategies.parameter_server.messages import Message
-from ddp.strategies.parameter_server.object_codec import pack, unpack
 from ddp.strategies.parameter_server.rendezvous import Meeting
 from ddp.strategies.parameter_server.run_plan import Plan
 from ddp.strategies.parameter_server.snapshot import Snapshots
@@ -246,7 +246,7 @@ class Server:
     def _join(self, address: bytes, message: Message) -> None:
         facts = message.facts
         if facts["digest"] != self.plan.digest:
-            entries = pack([[entry.kind, entry.name, entry.facts] for entry in self.plan.entries])
+            entries = (encode([[entry.kind, entry.name, entry.facts] for entry in self.plan.entries]),)
             self._endpoint.send(address, Message("refused", {}, entries))
             return
         if address in self._peers:  # it says so again, because it has not heard the answer
@@ -558,10 +558,10 @@ class Server:
         self._reply(peer, message, "extras", {"names": names}, tuple(self._extras[name] for name in names))
 
     def _give_state(self, peer: _Peer, message: Message) -> None:
-        self._reply(peer, message, "state", {}, pack(self._shards.state_of(int(message.facts["chunk"]))))
+        self._reply(peer, message, "state", {}, (encode(self._shards.state_of(int(message.facts["chunk"]))),))
 
     def _load_state(self, peer: _Peer, message: Message) -> None:
-        state = unpack(*message.tensors)
+        state = decode(message.tensors[0])
         self._shards.load_state_of(int(message.facts["chunk"]), state)
         self._reply(peer, message, "loaded", {})
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ddp
-from ddp.comm.reduction import combine, encode
+from ddp.comm.reduction import combine, payload_of
 from ddp.strategies.strategy import Strategy
 from ddp.world import World
 
@@ -174,7 +174,7 @@ numbers = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infini
 
 
 def _reduced(operation: str, values: Sequence[Any]) -> list[Any]:
-    payloads = [encode(operation, value) for value in values]
+    payloads = [payload_of(operation, value) for value in values]
     return [combine(value, payloads) for value in values]
 
 
@@ -218,4 +218,4 @@ def test_tensors_of_any_kind_are_reduced(dtype: torch.dtype, shape: list[int], r
 )
 def test_what_cannot_be_reduced_is_named(operation: str, value: Any, message: str) -> None:
     with pytest.raises(ddp.ArgumentError, match=message):
-        encode(operation, value)
+        payload_of(operation, value)
