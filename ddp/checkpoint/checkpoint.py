@@ -58,8 +58,9 @@ class Checkpoint:
     "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
     is durable. What was cut short, damaged or written by somebody else is never counted and never removed.
 
-    `folder` belongs to one run: another one goes on from what it finds there, or is refused. On several hosts, put
-    it on a file system that they share, because a checkpoint on a host that is lost is lost with it.
+    `folder` belongs to one run and one Checkpoint at a time: another one goes on from what it finds there, or is
+    refused, and the first is refused from then on. On several hosts, put it on a file system that they share, because
+    a checkpoint on a host that is lost is lost with it.
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
@@ -69,6 +70,7 @@ class Checkpoint:
         self.keep = keep
         self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
+        self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
 
     def due(self, step: int, *, every: int) -> bool:
         """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
@@ -114,7 +116,7 @@ class Checkpoint:
             note = replace(note, names=(*parts, *sorted(values)), position=position)
             check_plain(values)
             if rank == 0:
-                _check_step(step, self.folder, self._broken)
+                self._check_folder(step)
                 state = {name: part.state_dict() for name, part in parts.items()}
                 for name, part_state in state.items():
                     check_plain(part_state, name)
@@ -134,10 +136,12 @@ class Checkpoint:
             try:
                 path = checkpoint_file.write(self.folder, step, content)
                 self._broken.discard(path.name)
+                assert self._known is not None
+                self._known.add(path.name)
                 checkpoint_file.prune(self.folder, self.keep, self._broken)
             except Exception as error:  # as above
                 problem = error
-        problems = _exchange(_reason(problem), "verdict after saving")
+        problems = _exchange(_reason(problem), "results of saving")
         _raise_together(f"write step {step} to {self.folder.absolute()}", problems, problem)
         count_checkpoint()
 
@@ -166,6 +170,7 @@ class Checkpoint:
         changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
         """
         rank, world_size = _place()
+        self._known = None
         with contextlib.ExitStack() as open_files:
             found = self._find(open_files, None if path is None else Path(path))
             notes = [_LoadNote.of(told) for told in _exchange(asdict(found.note), "notes before loading")]
@@ -194,8 +199,29 @@ class Checkpoint:
                 restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
-        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "verdict after loading"), problem)
+        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "results of loading"), problem)
         return restored
+
+    def _check_folder(self, step: int) -> None:
+        """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""
+        if type(step) is not int or step < 0:
+            raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
+        there = checkpoint_file.newest_first(self.folder)
+        for found, path in there:
+            is_foreign = self._known is not None and path.name not in self._known
+            if (found <= step and not is_foreign) or path.name in self._broken or not checkpoint_file.ends_whole(path):
+                continue
+            if is_foreign:
+                raise CheckpointError(
+                    f"{path.absolute()} was saved by another run, or by another Checkpoint of this one, since this one "
+                    "began: give each a folder of its own"
+                )
+            raise CheckpointError(  # after a restart those would be loaded instead
+                f"{path.absolute()} is later than step {step}: this folder belongs to another run, or to a later part "
+                "of this one. load() first to go on from there, use another folder, or move that file away"
+            )
+        if self._known is None:
+            self._known = {path.name for _, path in there}
 
     def _find(self, open_files: contextlib.ExitStack, path: Path | None) -> _Found:
         """Open the newest whole file that this rank sees, and say what was passed over on the way."""
@@ -249,18 +275,6 @@ class _LoadNote:
 class _Found:
     note: _LoadNote
     file: BinaryIO | None = None
-
-
-def _check_step(step: int, folder: Path, broken: set[str]) -> None:
-    """Refuse what is no step, and one before others that are there: after a restart those would be loaded instead."""
-    if type(step) is not int or step < 0:
-        raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
-    for found, path in checkpoint_file.newest_first(folder):
-        if found > step and path.name not in broken and checkpoint_file.ends_whole(path):
-            raise CheckpointError(
-                f"{path.absolute()} is later than step {step}: this folder belongs to another run, or to a later part "
-                "of this one. load() first to go on from there, use another folder, or move that file away"
-            )
 
 
 def _require_agreement(notes: Sequence[_SaveNote]) -> None:

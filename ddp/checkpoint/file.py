@@ -9,21 +9,19 @@ Nothing here knows of ranks; `ddp.checkpoint` calls it.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import secrets
 import struct
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
 from ddp.errors import CheckpointError
 
 __all__ = ["TRAILER_BYTES", "Trailer", "ends_whole", "newest_first", "prune", "verify", "write"]
@@ -34,7 +32,6 @@ _HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the traile
 TRAILER_BYTES = _HEAD.size + hashlib.sha256().digest_size
 _CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r"step-([0-9]+)\.pt")
-_UNFINISHED = re.compile(r"\.step-[0-9]+\.pt\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -101,19 +98,16 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
     What a killed writer left unfinished in `folder` is removed first. A file of the same step is replaced.
     Raises OSError where the system does, without leaving anything.
     """
-    _make_durably(folder)
-    _remove_unfinished(folder)
+    make_durably(folder)
+    remove_unfinished(folder, _NAME)
     path = folder / f"step-{step:010d}.pt"
-    with _unfinished(path) as (temporary, file):
+    with replacing(path) as file:
         stream = _Hashing(file)
         torch.save(dict(state), cast("IO[bytes]", stream))  # it calls write and flush only
         stream.write(_HEAD.pack(_MAGIC, _VERSION, step, stream.length))
         stream.write(stream.sha.digest())
         if stream.error is not None:
             raise stream.error
-        os.fsync(file.fileno())
-        os.replace(temporary, path)
-    _fsync_folder(folder)
     return path
 
 
@@ -130,11 +124,10 @@ class _Hashing:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        rest = whole = memoryview(data).cast("B")
+        whole = memoryview(data).cast("B")
         if self.error is None:
             try:
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                self._file.write(whole)
             except OSError as error:
                 self.error = error
             self.sha.update(whole)
@@ -143,34 +136,6 @@ class _Hashing:
 
     def flush(self) -> None:
         """Leave it to the fsync at the end."""
-
-
-@contextlib.contextmanager
-def _unfinished(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new temporary file beside `path`, locked as long as its writer lives; removed unless it was renamed.
-
-    The kernel drops the lock however the writer ends, so what can be locked was left by a dead one.
-    """
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        with open(temporary, "xb", buffering=0) as file:
-            try:
-                with contextlib.suppress(OSError):  # a file system without locks: nothing unfinished is removed there
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                if not os.fstat(file.fileno()).st_nlink:
-                    continue  # another writer took it for a left-over before it was locked
-                yield temporary, file
-                return
-            finally:
-                temporary.unlink(missing_ok=True)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    for name in os.listdir(folder):
-        if _UNFINISHED.fullmatch(name):
-            with contextlib.suppress(OSError), open(folder / name, "r+b", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(folder / name)
 
 
 def prune(folder: Path, keep: int, broken: Collection[str]) -> None:
@@ -191,18 +156,3 @@ def ends_whole(path: Path) -> bool:
     except (OSError, CheckpointError):
         return False
     return True
-
-
-def _make_durably(folder: Path) -> None:
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for parent in missing:
-        _fsync_folder(parent.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import default_collate as _default_collate
 
 from ddp.data.permutation import Permutation, choose, scheme
+from ddp.data.position import Position
 from ddp.errors import ArgumentError
 
 __all__ = ["ReplicaLoader"]
@@ -143,26 +144,12 @@ class ReplicaLoader:
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the place in the data in numbers that depend neither on the replicas nor on the batch size."""
-        return {
-            "epoch": self.epoch,
-            "position": self._position,
-            "length": self._length,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "order": self._order_name(),
-        }
+        return self._where().state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
         """Go on where `state` was taken. Raises ArgumentError if the order of the samples is another one here."""
-        mine = self.state_dict()
-        for name in ("length", "shuffle", "seed", "order"):
-            if state[name] != mine[name]:
-                raise ArgumentError(
-                    f"the loader was saved with {name} {state[name]} and now has {mine[name]}: "
-                    f"sample {state['position']} of epoch {state['epoch']} is another one here"
-                )
-        self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
-        self._behind = None
+        self.epoch, self._position = self._where().going_on(state, "loader")
+        self._begun, self._behind = False, None
         if not self._size(self._position):
             self._next_epoch()
 
@@ -174,8 +161,9 @@ class ReplicaLoader:
         self.epoch += 1
         self._position, self._begun = 0, False
 
-    def _order_name(self) -> str:
-        return scheme(self._length, self.seed) if self.shuffle else "torch"
+    def _where(self) -> Position:
+        order = scheme(self._length, self.seed) if self.shuffle else "torch"
+        return Position(self.epoch, self._position, self._length, self.shuffle, self.seed, order)
 
     def _size(self, position: int) -> int:
         """How many samples the global batch at `position` has; 0 at the end."""

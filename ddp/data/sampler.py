@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ddp.data.permutation import Permutation, choose, scheme
+from ddp.data.position import Position
 from ddp.errors import ArgumentError, NotInitializedError
 
 __all__ = ["DistributedSampler", "Even", "rank_and_size"]
@@ -155,14 +156,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "trained on: call sampler.advance(len(batch)) after each step, or set_epoch() with the next epoch "
                 "before saving at the end of one"
             )
-        return {
-            "epoch": self.epoch,
-            "position": self._position(),
-            "length": self._length,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "order": self._order_name(),
-        }
+        return self._where(self._position()).state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
         """Go on where `state` was taken, whatever the world size was. Every rank must call it with the same state.
@@ -170,20 +164,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         Raises ArgumentError if the permutation is another one: the length of the data set, `shuffle`, `seed` or the
         algorithm.
         """
-        for name, mine in (
-            ("length", self._length),
-            ("shuffle", self.shuffle),
-            ("seed", self.seed),
-            ("order", self._order_name()),
-        ):
-            saved = state.get(name, "torch") if name == "order" else state[name]  # older states were all in torch's
-            if saved != mine:
-                raise ArgumentError(
-                    f"the sampler was saved with {name} {saved} and now has {mine}: "
-                    f"sample {state['position']} of epoch {state['epoch']} is another one here"
-                )
-        self.epoch = int(state["epoch"])
-        self._begin_at(min(int(state["position"]), self._length))
+        self.epoch, position = self._where(0).going_on(state, "sampler")
+        self._begin_at(position)
 
     @property
     def _is_over(self) -> bool:
@@ -209,8 +191,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             return self._length
         return min(self._start + self._trained * self.num_replicas, self._length)
 
-    def _order_name(self) -> str:
-        return scheme(self._length, self.seed) if self.shuffle else "torch"
+    def _where(self, position: int) -> Position:
+        order = scheme(self._length, self.seed) if self.shuffle else "torch"
+        return Position(self.epoch, position, self._length, self.shuffle, self.seed, order)
 
 
 class _Pass(Iterator[Iterator[int]]):

@@ -5,12 +5,9 @@ Called by `ddp.training.trainer` on the replica that writes. Every file is there
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddp.checkpoint.atomic_file import replacing
 from ddp.errors import ArgumentError, CheckpointError
 
 __all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write_weights"]
@@ -94,18 +92,5 @@ def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> 
 
 def _write(path: Path, write: Callable[[Any], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _unfinished(path) as temporary:
-        with open(temporary, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        write(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddp.checkpoint.atomic_file import replacing
 from ddp.training.callbacks.callback import Callback
 
 __all__ = ["CSVLogger", "History", "ProgressBar"]
@@ -121,13 +122,13 @@ class CSVLogger(Callback):
     def _rewrite(self) -> None:
         """Replace the file as a whole, so that none of its rows is ever lost."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["epoch"]
-        with open(temporary, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="")
+        with replacing(self.path) as file:
+            text = io.TextIOWrapper(file, newline="")
+            writer = csv.DictWriter(text, columns, restval="")
             writer.writeheader()
             writer.writerows(self._rows)
-        os.replace(temporary, self.path)
+            text.detach()
 
 
 def _is_before(row: Mapping[str, str | None], epoch: int) -> bool:

@@ -149,6 +149,20 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 # Files that are not whole
 
 
+def test_two_that_save_in_one_folder_are_told(tmp_path: Path) -> None:
+    first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path)
+    first.save(1)
+    second.save(2)  # takes over
+    with pytest.raises(ddp.CheckpointError, match=r"step-0000000002.pt was saved by another run, or by another Checkp"):
+        first.save(3)
+    second.save(4)
+    assert first.load() is not None  # and goes on from there
+    first.save(5)
+    with pytest.raises(ddp.CheckpointError, match=r"step-0000000005.pt was saved by another run"):
+        second.save(6)
+    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 4, 5)]
+
+
 def test_every_truncation_is_noticed(whole: bytes) -> None:
     for length in range(len(whole)):
         with pytest.raises(ddp.CheckpointError):
