@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from launcher.hostnames import lines_by_reason
+
 __all__ = [
     "DtrainError",
     "HostError",
@@ -61,7 +63,7 @@ class StartError(HostError):
 
     def __init__(self, reasons: Mapping[str, str], total: int) -> None:
         self.reasons = dict(reasons)
-        lines = "\n".join(f"  {host}: {reason}" for host, reason in self.reasons.items())
+        lines = "\n".join(f"  {line}" for line in lines_by_reason(self.reasons))
         DtrainError.__init__(
             self, f"{len(self.reasons)} of {total} hosts cannot start; no worker was started.\n{lines}"
         )

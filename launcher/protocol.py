@@ -173,6 +173,8 @@ class Facts:
     left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.clean) that cannot be ended
     slots: int | None = None  # how many workers it takes, where that was said on the host itself
     machine: str = ""  # where several agents may be on one machine: which it is
+    room: int | None = None  # for so many workers its limits leave room
+    room_limit: str = ""  # the one that leaves least
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,25 @@ class Bye:
     reason: str
 
 
+# ---- dtrain check, whose examiner says Hello as well --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    kind: ClassVar[str] = "question"
+    ask: str
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked for, in the order of the questions; or why it cannot be said."""
+
+    kind: ClassVar[str] = "answer"
+    value: Any
+    problem: str = ""
+
+
 # ---- both ways -----------------------------------------------------------------------------------------------
 
 
@@ -305,6 +326,7 @@ Command: TypeAlias = (
     | Collect
     | EndAttempt
     | Stop
+    | Question
     | Heartbeat
 )
 Report: TypeAlias = (
@@ -320,6 +342,7 @@ Report: TypeAlias = (
     | Collected
     | Swept
     | Bye
+    | Answer
     | Heartbeat
 )
 Message: TypeAlias = Command | Report
@@ -329,7 +352,7 @@ _KINDS: dict[str, type[Message]] = {
     for cls in (
         Prepare, OpenStore, ReservePorts, StartWorker, RestartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
         Hello, Facts, StoreOpened, PortsReserved, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye,
-        Heartbeat,
+        Heartbeat, Question, Answer,
     )
 }  # fmt: skip
 

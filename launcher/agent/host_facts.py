@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import DtrainError, UsageError
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS
 from launcher.machine import devices
+from launcher.machine.limits import room_for_workers
 from launcher.machine.network import choose_address
 from launcher.protocol import Facts, Prepare
 
-__all__ = ["find_facts"]
+__all__ = ["find_facts", "find_resources"]
 
 
 def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
-    """Return the host's facts; `problems` and `left` are what was found before. Binds us to our part of the cores."""
+    """Return the host's facts; `problems` and `left` are what was found before."""
     workdir = Path(message.workdir)
     slots, machine = os.environ.pop(AGENT_SLOTS, ""), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
     problems = [*problems]
@@ -31,19 +33,29 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
             choose_address(message.interfaces, "", None)
         except DtrainError as error:
             problems.append(str(error))
-    gpus = devices.Gpus()
+    found = find_resources(message.part, message.parts)
+    if (count := _slots(slots, len(found.gpus), found.cpu_limit)) == 0:
+        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was said there, but it has no GPU for a worker")
+    return replace(
+        found,
+        problems=[*problems, *found.problems],
+        left=left,
+        slots=count,
+        machine=machine,
+    )
+
+
+def find_resources(part: int, parts: int) -> Facts:
+    """Return what this machine, or with --simulate a part of it, has for workers; nothing else is filled in."""
+    gpus, problems = devices.Gpus(), []
     try:
         gpus = devices.find_gpus(os.environ)
     except UsageError as error:
         problems.append(str(error))
-    cores, limit = devices.divide(devices.cores(), _cpu_limit(), message.part, message.parts)
-    if message.parts > 1:
-        os.sched_setaffinity(0, cores)
-    count = _slots(slots, len(gpus.ids), limit)
-    if count == 0:
-        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was said there, but it has no GPU for a worker")
+    cores, limit = devices.divide(devices.cores(), _cpu_limit(), part, parts)
+    room, room_limit = room_for_workers(parts)
     return Facts(
-        gpus=list(devices.share(gpus.ids, message.part, message.parts)),
+        gpus=list(devices.share(gpus.ids, part, parts)),
         gpu_variable=gpus.variable,
         # What SLURM counts as given to us is certain, too.
         gpus_verified=gpus.verified or (bool(gpus.ids) and os.environ.get("SLURM_GPUS_ON_NODE") == str(len(gpus.ids))),
@@ -51,9 +63,8 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         cpu_limit=limit,
         problems=problems,
         time=time.monotonic(),
-        left=left,
-        slots=count,
-        machine=machine,
+        room=room,
+        room_limit=room_limit,
     )
 
 

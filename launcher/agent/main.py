@@ -280,6 +280,8 @@ class Agent:
             self._mark.cgroup.make()
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
         facts = find_facts(self._prepared, problems=problems, left=cleaning.left)
+        if self._prepared.parts > 1:
+            os.sched_setaffinity(0, facts.cores)
         self._lease.renew(
             time.monotonic()
         )  # before it is told, so that it never begins later than the controller knows

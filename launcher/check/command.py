@@ -13,14 +13,15 @@ import secrets
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
+from launcher.check.at_once import all_at_once
 from launcher.check.examiner_host import SHA_DIGITS
+from launcher.check.examiner_network import AT_ONCE
 from launcher.check.examiner_packages import code_digest
 from launcher.check.facts import Dialled, HostFacts, Listening, read
 from launcher.check.finding import Examined, Finding, Severity, merged, on_host, size
@@ -29,7 +30,7 @@ from launcher.check.link import HostLink
 from launcher.check.pairs import Way, pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
 from launcher.cli.request import Request
-from launcher.errors import DtrainError, HostError
+from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
 from launcher.job.orders import prepare
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
@@ -39,7 +40,7 @@ __all__ = ["run_check"]
 FACTS_S = 20.0  # a driver without persistence mode takes seconds for each card
 KNOCK_S = 3.0
 LOGS_BYTES = 100 << 20
-KNOCKS_AT_ONCE = 8  # of each host, as in examiner_network.py
+HOSTS_AT_ONCE = 256
 
 T = TypeVar("T")
 
@@ -149,28 +150,22 @@ class _Examination:
     def __exit__(self, *_: object) -> None:
         for link in self._links.values():
             link.end()
-        _at_once(HostLink.close, self._links)
+        _ask_all(HostLink.close, self._links)
 
     def run(self) -> None:
         spec = self.spec
-        limit = threading.BoundedSemaphore(spec.ssh.connect_at_once)
         until = time.monotonic() + spec.start_timeout_s
-        self.examined = list(_at_once(lambda link: self._examine(link, limit, until), self._links).values())
+        self.examined = list(_ask_all(lambda link: self._examine(link, until), self._links).values())
         code, script = code_digest()[:SHA_DIGITS], _script_here(spec)
         self.findings += host_findings(spec, self.examined, code_here=code, script_here=script)
-        there = {one.host.name: self._links[one.host.name] for one in self.examined if one.facts is not None}
+        there = {one.name: self._links[one.name] for one in self.examined if one.facts is not None}
         listening = self._listen(there)
         if len(listening) > 1:
             self._knock({name: there[name] for name in listening}, listening)
 
-    def _examine(self, link: HostLink, limit: threading.BoundedSemaphore, until: float) -> Examined:
+    def _examine(self, link: HostLink, until: float) -> Examined:
         try:
-            if not limit.acquire(timeout=max(0.0, until - time.monotonic())):
-                raise HostError(link.host.name, "was not tried within --start-timeout-s")
-            try:
-                greeting = link.open(until)
-            finally:
-                limit.release()
+            greeting = link.open(until)
             clock = link.find_clock(until)
             question = vars(prepare(self.spec, link.host, lease_s=0.0, clean=()))
             facts = read(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
@@ -186,25 +181,22 @@ class _Examination:
         seen_from = [link.our_address for link in there.values() if link.our_address]
         here = "" if spec.interfaces else "127.0.0.1"
 
-        def listen(link: HostLink) -> Listening | str:
+        def listen(link: HostLink) -> Listening:
             first = link.host.name == spec.hosts[0].name
             address = "" if link.host.remote else (seen_from[0] if seen_from and not spec.interfaces else here)
-            try:
-                said = link.ask(
-                    time.monotonic() + FACTS_S,
-                    ask="listen",
-                    address=(spec.master_addr or address) if first else address,
-                    interfaces=list(spec.interfaces),
-                    towards=next((name for name in there if name != link.host.name), ""),
-                    token=self._token,
-                    store_port=(spec.master_port or DEFAULT_PORT) if first else 0,
-                )
-                return read(Listening, said)
-            except DtrainError as error:
-                return getattr(error, "reason", str(error))
+            said = link.ask(
+                time.monotonic() + FACTS_S,
+                ask="listen",
+                address=(spec.master_addr or address) if first else address,
+                interfaces=list(spec.interfaces),
+                towards=next((name for name in there if name != link.host.name), ""),
+                token=self._token,
+                store_port=(spec.master_port or DEFAULT_PORT) if first else 0,
+            )
+            return read(Listening, said)
 
         doors = {}
-        for name, found in _at_once(listen, there).items():
+        for name, found in _ask_all(_or_why_not(listen), there).items():
             if isinstance(found, str):
                 message = f"it cannot listen where the others would reach it: {found}"
                 fix = on_host(spec, there[name].host)("ip -brief address")
@@ -215,24 +207,19 @@ class _Examination:
         return doors
 
     def _knock(self, there: Mapping[str, HostLink], listening: Mapping[str, Listening]) -> None:
-        rounds = -(-2 * len(there) // KNOCKS_AT_ONCE)
+        where = {name: targets(listening, name) for name in there}
+        rounds = -(-max(map(len, where.values())) // AT_ONCE)
         master = next(iter(listening.values())).address
 
         def knock(link: HostLink) -> tuple[list[Dialled], str]:
-            where = [vars(target) for target in targets(listening, link.host.name)]
+            doors = [vars(target) for target in where[link.host.name]]
             until = time.monotonic() + FACTS_S + rounds * KNOCK_S
             sockets = link.ask(until, ask="sockets", master_addr=master, interfaces=list(self.spec.interfaces))
-            said = link.ask(until, ask="dial", targets=where, token=self._token, limit_s=KNOCK_S)
+            said = link.ask(until, ask="dial", targets=doors, token=self._token, limit_s=KNOCK_S)
             return list(read(tuple[Dialled, ...], said)), str(sockets.get("GLOO_SOCKET_IFNAME", ""))
 
-        def try_to(link: HostLink) -> tuple[list[Dialled], str] | str:
-            try:
-                return knock(link)
-            except DtrainError as error:
-                return getattr(error, "reason", str(error))
-
         gloo = {}
-        for name, found in _at_once(try_to, there).items():
+        for name, found in _ask_all(_or_why_not(knock), there).items():
             if isinstance(found, str):
                 self.findings.append(Finding(Severity.ERROR, "unusable", (name,), f"while it knocked: {found}"))
                 continue
@@ -241,19 +228,20 @@ class _Examination:
         self.findings += pair_findings(self.spec, self.examined, listening, self.ways, gloo)
 
 
-def _at_once(work: Callable[[HostLink], T], links: Mapping[str, HostLink]) -> dict[str, T]:
-    """Do something with every host, each in a thread of its own; return the results in order. Each has a deadline."""
-    results: dict[str, T] = {}
+def _ask_all(work: Callable[[HostLink], T], links: Mapping[str, HostLink]) -> dict[str, T]:
+    return dict(zip(links, all_at_once(work, list(links.values()), most=HOSTS_AT_ONCE), strict=True))
 
-    def do(name: str, link: HostLink) -> None:
-        results[name] = work(link)
 
-    threads = [threading.Thread(target=do, args=item, daemon=True) for item in links.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {name: results[name] for name in links if name in results}
+def _or_why_not(ask: Callable[[HostLink], T]) -> Callable[[HostLink], T | str]:
+    """Return what asks a host, and says why if that fails."""
+
+    def asked(link: HostLink) -> T | str:
+        try:
+            return ask(link)
+        except DtrainError as error:
+            return getattr(error, "reason", str(error))
+
+    return asked
 
 
 def _script_here(spec: JobSpec) -> str | None:

@@ -1,13 +1,12 @@
 """The examiner: answers `dtrain check` on one host. Starts no process, writes no file, ends with its input.
 
-Started by link.py as an agent would be, as `python -m launcher.check.examiner`, with lines of JSON on its standard
-input and output. The main thread only reads, so that the end of the input ends it whatever else hangs; each question
-has a thread of its own. An alarm ends it where even that is not seen.
+Started by link.py as an agent would be, as `python -m launcher.check.examiner`, with the protocol's stream on its
+standard input and output. The main thread only reads, so that the end of the input ends it whatever else hangs; each
+question has a thread of its own. An alarm ends it where even that is not seen.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,16 +15,16 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from launcher import __version__
-from launcher.check.facts import FORMAT, GREETING, Greeting, Listening, Target, read, write
-from launcher.protocol import PROTOCOL, Prepare
+from launcher.check.facts import Listening, Target, read
+from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
 
 __all__ = ["main"]
 
 LIFE_S = 600  # a question's own limits are far below
-MAX_LINE_BYTES = 8 << 20
 
 
 def main() -> None:
@@ -35,11 +34,15 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     examiner = _Examiner()
     python = "{}.{}.{}".format(*sys.version_info[:3])
-    examiner.say(GREETING)
-    examiner.say(write(Greeting(FORMAT, __version__, PROTOCOL, python, socket.gethostname(), os.getpid())))
+    examiner.say(PREAMBLE)
+    hello = Hello(PROTOCOL, __version__, python, socket.gethostname(), os.getpid(), trace="", time=time.monotonic())
+    examiner.say(encode(hello))
+    decoder = Decoder()
     try:
-        while line := sys.stdin.buffer.readline(MAX_LINE_BYTES):
-            examiner.answer(json.loads(line))
+        while data := os.read(0, 1 << 16):
+            for message in decoder.feed(data):
+                if isinstance(message, Question):
+                    examiner.answer(message)
     finally:
         os._exit(0)  # threads may wait for a disk that never answers
 
@@ -58,37 +61,37 @@ class _Examiner:
             while view:
                 view = view[os.write(1, view) :]
 
-    def answer(self, question: Mapping[str, Any]) -> None:
+    def answer(self, question: Question) -> None:
         """Answer in the background; the time at once."""
-        if question.get("ask") == "time":
-            self.say(write(time.time()))
+        if question.ask == "time":
+            self.say(encode(Answer(time.time())))
             return
         threading.Thread(target=self._answer, args=(question,), daemon=True).start()
 
-    def _answer(self, question: Mapping[str, Any]) -> None:
+    def _answer(self, question: Question) -> None:
         try:
-            self.say(self._find(question))
+            answer = Answer(self._find(question.ask, question.about))
         except Exception as error:  # an answer of which nobody thought must still be given
             traceback.print_exc()
-            self.say(write(None, problem=f"{type(error).__name__}: {error}"))
+            answer = Answer(None, problem=f"{type(error).__name__}: {error}")
+        self.say(encode(answer))
 
-    def _find(self, question: Mapping[str, Any]) -> bytes:
-        asked = question.get("ask")
+    def _find(self, asked: str, about: Mapping[str, Any]) -> Any:
         if asked == "facts":
             from launcher.check.examiner_host import find_host_facts
 
-            return write(find_host_facts(Prepare(**question["prepare"])))
+            return asdict(find_host_facts(Prepare(**about["prepare"])))
         if asked == "listen":
-            return write(self._listen(question))
+            return asdict(self._listen(about))
         if asked == "dial":
             from launcher.check.examiner_network import dial
 
-            targets = [read(Target, target) for target in question["targets"]]
-            return write([vars(found) for found in dial(targets, question["token"].encode(), question["limit_s"])])
+            targets = [read(Target, target) for target in about["targets"]]
+            return [vars(found) for found in dial(targets, about["token"].encode(), about["limit_s"])]
         if asked == "sockets":
             from launcher.machine.network import socket_interfaces
 
-            return write(socket_interfaces(question["master_addr"], question["interfaces"]))
+            return socket_interfaces(about["master_addr"], about["interfaces"])
         raise ValueError(f"{asked!r} is not known")
 
     def _listen(self, question: Mapping[str, Any]) -> Listening:

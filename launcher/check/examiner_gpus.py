@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Driver:
     """The driver's version and the newest CUDA that it can run; None where there is no driver."""
 
-    version: str | None = None
-    cuda: str | None = None
-    cards: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    driver_cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
 
 
 def find_cards() -> Driver:
@@ -40,9 +40,9 @@ def find_cards() -> Driver:
         number = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
         count = _ask(pynvml.nvmlDeviceGetCount) or 0
         return Driver(
-            version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
-            cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
-            cards=tuple(_card(index) for index in range(count)),
+            driver=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            driver_cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
+            gpus=tuple(_card(index) for index in range(count)),
         )
     finally:
         pynvml.nvmlShutdown()

@@ -22,6 +22,7 @@ from launcher.check.examiner_packages import code_digest, find_packages, folder_
 from launcher.check.facts import Disk, HostFacts, Interface, Limit
 from launcher.errors import DtrainError
 from launcher.machine import routes
+from launcher.machine.cgroup import folders_of
 from launcher.protocol import Prepare
 
 __all__ = ["disks", "find_host_facts", "interfaces", "limits", "memory", "system_name"]
@@ -37,8 +38,6 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
     inherited = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
     found = find_facts(prepare, problems=[], left=[])
     workdir = Path(prepare.workdir)
-    packages = find_packages()
-    driver = find_cards()
     total, free = memory()
     return HostFacts(
         hostname=socket.gethostname(),
@@ -54,18 +53,15 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         dtrain=__version__,
         code=code_digest()[:SHA_DIGITS],
         ddp=folder_of("ddp") or "",
-        torch=packages.torch,
-        torch_cuda=packages.torch_cuda,
-        nccl=packages.nccl,
-        numpy=packages.numpy,
-        driver=driver.version,
-        driver_cuda=driver.cuda,
-        gpus=driver.cards,
+        **vars(find_packages()),
+        **vars(find_cards()),
         gpu_ids=tuple(found.gpus),
         gpu_variable=found.gpu_variable,
         gpus_verified=found.gpus_verified,
         gpus_inherited=inherited,
         slots=found.slots,
+        room=found.room,
+        room_limit=found.room_limit,
         cpu_count=os.cpu_count() or 1,
         cores=tuple(found.cores),
         cpu_limit=found.cpu_limit,
@@ -98,7 +94,7 @@ def memory() -> tuple[int, int]:
         name, _, rest = line.partition(":")
         known[name] = int(rest.split()[0]) << 10
     total, free = known.get("MemTotal", 0), known.get("MemAvailable", 0)
-    for folder in _memory_groups():
+    for folder in folders_of("memory"):
         most = (_text(f"{folder}/memory.max") or _text(f"{folder}/memory.limit_in_bytes")).strip()
         used = (_text(f"{folder}/memory.current") or _text(f"{folder}/memory.usage_in_bytes")).strip()
         if most.isdigit() and used.isdigit() and int(most) < total:
@@ -132,18 +128,6 @@ def interfaces() -> list[Interface]:
         Interface(name, tuple(found), _number(f"/sys/class/net/{name}/mtu"), _number(f"/sys/class/net/{name}/speed"))
         for name, found in named.items()
     ]
-
-
-def _memory_groups() -> list[Path]:
-    """Return the folders of this process's cgroup and those above it, of version 2 or version 1's controller."""
-    found = []
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            top = Path("/sys/fs/cgroup", controllers)
-            below = top / path.lstrip("/")
-            found += [below, *(folder for folder in below.parents if folder == top or top in folder.parents)]
-    return found
 
 
 # ---- single facts --------------------------------------------------------------------------------------------

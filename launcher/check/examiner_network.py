@@ -6,15 +6,15 @@ that loses large packets.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
 
+from launcher.check.at_once import all_at_once
 from launcher.check.facts import Dialled, Listening, Target
 from launcher.machine.routes import interface_of
 
@@ -24,9 +24,9 @@ AT_ONCE = 8  # knocks
 ROUND_TRIPS = 5
 PING = b"dtrain check...\n"
 BULK_BYTES = 96 << 10  # far more than a window of small packets
-CONNECTIONS = 4096
+SENDS = (*(len(PING) for _ in range(ROUND_TRIPS)), BULK_BYTES)  # what a knock sends, each after the last came back
+CONNECTIONS = 512  # at once; others wait
 CONNECTION_S = 15.0
-MOST_BYTES = BULK_BYTES + 64 * len(PING)  # that one connection may send: this is no place to be reflected from
 _IP_MTU, _IPV6_MTU = 14, 24
 _PROBLEMS = {
     errno.ECONNREFUSED: "refused",
@@ -47,108 +47,71 @@ def listen(address: str, token: bytes, store_port: int) -> Listening:
 
     It stays open as long as this process. Raises OSError where the address is none of this host's.
     """
-    door = _Door(token)
-    port = door.open(address, 0)
+    door = _bind(address, 0)
+    _serve(door, token)
     problem = ""
     if store_port:
         try:
-            door.open(address, store_port)
+            _serve(_bind(address, store_port), token)
         except OSError as error:
             problem = error.strerror or str(error)
-    threading.Thread(target=door.serve, daemon=True).start()
-    return Listening(address, port, 0 if problem else store_port, problem)
+    return Listening(address, int(door.getsockname()[1]), 0 if problem else store_port, problem)
 
 
-class _Door:
-    """All connections in one thread. One that does not begin with the token is closed without a word."""
+def _bind(address: str, port: int) -> socket.socket:
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
-    def __init__(self, token: bytes) -> None:
-        self._token = token
-        self._selector = selectors.DefaultSelector()
-        self._visitors: dict[socket.socket, _Visitor] = {}
 
-    def open(self, address: str, port: int) -> int:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(where)
-            listening.listen(256)
-        except OSError:
-            listening.close()
-            raise
-        listening.setblocking(False)
-        self._selector.register(listening, selectors.EVENT_READ)
-        return int(listening.getsockname()[1])
+def _serve(listening: socket.socket, token: bytes) -> None:
+    """Answer in the background: each connection in a thread of its own, a bounded number of them at once."""
+    places = threading.BoundedSemaphore(CONNECTIONS)
 
-    def serve(self) -> None:
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            _echo_back(connection, token, time.monotonic() + CONNECTION_S)
+        places.release()
+
+    def accept() -> None:
         while True:
-            for key, events in self._selector.select(1.0):
-                assert isinstance(key.fileobj, socket.socket)
-                visitor = self._visitors.get(key.fileobj)
-                if visitor is None:
-                    self._let_in(key.fileobj)
-                elif not visitor.step(self._token, events):
-                    self._close(visitor)
-                else:
-                    # Read on while it does not read itself: a knock sends all before it listens.
-                    writing = selectors.EVENT_WRITE if visitor.unsent else 0
-                    self._selector.modify(key.fileobj, selectors.EVENT_READ | writing)
-            now = time.monotonic()
-            for visitor in [visitor for visitor in self._visitors.values() if now > visitor.until]:
-                self._close(visitor)
+            places.acquire()  # those that wait stay in the backlog
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # it is gone already, or there are no descriptors left
+                places.release()
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
-    def _let_in(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # it is gone already
-            return
-        if len(self._visitors) >= CONNECTIONS:
-            connection.close()
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._visitors[connection] = _Visitor(connection)
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _close(self, visitor: _Visitor) -> None:
-        self._selector.unregister(visitor.connection)
-        del self._visitors[visitor.connection]
-        visitor.connection.close()
+    threading.Thread(target=accept, daemon=True).start()
 
 
-class _Visitor:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.until = time.monotonic() + CONNECTION_S
-        self.unsent = b""
-        self._head = b""
-        self._known = False
-        self._bytes = 0
+def _echo_back(connection: socket.socket, token: bytes, deadline: float) -> None:
+    """Send back what a knock sends, and nothing to who does not begin with the token. Raises OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hmac.compare_digest(_receive(connection, len(token), deadline), token):
+        for count in SENDS:
+            connection.sendall(_receive(connection, count, deadline))
 
-    def step(self, token: bytes, events: int) -> bool:
-        """Read and echo; return False when the connection is to be closed."""
-        try:
-            if events & selectors.EVENT_READ:
-                data = self.connection.recv(1 << 16)
-                self._bytes += len(data)
-                if not data or self._bytes > MOST_BYTES + len(token):
-                    return False
-                if not self._known:
-                    self._head += data
-                    if len(self._head) < len(token):
-                        return True
-                    if not hmac.compare_digest(self._head[: len(token)], token):
-                        return False
-                    self._known, data = True, self._head[len(token) :]
-                self.unsent += data
-            if self.unsent:
-                self.unsent = self.unsent[self.connection.send(self.unsent) :]
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Read so many bytes. Raises OSError, which TimeoutError is."""
+    data = b""
+    while len(data) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        read = connection.recv(count - len(data))
+        data += read
+        if not read:
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+    return data
 
 
 # ---- knocking ------------------------------------------------------------------------------------------------
@@ -156,25 +119,7 @@ class _Visitor:
 
 def dial(targets: Sequence[Target], token: bytes, limit_s: float) -> list[Dialled]:
     """Knock at every target, a few at a time, each within `limit_s`; return how that went, in their order. Blocks."""
-    waiting: SimpleQueue[int] = SimpleQueue()
-    for number in range(len(targets)):
-        waiting.put(number)
-    found: dict[int, Dialled] = {}
-
-    def work() -> None:
-        while True:
-            try:
-                number = waiting.get_nowait()
-            except Empty:
-                return
-            found[number] = knock(targets[number], token, limit_s)
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(AT_ONCE, len(targets)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(len(targets))]
+    return all_at_once(lambda target: knock(target, token, limit_s), targets, most=AT_ONCE)
 
 
 def knock(target: Target, token: bytes, limit_s: float) -> Dialled:
@@ -210,13 +155,8 @@ def _echo(connection: socket.socket, data: bytes, deadline: float) -> None:
     """Send bytes and read the same back. Raises OSError, which TimeoutError is."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.sendall(data)
-    back = b""
-    while len(back) < len(data):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        read = connection.recv(len(data) - len(back))
-        back += read
-        if not read or not data.startswith(back):
-            raise ConnectionResetError(errno.ECONNRESET, "something else answers there")
+    if _receive(connection, len(data), deadline) != data:
+        raise ConnectionResetError(errno.ECONNRESET, "something else answers there")
 
 
 def _path_mtu(connection: socket.socket) -> int:

@@ -1,40 +1,25 @@
 """What `dtrain check` asks of a host and what it is told, as data: made there by the examiner, read here by command.py.
 
-Every line of the stream is a JSON object; what is read from it goes through `read`, which takes nothing else than
-these fields.
+It goes through the stream in an Answer (protocol.py); `read` takes nothing else than these fields.
 """
 
 from __future__ import annotations
 
-import json
 import types
 import typing
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeVar
 
 from launcher.errors import ProtocolError
+from launcher.protocol import Facts
 
 __all__ = [
-    "FORMAT", "GREETING", "Dialled", "Disk", "Gpu", "Greeting", "HostFacts", "Interface", "Limit", "Listening",
-    "Target", "read", "write",
+    "FORMAT", "Dialled", "Disk", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Target", "read",
 ]  # fmt: skip
 
-FORMAT = 1  # of the lines below, and of `dtrain check --json`
-GREETING = b"\n\x01dtrain-check-1\n"  # whatever a login shell prints comes before it
+FORMAT = 1  # of `dtrain check --json`
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Greeting:
-    """The examiner's first line."""
-
-    format: int
-    version: str
-    protocol: int
-    python: str
-    hostname: str
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +73,8 @@ class HostFacts:
 
     `machine` is the same for two names of one machine. `code` and `script` are beginnings of SHA-256 sums, of dtrain's
     own files and of the script. `workdir_mark` is the same where the working directory is the same folder on shared
-    storage. `gpu_ids` are those that a run would hand out. `problems` are why a run cannot start here.
+    storage. `gpu_ids` are those that a run may hand out, before the user's choice among them. `problems` are why a run
+    cannot start here.
     """
 
     hostname: str
@@ -116,6 +102,8 @@ class HostFacts:
     gpus_verified: bool
     gpus_inherited: bool  # the variable was set there
     slots: int | None
+    room: int | None
+    room_limit: str
     cpu_count: int
     cores: tuple[int, ...]
     cpu_limit: int
@@ -130,6 +118,21 @@ class HostFacts:
     gloo_interface: str
     interfaces: tuple[Interface, ...]
     problems: tuple[str, ...]
+
+    def offered(self) -> Facts:
+        """Return the part of it that a run asks for."""
+        return Facts(
+            gpus=list(self.gpu_ids),
+            gpu_variable=self.gpu_variable,
+            gpus_verified=self.gpus_verified,
+            cores=list(self.cores),
+            cpu_limit=self.cpu_limit,
+            problems=list(self.problems),
+            time=0.0,
+            slots=self.slots,
+            room=self.room,
+            room_limit=self.room_limit,
+        )
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,6 @@ class Dialled:
     local: str = ""
     interface: str = ""
     mtu: int = 0  # of the path
-
-
-def write(value: Any, **more: Any) -> bytes:
-    """Return a line with the fields of a dataclass, or with `value` as it is, and `more`."""
-    fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return json.dumps({"is": fields, **more}, separators=(",", ":")).encode() + b"\n"
 
 
 def read(cls: type[T], value: object) -> T:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from launcher.check.facts import Greeting, HostFacts
+from launcher.check.facts import HostFacts
 from launcher.check.link import Clock
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import JobSpec
+from launcher.placement.offer import offer
+from launcher.placement.placement import HostOffer
+from launcher.protocol import Hello
 
-__all__ = ["Examined", "Finding", "Severity", "fix_in", "merged", "most_common", "named", "on_host", "size"]
-
-NAMES = 4  # of hosts in one line
+__all__ = ["Examined", "Finding", "Severity", "fix_in", "merged", "most_common", "on_host", "size"]
 
 T = TypeVar("T")
 
@@ -55,46 +56,57 @@ class Examined:
 
     host: Host
     problem: str = ""
-    greeting: Greeting | None = None
+    greeting: Hello | None = None
     facts: HostFacts | None = None
     clock: Clock | None = None
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    @property
+    def known(self) -> HostFacts:
+        """Return its facts, of which it is certain that they are there."""
+        assert self.facts is not None
+        return self.facts
+
+    @property
+    def offer(self) -> HostOffer:
+        """Return what a run could use of it."""
+        return offer(self.host, self.known.offered())
+
+    @property
+    def gpus(self) -> str:
+        """Return how many GPUs a run could use, and of which kind; empty for none."""
+        names = sorted({gpu.name for gpu in self.known.gpus if gpu.name})
+        count = len(self.offer.gpus)
+        return f"{count} {' and '.join(names)}".strip() if count else ""
+
+    def says(self, spec: JobSpec) -> Callable[..., Finding]:
+        """Return what makes findings of this host alone; `command` is what mends it when it is run there."""
+
+        def finding(severity: Severity, kind: str, message: str, command: str = "", *, fix: str = "") -> Finding:
+            return Finding(severity, kind, (self.name,), message, on_host(spec, self.host)(command) if command else fix)
+
+        return finding
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings with those that say the same of several hosts as one; errors first."""
-    together: dict[tuple[Severity, str, str, str], Finding] = {}
+    together: dict[tuple[Severity, str, str, str], list[str]] = {}
     for finding in findings:
-        key = (finding.severity, finding.kind, finding.message, finding.fix)
-        known = together.get(key)
-        hosts = finding.hosts if known is None else tuple(dict.fromkeys((*known.hosts, *finding.hosts)))
-        together[key] = replace(finding, hosts=hosts)
+        together.setdefault((finding.severity, finding.kind, finding.message, finding.fix), []).extend(finding.hosts)
+    made = [
+        Finding(severity, kind, tuple(dict.fromkeys(hosts)), message, fix)
+        for (severity, kind, message, fix), hosts in together.items()
+    ]
     order = list(Severity)
-    return sorted(together.values(), key=lambda finding: order.index(finding.severity))
+    return sorted(made, key=lambda finding: order.index(finding.severity))
 
 
 def most_common(values: Mapping[str, T]) -> T:
     """Return the value that most have; of several such, the first one's."""
     return Counter(values.values()).most_common(1)[0][0]
-
-
-def named(hosts: Sequence[str]) -> str:
-    """Write a list of hosts; ranges where their names differ in one number only, the first few where they do not.
-
-    >>> named(["node1", "node2", "node3"]), named(["a"]), named(["a", "b", "c", "d", "e", "f"])
-    ('node[1-3]', 'a', 'a, b, c and 3 others')
-    """
-    parts = [re.fullmatch(r"(.*?)([0-9]+)(\D*)", host) for host in hosts]
-    if len(hosts) > 2 and all(parts):
-        frames = {(part[1], part[3], len(part[2]) if re.match("0[0-9]", part[2]) else 0) for part in parts if part}
-        numbers = [int(part[2]) for part in parts if part]
-        if len(frames) == 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            first, last = parts[0], parts[-1]
-            assert first is not None
-            assert last is not None
-            return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}"
-    if len(hosts) <= NAMES:
-        return ", ".join(hosts)
-    return f"{', '.join(hosts[: NAMES - 1])} and {len(hosts) - NAMES + 1} others"
 
 
 def on_host(spec: JobSpec, host: Host) -> Callable[[str], str]:

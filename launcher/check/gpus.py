@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from launcher.check.facts import Gpu, HostFacts
-from launcher.check.finding import Examined, Finding, Severity, on_host
+from launcher.check.facts import Gpu
+from launcher.check.finding import Examined, Finding, Severity
 from launcher.placement.job_spec import JobSpec
 
 __all__ = ["gpu_findings"]
@@ -18,57 +18,40 @@ _PRINTED = 3
 
 def gpu_findings(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Yield what is to be said of the cards that a run would hand out; of lost ones unless the list leaves them out."""
-    facts = one.facts
-    assert facts is not None
-    name, there = (one.host.name,), on_host(spec, one.host)
+    facts, finding = one.known, one.says(spec)
     for gpu in facts.gpus:
         which = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.lost:
             severity = Severity.NOTE if facts.gpus_inherited else Severity.ERROR
             message = f"{which} cannot be used: {gpu.lost}; a run would go without it"
-            yield Finding(severity, "gpu-lost", name, message, there("sudo dmesg | grep -i xid"))
-        elif not _handed_out(gpu, facts):
+            yield finding(severity, "gpu-lost", message, "sudo dmesg | grep -i xid")
+        elif not _handed_out(gpu, one.offer.gpus):
             continue
         elif gpu.ecc_errors or gpu.pending:
             found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
-            yield Finding(
-                Severity.ERROR,
-                "gpu-memory",
-                name,
-                f"{which}: {found}",
-                there(f"sudo nvidia-smi --gpu-reset -i {gpu.index}"),
-            )
+            reset = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
+            yield finding(Severity.ERROR, "gpu-memory", f"{which}: {found}", reset)
         elif busy := _busy(gpu):
             pid = gpu.processes[0].split()[1] if gpu.processes else ""
             look = f"ps -fp {shlex.quote(pid)}" if pid else f"nvidia-smi -i {gpu.index}"
-            yield Finding(Severity.WARNING, "gpu-busy", name, f"{which} is in use: {busy}", there(look))
+            yield finding(Severity.WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
     if any(gpu.persistence is False for gpu in facts.gpus):
         message = "persistence mode is off: the first use of a GPU takes seconds"
-        yield Finding(Severity.NOTE, "gpu-persistence", name, message, there("sudo nvidia-smi -pm 1"))
-    yield from _driver(facts, one, spec)
-
-
-def _driver(facts: HostFacts, one: Examined, spec: JobSpec) -> Iterator[Finding]:
-    """Compare the CUDA of torch and of the driver: within a major version an older driver will do."""
-    name = (one.host.name,)
-    if not facts.gpus or facts.torch is None:
+        yield finding(Severity.NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")
+    # Within a major version of CUDA an older driver will do.
+    install, torch, driver = f"{spec.python} -m pip install --force-reinstall", facts.torch, facts.driver_cuda
+    if not facts.gpus or torch is None:
         return
     if facts.torch_cuda is None:
-        message = f"it has GPUs, but torch {facts.torch} is built without CUDA"
-        fix = on_host(spec, one.host)(
-            f"{spec.python} -m pip install --force-reinstall torch=={facts.torch.partition('+')[0]}"
-        )
-        yield Finding(Severity.WARNING, "torch-without-cuda", name, message, fix)
-    elif facts.driver_cuda and _major(facts.torch_cuda) > _major(facts.driver_cuda):
+        message = f"it has GPUs, but torch {torch} is built without CUDA"
+        yield finding(Severity.WARNING, "torch-without-cuda", message, f"{install} torch=={torch.partition('+')[0]}")
+    elif driver and _major(facts.torch_cuda) > _major(driver):
         message = (
-            f"torch {facts.torch} needs CUDA {facts.torch_cuda}, the driver {facts.driver} knows up to "
-            f"{facts.driver_cuda}; install a newer driver, or a torch for CUDA {facts.driver_cuda}"
+            f"torch {torch} needs CUDA {facts.torch_cuda}, the driver {facts.driver} knows up to {driver}; "
+            f"install a newer driver, or a torch for CUDA {driver}"
         )
-        build = "cu" + facts.driver_cuda.replace(".", "")
-        fix = (
-            f"{spec.python} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
-        )
-        yield Finding(Severity.ERROR, "driver-too-old", name, message, on_host(spec, one.host)(fix))
+        index = f"https://download.pytorch.org/whl/cu{driver.replace('.', '')}"
+        yield finding(Severity.ERROR, "driver-too-old", message, f"{install} torch --index-url {index}")
 
 
 def _major(version: str) -> int:
@@ -76,9 +59,9 @@ def _major(version: str) -> int:
     return int(first) if first.isdigit() else 0
 
 
-def _handed_out(gpu: Gpu, facts: HostFacts) -> bool:
+def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
     """Say whether a card, or a slice of it, is among those of the run; slices are not traced to their cards."""
-    return any(name == str(gpu.index) or gpu.uuid.startswith(name) or name.startswith("MIG-") for name in facts.gpu_ids)
+    return any(name == str(gpu.index) or gpu.uuid.startswith(name) or name.startswith("MIG-") for name in names)
 
 
 def _busy(gpu: Gpu) -> str:

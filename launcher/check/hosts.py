@@ -6,21 +6,21 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
+from launcher import __version__
 from launcher.check.facts import HostFacts
-from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, named, on_host, size
+from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, on_host, size
 from launcher.check.gpus import gpu_findings
 from launcher.errors import PlacementError
+from launcher.hostnames import fold
 from launcher.job.orders import mismatch
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import HostOffer, place
-from launcher.protocol import Hello
+from launcher.placement.placement import place
 
-__all__ = ["host_findings", "offer"]
+__all__ = ["host_findings"]
 
 CLOCK_S = 1.0
 _TWICE = "they are one machine, whose GPUs would be handed out twice; name it once"
-NOFILE = 4096
-NPROC = 4096
+LEAST = 4096  # open files, and processes
 SHM_BYTES = 64 << 20  # what a container has by default, with which DataLoader's workers die
 DISK_BYTES, DISK_SHARE = 1 << 30, 0.05
 MEMORY_SHARE = 0.1
@@ -35,38 +35,21 @@ def host_findings(
 
     `code_here` and `script_here` are the digests of dtrain and of the script on this machine.
     """
+    there = []
     for one in examined:
         if one.facts is None:
             message, fix = fix_in(one.problem)
             fix = _install(spec, one) or fix or on_host(spec, one.host)("true")
-            yield Finding(_ERROR, "unusable", (one.host.name,), message, fix)
+            yield one.says(spec)(_ERROR, "unusable", message, fix=fix)
             continue
+        there.append(one)
         yield from _versions(spec, one, code_here)
         yield from _can_start(spec, one)
         yield from _resources(spec, one)
         yield from gpu_findings(spec, one)
-    there = [one for one in examined if one.facts is not None]
-    yield from _placement(spec, there)
     yield from _differences(spec, there)
     yield from _scripts(spec, there, script_here)
     yield from _machines(there)
-
-
-def offer(one: Examined) -> HostOffer:
-    """Return what a host has for the placement of workers."""
-    facts = one.facts
-    assert facts is not None
-    host = one.host
-    return HostOffer(
-        name=host.name,
-        slots=host.slots if facts.slots is None else facts.slots,
-        gpus=facts.gpu_ids,
-        gpus_verified=facts.gpus_verified,
-        gpu_variable=facts.gpu_variable,
-        cores=facts.cores,
-        cpu_limit=facts.cpu_limit,
-        max_slots=host.max_slots,
-    )
 
 
 # ---- one host ------------------------------------------------------------------------------------------------
@@ -74,52 +57,46 @@ def offer(one: Examined) -> HostOffer:
 
 def _install(spec: JobSpec, one: Examined) -> str:
     """Return what installs dtrain where an examiner did not start for want of it."""
-    from launcher import __version__
-
-    if "has no dtrain" in one.problem or "has dtrain" in one.problem or "older dtrain" in one.problem:
+    if any(word in one.problem for word in ("has no dtrain", "has dtrain", "older dtrain")):
         return on_host(spec, one.host)(f"{spec.python} -m pip install dtrain=={__version__}")
     return ""
 
 
 def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]:
-    greeting, facts = one.greeting, one.facts
+    greeting, facts, finding = one.greeting, one.known, one.says(spec)
     assert greeting is not None
-    assert facts is not None
-    hello = Hello(greeting.protocol, greeting.version, greeting.python, greeting.hostname, greeting.pid, "", 0.0)
-    name = (one.host.name,)
-    there = on_host(spec, one.host)
-    if (problem := mismatch(spec, hello)) is not None:
-        message, fix = fix_in(problem)
-        yield Finding(_ERROR, "versions", name, message, there(fix) if fix else "")
+    install = f"{spec.python} -m pip install"
+    if (problem := mismatch(spec, greeting)) is not None:
+        yield finding(_ERROR, "versions", *fix_in(problem))
     elif facts.code != code_here:
         message = f"dtrain is the same version, but other code ({facts.code}, here {code_here})"
-        yield Finding(
-            _WARNING,
-            "dtrain-code",
-            name,
-            message,
-            there(f"{spec.python} -m pip install --force-reinstall dtrain=={facts.dtrain}"),
-        )
+        yield finding(_WARNING, "dtrain-code", message, f"{install} --force-reinstall dtrain=={facts.dtrain}")
     if facts.torch is None:
-        yield Finding(
-            _ERROR,
-            "torch-missing",
-            name,
-            f"{facts.executable} has no torch",
-            there(f"{spec.python} -m pip install torch"),
-        )
+        yield finding(_ERROR, "torch-missing", f"{facts.executable} has no torch", f"{install} torch")
 
 
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    assert one.facts is not None
-    there = on_host(spec, one.host)
-    for problem in one.facts.problems:
+    """Say what the host itself has found missing, and whether the workers fit there."""
+    finding = one.says(spec)
+    for problem in one.known.problems:
         message, fix = fix_in(problem)
         if "the working directory" in problem:
-            fix = there(f"mkdir -p {shlex.quote(str(spec.workdir))}")
+            fix = on_host(spec, one.host)(f"mkdir -p {shlex.quote(str(spec.workdir))}")
         elif "the script" in problem:
             fix = _copy(spec, one)
-        yield Finding(_ERROR, "cannot-start", (one.host.name,), message, fix)
+        yield finding(_ERROR, "cannot-start", message, fix=fix)
+    try:
+        place(
+            [one.offer],
+            nproc=spec.nproc,
+            gpus_per_proc=spec.gpus_per_proc,
+            oversubscribe=spec.oversubscribe,
+            isolate=spec.virtual_local_rank,
+            roles=spec.roles,
+        )
+    except PlacementError as error:
+        look = "ulimit -a" if "too many for" in str(error) else "nvidia-smi -L"
+        yield finding(_ERROR, "placement", str(error).removeprefix(f"{one.name}: "), look)
 
 
 def _copy(spec: JobSpec, one: Examined) -> str:
@@ -134,80 +111,55 @@ def _copy(spec: JobSpec, one: Examined) -> str:
 
 
 def _resources(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    facts, name, there = one.facts, (one.host.name,), on_host(spec, one.host)
-    assert facts is not None
+    facts, finding = one.known, one.says(spec)
     limits = {limit.name: limit.hard for limit in facts.limits}
-    for kind, least in (("nofile", NOFILE), ("nproc", NPROC)):
-        if 0 <= limits.get(kind, -1) < least:
-            message = f"its limit of {_WHAT[kind]} is {limits[kind]}; DataLoader and NCCL want {least} or more"
-            fix = there(f"echo '* hard {kind} {16 * least}' | sudo tee /etc/security/limits.d/dtrain.conf")
-            yield Finding(_WARNING, f"limit-{kind}", name, message, fix)
+    for kind, what in (("nofile", "open files"), ("nproc", "processes")):
+        if 0 <= limits.get(kind, -1) < LEAST:
+            message = f"its limit of {what} is {limits[kind]}; DataLoader and NCCL want {LEAST} or more"
+            raised = f"echo '* hard {kind} {16 * LEAST}' | sudo tee /etc/security/limits.d/dtrain.conf"
+            yield finding(_WARNING, f"limit-{kind}", message, raised)
     for disk in facts.disks:
+        free, total = size(disk.free_bytes), size(disk.total_bytes)
         if disk.what == "/dev/shm":
             if disk.total_bytes <= SHM_BYTES:
-                message = (
-                    f"/dev/shm has {size(disk.total_bytes)}; DataLoader's workers need more (in docker: --shm-size)"
-                )
-                yield Finding(_WARNING, "shm", name, message, there("sudo mount -o remount,size=50% /dev/shm"))
+                message = f"/dev/shm has {total}; DataLoader's workers need more (in docker: --shm-size)"
+                yield finding(_WARNING, "shm", message, "sudo mount -o remount,size=50% /dev/shm")
             elif disk.free_bytes < SHM_BYTES:
-                message = f"/dev/shm is full: {size(disk.free_bytes)} of {size(disk.total_bytes)} are free"
-                yield Finding(_WARNING, "shm", name, message, there("ls -lS /dev/shm"))
-        elif disk.free_bytes < min(DISK_BYTES, DISK_SHARE * disk.total_bytes) or disk.free_bytes < DISK_BYTES / 10:
-            message = f"{disk.path} ({disk.what}) has {size(disk.free_bytes)} of {size(disk.total_bytes)} free"
-            yield Finding(_WARNING, "disk", name, message, there(f"du -xh --max-depth=1 {shlex.quote(disk.path)}"))
+                yield finding(_WARNING, "shm", f"/dev/shm is full: {free} of {total} are free", "ls -lS /dev/shm")
+        elif disk.free_bytes < max(min(DISK_BYTES, DISK_SHARE * disk.total_bytes), DISK_BYTES / 10):
+            look = f"du -xh --max-depth=1 {shlex.quote(disk.path)}"
+            yield finding(_WARNING, "disk", f"{disk.path} ({disk.what}) has {free} of {total} free", look)
     if facts.memory_free_bytes < MEMORY_SHARE * facts.memory_bytes:
         message = f"of its memory {size(facts.memory_free_bytes)} of {size(facts.memory_bytes)} are free"
-        yield Finding(_WARNING, "memory", name, message, there("ps -eo pid,user,rss,comm --sort=-rss | head"))
+        yield finding(_WARNING, "memory", message, "ps -eo pid,user,rss,comm --sort=-rss | head")
     if facts.load > BUSY * facts.cpu_count:
         message = f"its processors are busy: a load of {facts.load:.0f} on {facts.cpu_count}"
-        yield Finding(_NOTE, "load", name, message, there("ps -eo pid,user,pcpu,comm --sort=-pcpu | head"))
+        yield finding(_NOTE, "load", message, "ps -eo pid,user,pcpu,comm --sort=-pcpu | head")
     clock = one.clock
     if clock is not None and abs(clock.offset_s) - clock.uncertainty_s > CLOCK_S:
         ahead = "ahead of" if clock.offset_s > 0 else "behind"
-        message = f"its clock is {abs(clock.offset_s):.1f} s {ahead} ours"
-        yield Finding(_WARNING, "clock", name, message, there("sudo chronyc makestep"))
-
-
-_WHAT = {"nofile": "open files", "nproc": "processes"}
+        yield finding(
+            _WARNING, "clock", f"its clock is {abs(clock.offset_s):.1f} s {ahead} ours", "sudo chronyc makestep"
+        )
 
 
 # ---- between hosts -------------------------------------------------------------------------------------------
-
-
-def _placement(spec: JobSpec, there: Sequence[Examined]) -> Iterator[Finding]:
-    """Say on which hosts the workers do not fit."""
-    for one in there:
-        try:
-            place(
-                [offer(one)],
-                nproc=spec.nproc,
-                gpus_per_proc=spec.gpus_per_proc,
-                oversubscribe=spec.oversubscribe,
-                isolate=spec.virtual_local_rank,
-                roles=spec.roles,
-            )
-        except PlacementError as error:
-            message = str(error).removeprefix(f"{one.host.name}: ")
-            yield Finding(_ERROR, "placement", (one.host.name,), message, on_host(spec, one.host)("nvidia-smi -L"))
 
 
 def _differences(spec: JobSpec, there: Sequence[Examined]) -> Iterator[Finding]:
     if len(there) < 2:
         return
     for kind, what, value, severity_of in _COMPARED:
-        values = {one.host.name: value(one.facts) for one in there if one.facts is not None}
-        usual = most_common(values)
-        for found in dict.fromkeys(values.values()):
-            if found == usual:
-                continue
-            odd = tuple(name for name, its in values.items() if its == found)
-            others = [name for name, its in values.items() if its == usual]
-            severity = severity_of(found, usual)
-            message = f"{what}: {found or 'none'}, but {usual or 'none'} on {named(others)}"
-            example = next(one for one in there if one.host.name == others[0]).facts
-            host = next(one.host for one in there if one.host.name == odd[0])
-            assert example is not None
-            yield Finding(severity, kind, odd, message, on_host(spec, host)(_make_equal(spec, kind, example)))
+        alike: dict[str, list[Examined]] = {}
+        for one in there:
+            alike.setdefault(value(one), []).append(one)
+        usual = max(alike, key=lambda found: len(alike[found]))
+        for found, odd in alike.items():
+            if found != usual:
+                names = fold([one.name for one in alike[usual]])
+                message = f"{what}: {found or 'none'}, but {usual or 'none'} on {names}"
+                fix = on_host(spec, odd[0].host)(_make_equal(spec, kind, alike[usual][0].known))
+                yield Finding(severity_of(found, usual), kind, tuple(one.name for one in odd), message, fix)
 
 
 def _make_equal(spec: JobSpec, kind: str, example: HostFacts) -> str:
@@ -237,36 +189,30 @@ def _differ_in(parts: int, severity: Severity, otherwise: Severity) -> Callable[
     return lambda one, other: severity if _release(one, parts) != _release(other, parts) else otherwise
 
 
-_COMPARED: tuple[tuple[str, str, Callable[[HostFacts], str], Callable[[str, str], Severity]], ...] = (
-    ("torch", "torch", lambda f: f.torch or "", _differ_in(2, _ERROR, _WARNING)),
-    ("torch-cuda", "torch's CUDA", lambda f: f.torch_cuda or "", lambda *_: _WARNING),
-    ("nccl", "NCCL", lambda f: f.nccl or "", lambda *_: _ERROR),
-    ("driver", "CUDA driver", lambda f: f.driver or "", _differ_in(1, _WARNING, _NOTE)),
-    ("python-patch", "Python", lambda f: f.python, _differ_in(2, _NOTE, _NOTE)),
-    ("numpy", "numpy", lambda f: f.numpy or "", _differ_in(1, _WARNING, _NOTE)),
-    ("gpus", "GPUs", lambda f: _gpus(f), lambda *_: _WARNING),
-    ("cores", "processors that may be busy", lambda f: str(f.cpu_limit), lambda *_: _NOTE),
-    ("system", "system", lambda f: f.system, lambda *_: _NOTE),
+_COMPARED: tuple[tuple[str, str, Callable[[Examined], str], Callable[[str, str], Severity]], ...] = (
+    ("torch", "torch", lambda one: one.known.torch or "", _differ_in(2, _ERROR, _WARNING)),
+    ("torch-cuda", "torch's CUDA", lambda one: one.known.torch_cuda or "", lambda *_: _WARNING),
+    ("nccl", "NCCL", lambda one: one.known.nccl or "", lambda *_: _ERROR),
+    ("driver", "CUDA driver", lambda one: one.known.driver or "", _differ_in(1, _WARNING, _NOTE)),
+    ("python-patch", "Python", lambda one: one.known.python, _differ_in(2, _NOTE, _NOTE)),
+    ("numpy", "numpy", lambda one: one.known.numpy or "", _differ_in(1, _WARNING, _NOTE)),
+    ("gpus", "GPUs", lambda one: one.gpus, lambda *_: _WARNING),
+    ("cores", "processors that may be busy", lambda one: str(one.known.cpu_limit), lambda *_: _NOTE),
+    ("system", "system", lambda one: one.known.system, lambda *_: _NOTE),
 )  # fmt: skip
-
-
-def _gpus(facts: HostFacts) -> str:
-    names = sorted({gpu.name for gpu in facts.gpus if gpu.name})
-    return f"{len(facts.gpu_ids)} {' and '.join(names)}".strip() if facts.gpu_ids else ""
 
 
 def _scripts(spec: JobSpec, there: Sequence[Examined], script_here: str | None) -> Iterator[Finding]:
     """Compare the script with ours, or where we have none, with what most have."""
-    digests = {one.host.name: one.facts.script for one in there if one.facts is not None and one.facts.script}
+    digests = {one.name: one.known.script for one in there if one.known.script}
     if not digests:
         return
     right = script_here or most_common(digests)
+    where = "the one here" if script_here else "most hosts'"
     for one in there:
-        found = digests.get(one.host.name, right)
-        if found != right:
-            where = "the one here" if script_here else "most hosts'"
+        if (found := digests.get(one.name, right)) != right:
             message = f"the script {spec.command.target} is another file than {where} (SHA-256 {found}, not {right})"
-            yield Finding(_ERROR, "script", (one.host.name,), message, _copy(spec, one))
+            yield one.says(spec)(_ERROR, "script", message, fix=_copy(spec, one))
 
 
 def _machines(there: Sequence[Examined]) -> Iterator[Finding]:
@@ -274,20 +220,18 @@ def _machines(there: Sequence[Examined]) -> Iterator[Finding]:
     by_machine: dict[str, list[Examined]] = {}
     by_folder: dict[str, list[Examined]] = {}
     for one in there:
-        assert one.facts is not None
         if one.host.parts == 1:
-            by_machine.setdefault(one.facts.machine, []).append(one)
-        by_folder.setdefault(one.facts.workdir_mark, []).append(one)
+            by_machine.setdefault(one.known.machine, []).append(one)
+        by_folder.setdefault(one.known.workdir_mark, []).append(one)
     for same in by_machine.values():
-        cards = [set(one.facts.gpu_ids) for one in same if one.facts is not None]
-        names = tuple(one.host.name for one in same)
-        if len(same) > 1 and set.intersection(*cards):
+        names = tuple(one.name for one in same)
+        if len(same) > 1 and set.intersection(*(set(one.offer.gpus) for one in same)):
             yield Finding(_WARNING, "same-machine", names, _TWICE, "hostname")
         elif len(same) > 1:
             yield Finding(_NOTE, "same-machine", names, "they are one machine")
     for mark, sharing in by_folder.items():
-        users = {one.host.name: f"{one.facts.user} ({one.facts.uid})" for one in sharing if one.facts is not None}
-        if mark and len({one.facts.uid for one in sharing if one.facts is not None}) > 1:
+        users = {one.name: f"{one.known.user} ({one.known.uid})" for one in sharing}
+        if mark and len({one.known.uid for one in sharing}) > 1:
             usual = most_common(users)
             odd = tuple(name for name, user in users.items() if user != usual)
             message = f"the user is {users[odd[0]]}, elsewhere {usual}, and the working directory is shared"

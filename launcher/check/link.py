@@ -6,18 +6,17 @@ Used by a thread for each host (command.py). Every wait has a deadline; closing 
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.check.facts import FORMAT, GREETING, Greeting, read
+from launcher.check.facts import read
 from launcher.errors import HostError, ProtocolError
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import MAX_NOISE_BYTES
+from launcher.protocol import PREAMBLE, Answer, Decoder, Hello, Message, Question, encode
 from launcher.transport.connect import Stream, connect
 
 __all__ = ["Clock", "HostLink"]
@@ -42,16 +41,15 @@ class HostLink:
         self.host = host
         self._spec = spec
         self._stream: Stream | None = None
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._noise = b""
-        self._begun = False  # the greeting has come
+        self._said: queue.SimpleQueue[Message | ProtocolError | None] = queue.SimpleQueue()
+        self._decoder = Decoder()
         self._closed = False
 
     @property
     def our_address(self) -> str | None:
         return None if self._stream is None else self._stream.our_address
 
-    def open(self, deadline: float) -> Greeting:
+    def open(self, deadline: float) -> Hello:
         """Connect and wait for the greeting. Raises HostError."""
         stream = connect(self.host, self._spec, deadline, [self._spec.python, "-m", "launcher.check.examiner"])
         self._stream = stream
@@ -59,31 +57,37 @@ class HostLink:
             self.close()
             raise HostError(self.host.name, "was given up")
         threading.Thread(target=self._read, args=(stream,), name=f"read {self.host.name}", daemon=True).start()
-        greeting = self._line(deadline)
+        greeting = self._next(deadline)
         if greeting is None:
             raise HostError(self.host.name, self._why_not_started())
-        # Its fields may be another version's.
-        if greeting.get("format") != FORMAT:
-            version = greeting.get("version", "of another version")
-            raise HostError(self.host.name, f"has dtrain {version}, whose `dtrain check` is another one")
-        checked: Greeting = self._checked(Greeting, greeting)
-        return checked
+        if not isinstance(greeting, Hello):
+            raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
+        try:
+            stream.write(PREAMBLE)
+        except OSError as error:
+            raise HostError(self.host.name, f"the connection broke: {error.strerror or error}") from error
+        return greeting
 
-    def ask(self, deadline: float, **question: Any) -> Any:
+    def ask(self, deadline: float, ask: str, **about: Any) -> Any:
         """Return the answer as JSON has it. Raises HostError."""
         assert self._stream is not None
         try:
-            self._stream.write(json.dumps(question).encode() + b"\n")
+            self._stream.write(encode(Question(ask, about)))
         except OSError as error:
             raise HostError(self.host.name, f"the connection broke: {error.strerror or error}") from error
-        return self._line(deadline)
+        answer = self._next(deadline)
+        if not isinstance(answer, Answer):
+            raise HostError(self.host.name, "the connection closed before all was answered")
+        if answer.problem:
+            raise HostError(self.host.name, f"could not answer: {answer.problem}")
+        return answer.value
 
     def find_clock(self, deadline: float) -> Clock:
         """Compare the clocks by the quickest of several questions."""
         best: Clock | None = None
         for _ in range(ROUND_TRIPS):
             asked, began = time.time(), time.monotonic()
-            theirs = self._checked(float, self.ask(deadline, ask="time"))
+            theirs = read(float, self.ask(deadline, ask="time"))
             took_s = time.monotonic() - began
             if best is None or took_s < best.round_trip_s:
                 best = Clock(theirs - (asked + took_s / 2), took_s / 2, took_s)
@@ -103,50 +107,26 @@ class HostLink:
         if self._stream is not None:
             self._stream.finish(FINISH_S)
 
-    # ---- lines ----
-
-    def _line(self, deadline: float) -> Any:
-        """Return what the next line says; None at the end if nothing was said before. Raises HostError."""
+    def _next(self, deadline: float) -> Message | None:
+        """Return what it says next; None at the end. Raises HostError."""
         try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise HostError(self.host.name, "did not answer in time; see --start-timeout-s") from None
-        if line is None:
-            if not self._begun:
-                return None
-            raise HostError(self.host.name, "the connection closed before all was answered")
-        try:
-            said = json.loads(line)
-            if "problem" in said:
-                raise HostError(self.host.name, f"could not answer: {said['problem']}")
-            return said["is"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise HostError(self.host.name, f"said {line[:80]!r} where an answer was due") from error
-
-    def _checked(self, cls: type[Any], value: object) -> Any:
-        try:
-            return read(cls, value)
-        except ProtocolError as error:
-            raise HostError(self.host.name, str(error)) from error
+        if isinstance(said, ProtocolError):
+            raise HostError(self.host.name, str(said)) from said
+        return said
 
     def _read(self, stream: Stream) -> None:
-        """Read to the end, in a thread of its own; what comes before the greeting is noise of a login shell."""
-        buffer = b""
-        with contextlib.suppress(OSError, EOFError):  # it broke, which is an end as well
-            while data := stream.read():
-                buffer += data
-                if not self._begun:
-                    start = buffer.find(GREETING)
-                    self._noise = buffer if start < 0 else buffer[:start]
-                    if start < 0:
-                        if len(buffer) > MAX_NOISE_BYTES:
-                            break
-                        continue
-                    self._begun, buffer = True, buffer[start + len(GREETING) :]
-                *lines, buffer = buffer.split(b"\n")
-                for line in lines:
-                    self._lines.put(line)
-        self._lines.put(None)
+        """Read to the end, in a thread of its own."""
+        try:
+            with contextlib.suppress(OSError, EOFError):  # it broke, which is an end as well
+                while data := stream.read():
+                    for message in self._decoder.feed(data):
+                        self._said.put(message)
+        except ProtocolError as error:
+            self._said.put(error)
+        self._said.put(None)
 
     def _why_not_started(self) -> str:
         assert self._stream is not None
@@ -159,6 +139,6 @@ class HostLink:
         if "No module named" in words:
             return f"{python} there has no dtrain"
         said = [line.strip() for line in words.splitlines() if line.strip()]
-        noise = self._noise.decode("utf-8", "replace").strip().splitlines()
+        noise = self._decoder.noise.decode("utf-8", "replace").strip().splitlines()
         last = (said or noise or ["it said nothing"])[-1]
         return f"the examiner did not start (status {status}): {last}"

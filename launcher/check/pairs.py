@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.check.facts import Dialled, Listening, Target
-from launcher.check.finding import Examined, Finding, Severity, named, on_host
+from launcher.check.finding import Examined, Finding, Severity, on_host
+from launcher.hostnames import fold
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
 __all__ = ["Summary", "Way", "pair_findings", "store_findings", "summary", "targets"]
 
 SLOW_S = 0.010
 PAIRS = 6  # that are named one by one
+MOST = 64  # others that a host tries: at 1,000 hosts 64,000 ways of 999,000, which would carry 200 GB
 _SAID = {
     "refused": "is refused",
     "no answer": "gets no answer",
@@ -47,12 +49,22 @@ class Summary:
 
 
 def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
-    """Return where a host knocks: at every other's door, and at the store's port."""
-    found = []
-    for name, door in listening.items():
-        if name != source:
-            found += [Target(name, door.address, port) for port in (door.port, door.store_port) if port]
-    return found
+    """Return where a host knocks: at the first host's door and the store's port, and at others' doors.
+
+    Of more than MOST others it tries MOST, at even distances from its place in the list. So every host is tried by as
+    many, and who is cut off shows; a single closed way between two hosts of a large run may not.
+    """
+    names = list(listening)
+    own, others = names.index(source), len(names) - 1
+    steps = range(1, others + 1) if others <= MOST else (1 + place * others // MOST for place in range(MOST))
+    chosen = dict.fromkeys([names[0], *(names[(own + step) % len(names)] for step in steps)])
+    chosen.pop(source, None)
+    return [
+        Target(name, listening[name].address, port)
+        for name in chosen
+        for port in (listening[name].port, listening[name].store_port)
+        if port
+    ]
 
 
 def summary(ways: Sequence[Way]) -> Summary:
@@ -81,10 +93,12 @@ def pair_findings(
 ) -> Iterator[Finding]:
     """Yield what is to be said. `gloo_interfaces`: what a run would set for gloo on each host; empty: nothing."""
     by_name = {one.host.name: one for one in examined}
-    failed = [way for way in ways if way.dialled.problem]
-    for name, way, alone in _cut_off(listening, ways):
-        failed = [other for other in failed if name not in (other.source, other.to) or not _same_side(name, way, other)]
-        yield _blocked(spec, by_name, listening, way, (name,), alone)
+    cut_off = list(_cut_off(listening, ways))
+    to = {name for name, way, _ in cut_off if way.to == name}
+    away = {name for name, way, _ in cut_off if way.source == name}
+    failed = [way for way in ways if way.dialled.problem and way.to not in to and way.source not in away]
+    for name, way, message in cut_off:
+        yield _blocked(spec, by_name, listening, way, (name,), message)
     for way in failed[:PAIRS]:
         port = "the store's port" if way.dialled.port == listening[way.to].store_port else "port"
         message = f"{way.source} does not reach {way.to} at {way.dialled.address}, {port} {way.dialled.port}"
@@ -99,20 +113,19 @@ def pair_findings(
 
 def _cut_off(listening: Mapping[str, Listening], ways: Sequence[Way]) -> Iterator[tuple[str, Way, str]]:
     """Yield the hosts that none of several others reaches, or that reach none, each with one such way."""
-    for name in listening:
-        to = [way for way in ways if way.to == name and way.dialled.port == listening[name].port]
-        away = [way for way in ways if way.source == name and way.dialled.port == listening[way.to].port]
+    to: dict[str, list[Way]] = {name: [] for name in listening}
+    away: dict[str, list[Way]] = {name: [] for name in listening}
+    for way in ways:
+        if way.dialled.port == listening[way.to].port:
+            to[way.to].append(way)
+            away[way.source].append(way)
+    for name, door in listening.items():
         for all_of, message in (
-            (to, f"no other host reaches it at {listening[name].address}"),
-            (away, "it reaches no other host"),
+            (to[name], f"no other host reaches it at {door.address}"),
+            (away[name], "it reaches no other host"),
         ):
             if len(all_of) > 1 and all(way.dialled.problem for way in all_of):
                 yield name, all_of[0], message
-
-
-def _same_side(name: str, way: Way, other: Way) -> bool:
-    """Say whether two ways both lead to a host, or both from it."""
-    return (way.to == name) == (other.to == name)
 
 
 def _blocked(
@@ -123,26 +136,21 @@ def _blocked(
     hosts: tuple[str, ...],
     message: str,
 ) -> Finding:
-    found = way.dialled
+    found, name = way.dialled, way.to
     said = _SAID.get(found.problem, "fails")
-    because = f" ({found.reason})" if found.problem == "other" else ""
-    target = by_name[way.to].host
-    there = on_host(spec, target)
-    fix = f"sudo ufw allow proto tcp from {listening[way.source].address}"
+    if found.problem == "other":
+        said += f" ({found.reason})"
     if found.problem == "no large packets":
         fix = f"sudo ip link set dev {found.interface or 'eth0'} mtu 1500"
     elif found.problem == "no route":
-        there, fix = on_host(spec, by_name[way.source].host), f"ip route get {found.address}"
-        return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}{because}", _at(there(fix), way.source))
+        name, fix = way.source, f"ip route get {found.address}"
     elif found.problem == "stranger":
         fix = "ip -brief address"  # its address is somebody else's as well
     else:
-        because += "; a firewall there or between?"
-    return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}{because}", _at(there(fix), way.to))
-
-
-def _at(fix: str, host: str) -> str:
-    return fix.replace("{host}", host)
+        fix = f"sudo ufw allow proto tcp from {listening[way.source].address}"
+        said += "; a firewall there or between?"
+    fix = on_host(spec, by_name[name].host)(fix).replace("{host}", name)
+    return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}", fix)
 
 
 def _slow(examined: Sequence[Examined], ways: Sequence[Way]) -> Iterator[Finding]:
@@ -167,13 +175,13 @@ def _mtus(spec: JobSpec, examined: Sequence[Examined], ways: Sequence[Way]) -> I
         for interface in one.facts.interfaces if one.facts is not None else ():
             if interface.name == used.get(one.host.name) and interface.mtu is not None:
                 mtus[one.host.name] = interface.mtu
+    most = max(mtus.values(), default=0)
+    others = fold([name for name, mtu in mtus.items() if mtu == most])
     for one in examined:
-        own, most = mtus.get(one.host.name), max(mtus.values(), default=0)
-        if own is not None and own < most:
-            others = [name for name, mtu in mtus.items() if mtu == most]
-            message = f"the MTU of {used[one.host.name]} is {own}, but {most} on {named(others)}"
-            fix = on_host(spec, one.host)(f"sudo ip link set dev {used[one.host.name]} mtu {most}")
-            yield Finding(Severity.WARNING, "mtu", (one.host.name,), message, fix)
+        if (own := mtus.get(one.name, most)) < most:
+            message = f"the MTU of {used[one.name]} is {own}, but {most} on {others}"
+            fix = f"sudo ip link set dev {used[one.name]} mtu {most}"
+            yield one.says(spec)(Severity.WARNING, "mtu", message, fix)
 
 
 def _names(

@@ -13,9 +13,10 @@ from typing import Any
 
 from launcher import __version__
 from launcher.check.allreduce import Measured
-from launcher.check.facts import FORMAT, HostFacts
-from launcher.check.finding import Examined, Finding, Severity, most_common, named, size
-from launcher.check.pairs import Way, summary
+from launcher.check.facts import FORMAT
+from launcher.check.finding import Examined, Finding, Severity, most_common, size
+from launcher.check.pairs import MOST, Way, summary
+from launcher.hostnames import fold
 from launcher.output.console import printable
 from launcher.placement.job_spec import JobSpec
 
@@ -64,10 +65,8 @@ def report_as_json(report: Report) -> str:
                 "allreduce": None if report.measured is None else asdict(report.measured),
                 "findings": [
                     {
+                        **{name: value for name, value in vars(finding).items() if name != "fix"},
                         "severity": finding.severity.value,
-                        "kind": finding.kind,
-                        "hosts": list(finding.hosts),
-                        "message": finding.message,
                         "fixes": finding.fixes,
                     }
                     for finding in report.findings
@@ -84,7 +83,7 @@ def _host(one: Examined) -> dict[str, Any]:
         "name": one.host.name,
         "kind": one.host.kind.value,
         "problem": one.problem or None,
-        "facts": None if one.facts is None else asdict(one.facts),
+        "facts": None if one.facts is None else asdict(one.facts) | {"gpu_ids": one.offer.gpus},
         "clock": None if one.clock is None else asdict(one.clock),
     }
 
@@ -103,15 +102,15 @@ def report_as_text(report: Report) -> str:
 _COLUMNS = ("hosts", "Python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "memory", "script", "dtrain")
 
 
-def _row(facts: HostFacts) -> tuple[str, ...]:
-    names = sorted({gpu.name for gpu in facts.gpus if gpu.name})
+def _row(one: Examined) -> tuple[str, ...]:
+    facts = one.known
     return (
         facts.python,
         facts.torch or "none",
         facts.torch_cuda or "-",
         facts.nccl or "-",
         facts.driver or "-",
-        f"{len(facts.gpu_ids)} {' and '.join(names)}".strip() if facts.gpu_ids else "-",
+        one.gpus or "-",
         str(facts.cpu_limit),
         size(facts.memory_bytes),
         facts.script[:7] if facts.script else "-",
@@ -125,7 +124,7 @@ def _table(examined: Sequence[Examined]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
 
-    rows = {one.host.name: _row(one.facts) for one in examined if one.facts is not None}
+    rows = {one.host.name: _row(one) for one in examined if one.facts is not None}
     if not rows:
         return []
     usual = [most_common({name: row[place] for name, row in rows.items()}) for place in range(len(_COLUMNS) - 1)]
@@ -138,7 +137,7 @@ def _table(examined: Sequence[Examined]) -> list[str]:
         table.add_column(column, overflow="fold")
     for row, names in together.items():
         cells = [row[place] + ("" if row[place] == usual[place] else " *") for place in shown]
-        table.add_row(printable(named(names)), *map(printable, cells))
+        table.add_row(printable(fold(names)), *map(printable, cells))
     text = io.StringIO()
     Console(file=text, width=110, highlight=False, markup=False).print(table)
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
@@ -150,6 +149,8 @@ def _network(report: Report) -> str:
     if not found.ways:
         return ""
     said = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
+    if len(report.examined) > MOST + 1:
+        said += f"; each host tried {MOST} others"
     if found.median_s is not None and found.most_s is not None and found.slowest is not None:
         said += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
         said += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
@@ -194,13 +195,13 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
             lines += _finding(finding)
         if rest := same[SAME:]:
             hosts = list(dict.fromkeys(name for finding in rest for name in finding.hosts))
-            lines.append(printable(f"{severity.value}: {named(hosts)}: the like ({kind}); --json has all of it"))
+            lines.append(printable(f"{severity.value}: {fold(hosts)}: the like ({kind}); --json has all of it"))
     return lines
 
 
 def _finding(finding: Finding) -> list[str]:
     first, *more = finding.message.splitlines() or [""]
-    who = f"{named(finding.hosts)}: " if finding.hosts else ""
+    who = f"{fold(finding.hosts)}: " if finding.hosts else ""
     lines = [printable(f"{finding.severity.value}: {who}{first}"), *(f"  {printable(line)}" for line in more)]
     fixes = finding.fixes
     lines += [f"    fix: {printable(fix)}" for fix in fixes[:FIXES]]
@@ -215,7 +216,7 @@ def _verdict(report: Report) -> str:
     well = "a run would start" if report.starts else "a run would not start, or would be wrong"
     if report.starts and counts[Severity.ERROR]:
         bad = {name for f in report.findings if f.severity is Severity.ERROR for name in f.hosts}
-        well += f" without {named(sorted(bad))}"
+        well += f" without {fold(sorted(bad))}"
     said = f"{well}: {', '.join(found)}" if found else f"{well}; nothing was found"
     parts = f"{_hosts(len(report.examined))} examined in {report.examined_s:.1f} s"
     if report.measured is not None:

@@ -80,7 +80,7 @@ def collect(env: Mapping[str, str]) -> dict[str, Any]:
             "torch": packages.torch,
             "CUDA of torch": packages.torch_cuda,
             "NCCL": packages.nccl,
-            "CUDA driver": driver.version and f"{driver.version} (CUDA {driver.cuda})",
+            "CUDA driver": driver.driver and f"{driver.driver} (CUDA {driver.driver_cuda})",
             "numpy": packages.numpy,
             **{name: version_of(name) for name in _PACKAGES},
             **{name: _version(*words) for name, words in _PROGRAMS.items()},
@@ -96,7 +96,7 @@ def collect(env: Mapping[str, str]) -> dict[str, Any]:
         "hardware": {
             "processors": f"{os.cpu_count()}, {len(devices.cores())} to be used, {devices.cpu_limit()} at a time",
             "memory": f"{size(total)}, {size(free)} free",
-            "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.cards],
+            "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.gpus],
             **{disk.what: f"{size(disk.total_bytes)}, {size(disk.free_bytes)} free" for disk in disks(Path.cwd())},
         },
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},

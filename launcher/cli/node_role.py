@@ -315,7 +315,10 @@ def _resolved(address: str) -> str:
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--master-addr {address} is not known here; write an address instead") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--master-addr: DNS lookup of {address} failed: {reason}; write an address instead"
+        ) from error
     if not is_own(address):
         have = ", ".join(text for texts in addresses().values() for text in texts)
         raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")

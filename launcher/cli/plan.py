@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from dataclasses import asdict, dataclass
 
+from launcher.agent.host_facts import find_resources
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
-from launcher.job.host_state import chosen
-from launcher.machine import devices
 from launcher.placement.job_spec import JobSpec
+from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer, place
 from launcher.placement.roles import DEFAULT_ROLE
+from launcher.protocol import Facts
 
 __all__ = ["PlannedWorker", "plan_as_json", "plan_as_table", "plan_workers"]
 
@@ -72,18 +72,10 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
 
 
 def _look(host: Host) -> HostOffer:
-    gpus = devices.find_gpus(os.environ)
-    cores, limit = devices.divide(devices.cores(), devices.cpu_limit(), host.part, host.parts)
-    return HostOffer(
-        name=host.name,
-        slots=host.slots,
-        gpus=chosen(devices.share(gpus.ids, host.part, host.parts), host),
-        gpus_verified=gpus.verified,
-        gpu_variable=gpus.variable,
-        cores=cores,
-        cpu_limit=limit,
-        max_slots=host.max_slots,
-    )
+    found = find_resources(host.part, host.parts)
+    if found.problems:
+        raise UsageError("; ".join(found.problems))
+    return offer(host, found)
 
 
 def _asked_for(host: Host, spec: JobSpec) -> int | None:
@@ -94,10 +86,10 @@ def _asked_for(host: Host, spec: JobSpec) -> int | None:
 
 
 def _assume(host: Host, spec: JobSpec) -> HostOffer:
-    count = _asked_for(host, spec) or 0
-    numbers = host.chosen if host.chosen is not None else range(count * (spec.gpus_per_proc or 1))
-    gpus = tuple(map(str, numbers))
-    return HostOffer(host.name, host.slots, gpus, False, "CUDA_VISIBLE_DEVICES", (), 1, max_slots=host.max_slots)
+    count = (_asked_for(host, spec) or 0) * (spec.gpus_per_proc or 1)
+    gpus = [str(place) for place in range(count if host.chosen is None else max(host.chosen) + 1)]
+    variable = "CUDA_VISIBLE_DEVICES"
+    return offer(host, Facts(gpus, variable, gpus_verified=False, cores=[], cpu_limit=1, problems=[], time=0.0))
 
 
 def plan_as_json(rows: list[PlannedWorker]) -> str:

@@ -86,7 +86,6 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
-        self._limit = threading.BoundedSemaphore(spec.ssh.connect_at_once)
         self._links: dict[str, _Link] = {}  # the newest of each host
 
     def run(self) -> Outcome:
@@ -191,7 +190,7 @@ class Controller:
         link = _Link(self._job.fleet.states[name].host, number, self._spec, self._events, self._output, self._door)
         first = number == 1
         deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
-        link.open(self._opened.get(name) if first else None, self._limit, deadline)
+        link.open(self._opened.get(name) if first else None, deadline)
         self._links[name] = link
 
     def _keep(self, keep: Keep) -> None:
@@ -257,11 +256,11 @@ class _Link:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"write {host.name}", daemon=True)
 
-    def open(self, opened: Stream | None, limit: threading.BoundedSemaphore, deadline: float) -> None:
+    def open(self, opened: Stream | None, deadline: float) -> None:
         """Read from the stream in a thread of its own, which first connects unless the stream is `opened`."""
 
         def connect_and_read() -> None:
-            stream = opened or self._connect(limit, deadline)
+            stream = opened or self._connect(deadline)
             if stream is None:
                 return
             if self._closed:  # given up meanwhile: its agent is not to wait for a word of ours
@@ -293,19 +292,9 @@ class _Link:
 
     # ---- in the reader's thread ----
 
-    def _connect(self, limit: threading.BoundedSemaphore, deadline: float) -> Stream | None:
+    def _connect(self, deadline: float) -> Stream | None:
         if self.host.kind is HostKind.JOINED:
             return self._wait_at_the_door(deadline)
-        if not limit.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            at_once = self._spec.ssh.connect_at_once
-            self._events.put(
-                Lost(
-                    self.host.name,
-                    self._number,
-                    f"was not tried: others took the {at_once} places till the time was up",
-                )
-            )
-            return None
         try:
             return connect(self.host, self._spec, deadline)
         except HostError as error:
@@ -314,8 +303,6 @@ class _Link:
             self._events.put(Lost(self.host.name, self._number, str(error)))
         except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
             self._events.put(Lost(self.host.name, self._number, f"{type(error).__name__}: {error}"))
-        finally:
-            limit.release()
         return None
 
     def _wait_at_the_door(self, deadline: float) -> Stream | None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import heapq
 import signal
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from launcher.agent.lease import heartbeat_pause_s
-from launcher.hosts.host import Host
+from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Close, Command, Open, Tell
 from launcher.job.host_state import HostClock, HostPhase, HostState
 from launcher.protocol import Bye, Facts, Heartbeat, Stop, Suspend, Swept
@@ -32,6 +32,7 @@ BEAT_AT_LEAST_S = 5.0  # however long that is
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
 STEADY_S = 2.0  # who was ready for less is not tried at once for ever
+CONNECT_AT_ONCE = 256  # hosts over SSH: each takes a thread, and most of its time is waiting for DNS and the network
 NEVER = float("inf")
 _ON_THEIR_WAY = (HostPhase.CONNECTING, HostPhase.GREETING, HostPhase.CHECKING)
 
@@ -43,6 +44,7 @@ class Fleet:
         self.states = {host.name: HostState(host, heard=now) for host in hosts}
         self.busy: set[str] = set()
         self.coming: set[str] = set()  # the names of those that are on their way at the first try to reach them
+        self._untried: deque[str] = deque()  # to be tried as soon as there is a place
         self.used: set[str] = set()  # ever busy
         self.dropped: set[str] = set()  # no longer wanted
         self.left: dict[str, list[str]] = {}  # processes that could not be ended
@@ -115,6 +117,23 @@ class Fleet:
         self.busy.discard(state.name)
 
     # ---- links ----
+
+    def start(self) -> list[Command]:
+        """Try every host: those over SSH a bounded number at once, the rest as `open_untried` finds places."""
+        for state in self:
+            if state.host.kind is HostKind.SSH:
+                self._untried.append(state.name)
+                self.coming.add(state.name)
+        others = [self.open(state) for state in self if state.name not in self.coming]
+        return [*others, *self.open_untried()]
+
+    def open_untried(self) -> list[Command]:
+        commands: list[Command] = []
+        while self._untried and self._counts[HostPhase.CONNECTING] < CONNECT_AT_ONCE:
+            state = self.states[self._untried.popleft()]
+            if state.link == 0 and state.phase is HostPhase.AWAY and state.wanted:
+                commands.append(self.open(state))
+        return commands
 
     def open(self, state: HostState) -> Command:
         state.link += 1

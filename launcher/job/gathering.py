@@ -6,14 +6,15 @@ attempt after the first, begins with the hosts it can have: once enough are read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from launcher.errors import PlacementError
+from launcher.hostnames import lines_by_reason
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Tell
-from launcher.job.fleet import Fleet
+from launcher.job.fleet import NEVER, Fleet
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
 from launcher.job.outcome import Failure, FailureKind
@@ -25,6 +26,10 @@ from launcher.protocol import Facts, Hello
 __all__ = ["Gathering", "Verdict", "fit", "misfits"]
 
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
+OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run cannot start; a closed port takes 3 s
+LARGE = 16  # hosts; of fewer, nothing is said as long as they come
+SAID = 4  # reasons in that
+SAY_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
 STRIKES = 2  # a host that ends so many attempts in a row is left out
 
 
@@ -49,6 +54,9 @@ class Gathering:
         self._not_before = now
         self.until = now + spec.start_timeout_s
         self._enough_since: float | None = None
+        self._hopeless_since: float | None = None
+        self._say_at = now + SAY_S[0] if len(fleet) >= LARGE else NEVER
+        self._unsaid: dict[str, str] = {}  # why hosts cannot be used, where many are to be said as one
 
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
         """Begin anew, after an attempt."""
@@ -95,6 +103,9 @@ class Gathering:
     def say_unusable(self, state: HostState, reason: str) -> list[Command]:
         """Say that a host cannot be used, where the run goes on without it; once."""
         if self.closed or self._fixed or state.tries > 1:
+            return []
+        if self._say_at < NEVER:
+            self._unsaid[state.name] = reason
             return []
         return [Notice(f"{state.name} cannot be used for now: {reason}")]
 
@@ -174,7 +185,9 @@ class Gathering:
             return Verdict.WAIT
         ready = fleet.count(HostPhase.READY)
         if self._fixed:
-            if fleet.coming and now < self.until:
+            if self.problems and self._hopeless_since is None:  # none of those is tried again
+                self._hopeless_since = now
+            if fleet.coming and now < self._give_up_at():
                 return Verdict.WAIT
             return Verdict.BEGIN if ready == len(fleet) else Verdict.TOO_FEW
         if ready < least:
@@ -187,13 +200,33 @@ class Gathering:
         return Verdict.WAIT
 
     def deadlines(self) -> list[float]:
-        return [self.until, self._not_before, self._last_call()]
+        return [self._give_up_at(), self._not_before, self._last_call(), self._say_at]
+
+    def _give_up_at(self) -> float:
+        """Return when the start has failed without an answer from the rest."""
+        return self.until if self._hopeless_since is None else min(self.until, self._hopeless_since + OTHER_REASONS_S)
+
+    def say_how_far(self, progress: str, now: float) -> list[Command]:
+        """Say how far the start of a large run is, and what is wrong so far; the second also where it begins."""
+        waits = self._say_at <= now
+        if not waits and (progress or not self._unsaid):
+            return []
+        reasons = self._in_order(self.problems if self._fixed else self._unsaid)
+        lines = lines_by_reason(reasons, ": " if self._fixed else " cannot be used for now: ")
+        self._unsaid.clear()
+        if waits:
+            self._say_at = now + SAY_S[1]
+        more = [f"and {len(lines) - SAID} other reasons"] if len(lines) > SAID else []
+        return [Notice("\n".join([*([progress] if progress else []), *lines[:SAID], *more]))]
 
     def slept(self, seconds: float) -> None:
         """Take a time out of the reckoning in which nobody listened."""
         self.until += seconds
+        self._say_at += seconds
         if self._enough_since is not None:
             self._enough_since += seconds
+        if self._hopeless_since is not None:
+            self._hopeless_since += seconds
 
     def _last_call(self) -> float:
         if self._enough_since is None:
@@ -213,14 +246,21 @@ class Gathering:
 
     def why_not_ready(self) -> dict[str, str]:
         """Return, by host, why the run cannot begin."""
-        limit = f"{self._spec.start_timeout_s:g} s (--start-timeout-s)"
+        limit = f"within {self._spec.start_timeout_s:g} s (--start-timeout-s)"
+        if self._hopeless_since is not None and self._give_up_at() < self.until:
+            limit = "before the start was given up because of the other hosts"
         reasons = dict(self.problems)
         for state in self._fleet:
             if state.phase is HostPhase.CONNECTING:
-                reasons.setdefault(state.name, f"was not reached within {limit}")
+                reasons.setdefault(state.name, f"was not reached {limit}")
             elif state.phase in (HostPhase.GREETING, HostPhase.CHECKING):
-                reasons.setdefault(state.name, f"did not answer within {limit}")
-        return reasons
+                reasons.setdefault(state.name, f"did not answer {limit}")
+            elif state.name in self._fleet.coming:
+                reasons.setdefault(state.name, f"was not tried {limit}")
+        return self._in_order(reasons)
+
+    def _in_order(self, reasons: Mapping[str, str]) -> dict[str, str]:
+        return {name: reasons[name] for name in self._fleet.states if name in reasons}
 
     def why_not_again(self) -> str:
         """Say why there is no further attempt."""

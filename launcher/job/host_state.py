@@ -6,17 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from launcher.hosts.host import Host
+from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer
 from launcher.protocol import Facts, Heartbeat, Hello, Report
 
-__all__ = ["HostClock", "HostPhase", "HostState", "chosen"]
+__all__ = ["HostClock", "HostPhase", "HostState"]
 
 WINDOW_S = 60.0  # clocks drift apart, and stand still while a machine sleeps: old measurements are forgotten
-
-
-def chosen(gpus: tuple[str, ...], host: Host) -> tuple[str, ...]:
-    """Return those of a host's GPUs that the user has chosen, by their places in its list."""
-    return gpus if host.chosen is None else tuple(gpus[place] for place in host.chosen if place < len(gpus))
 
 
 class HostPhase(Enum):
@@ -120,14 +116,4 @@ class HostState:
     def offer(self) -> HostOffer:
         """Return what it has for the job; its facts must be known."""
         assert self.facts is not None
-        return HostOffer(
-            name=self.host.name,
-            slots=self.facts.slots or self.host.slots,
-            max_slots=self.host.max_slots,
-            gpus=chosen(tuple(self.facts.gpus), self.host),
-            gpus_verified=self.facts.gpus_verified,
-            gpu_variable=self.facts.gpu_variable,
-            cores=tuple(self.facts.cores),
-            cpu_limit=self.facts.cpu_limit,
-            machine=self.facts.machine,
-        )
+        return offer(self.host, self.facts)

@@ -93,7 +93,7 @@ class Job:
         self._preempted = False  # told by USR1 that its time is nearly up, and to make room once it has saved
 
     def start(self) -> list[Command]:
-        return [self.fleet.open(state) for state in self.fleet]
+        return self.fleet.start()
 
     @property
     def progress(self) -> str:
@@ -141,6 +141,8 @@ class Job:
         else:
             commands = self._ticked(now)
         commands += self._advance(now)
+        if self._stopping is None:
+            commands += self.fleet.open_untried()
         if now >= self._next_beat:  # where event follows event, there is no Tick between them
             self._next_beat = now + self.fleet.beat_s
             commands += self.fleet.heartbeats(now)
@@ -278,8 +280,10 @@ class Job:
         """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
         verdict = self._gathering.decide(now)
         if verdict is Verdict.WAIT:
-            return []
-        return self._begin(now) if verdict is Verdict.BEGIN else self._cannot_begin(now)
+            return self._gathering.say_how_far(self.progress, now)
+        if verdict is Verdict.TOO_FEW:
+            return self._cannot_begin(now)
+        return [*self._gathering.say_how_far("", now), *self._begin(now)]
 
     def _cannot_begin(self, now: float) -> list[Command]:
         """End, since too few hosts are ready in time."""

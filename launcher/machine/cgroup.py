@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-__all__ = ["Cgroup"]
+__all__ = ["Cgroup", "folders_of"]
 
 _NAME = re.compile(r"dtrain-[0-9a-f]{16}")
 
@@ -73,6 +74,24 @@ class Cgroup:
 
     def _folders(self) -> list[str]:
         return [folder for folder, _, _ in os.walk(self.path)]
+
+
+def folders_of(
+    controller: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[Path]:
+    """Return the folders of this process's group and of those above it: version 2's, and version 1's `controller`."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            top = root / controllers
+            below = top / path.lstrip("/")
+            found += [below, *(folder for folder in below.parents if folder == top or top in folder.parents)]
+    return found
 
 
 def _own_folder() -> str | None:

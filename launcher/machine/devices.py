@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.errors import UsageError
+from launcher.machine.cgroup import folders_of
 
 __all__ = ["Gpus", "bus_ids", "cores", "cpu_limit", "divide", "find_gpus", "share"]
 
@@ -184,27 +185,11 @@ def cores() -> tuple[int, ...]:
 def cpu_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many processors may be busy at a time: the affinity, or the cgroups' quota if that is less."""
     limit = float(len(os.sched_getaffinity(0)))
-    for folder in _cgroups(root, membership):
+    for folder in folders_of("cpu", root, membership):
         quota, period = _quota(folder)
         if quota > 0 and period > 0:
             limit = min(limit, quota / period)
     return max(1, math.floor(limit))
-
-
-def _cgroups(root: Path, membership: Path) -> list[Path]:
-    """Return this process's cgroup folder and those above it (version 2, or version 1's cpu controller)."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        top = root if not controllers else root / controllers
-        if not controllers or "cpu" in controllers.split(","):
-            below = top / path.lstrip("/")
-            folders += [below, *(p for p in below.parents if p == top or top in p.parents)]
-    return folders
 
 
 def _quota(folder: Path) -> tuple[float, float]:

@@ -40,7 +40,7 @@ def address_towards(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"the name {host} is not known here ({_reason(error)}); write an address instead") from error
+        raise UsageError(f"DNS lookup of {host} failed: {_reason(error)}; write an address instead") from error
     problem: OSError | None = None
     for family, kind, protocol, _, where in found:
         try:

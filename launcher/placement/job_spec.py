@@ -73,7 +73,6 @@ class SshOptions:
 
     config: Path | None = None
     accept_new: bool = False
-    connect_at_once: int = 32  # bounded concurrency
 
 
 @dataclass(frozen=True)

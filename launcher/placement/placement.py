@@ -29,6 +29,8 @@ class HostOffer:
     cpu_limit: int
     max_slots: int | None = None  # None: `slots`; 0: no limit
     machine: str = ""  # offers of the same one are tasks there, each with a part of its workers
+    room: int | None = None  # for more workers than these its `room_limit` is too low
+    room_limit: str = ""
 
     @property
     def limit(self) -> int | None:
@@ -102,6 +104,12 @@ def place(
     if problems:
         raise PlacementError("\n".join(problems))
     layout = _Layout(offers, counts, [place % len(offers) for place in range(sum(r.count for r in roles.others))])
+    if problems := [
+        f"{offer.name}: {count} workers are too many for {offer.room_limit}; there is room for {offer.room}"
+        for offer, count in zip(offers, layout.totals, strict=True)
+        if offer.room is not None and count > offer.room
+    ]:
+        raise PlacementError("\n".join(problems))
     workers = [
         _worker(layout, place, local_rank, nproc, gpus_per_proc, isolate=isolate)
         for place, count in enumerate(counts)

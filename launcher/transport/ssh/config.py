@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = ["Target", "defaults", "look_up", "read_ssh_config"]
 
 _DEPTH = 16  # as OpenSSH's
 _CRITERIA = {"all", "canonical", "final", "host", "originalhost", "user", "localuser"}  # paramiko knows these
+ASK_AT_ONCE = 16  # processes
 _ASK_S = 5.0  # for `ssh -V`
 
 
@@ -90,6 +92,7 @@ class _Client:
 
 
 _lock = threading.Lock()
+_asking = threading.BoundedSemaphore(ASK_AT_ONCE)
 _found: list[_Client] = []  # once: all hosts ask at the same time
 
 
@@ -113,15 +116,19 @@ def _find() -> _Client:
 
 def _ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
     # In a session of its own: a Match exec must not ask on the terminal, and is ended with the rest.
-    with subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    deadline = time.monotonic() + max(0.1, timeout_s)
+    with (
+        _asking,
+        subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
-            out, err = process.communicate(timeout=max(0.1, timeout_s))
+            out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise TimeoutError(f"{shlex.join(argv)} did not end in {timeout_s:.0f} s (Match exec? DNS?)") from None

@@ -24,7 +24,17 @@ from launcher.transport.ssh.config import Target
 from launcher.transport.ssh.jump import Lease, SharedLinks
 from launcher.transport.ssh.keys import authenticate
 from launcher.transport.ssh.reasons import why
-from launcher.transport.ssh.route import Dropped, NotSsh, Route, Unreached, await_greeting, open_proxy, open_tcp
+from launcher.transport.ssh.route import (
+    Dropped,
+    NotSsh,
+    Resolved,
+    Route,
+    Unreached,
+    await_greeting,
+    look_up,
+    open_proxy,
+    open_tcp,
+)
 from launcher.transport.ssh.trust import Trust
 
 __all__ = ["Link", "cut_at", "open_link"]
@@ -32,6 +42,7 @@ __all__ = ["Link", "cut_at", "open_link"]
 KEY_EXCHANGE_S = 15.0  # at least; ConnectTimeout is for TCP and the greeting
 CLOSE_S = 1.0  # to say good-bye through a jump host, which may hang
 MOST_HOPS = 8
+CONNECT_AT_ONCE = 32
 REFUSED_S = (0.3, 0.5, 0.9, 1.3)  # pauses after refused connections: a server that restarts, or a wrong port
 DROPPED_S = (0.2, 3.0)  # the first pause after a dropped connection, and the longest
 _BUSY = re.compile(r"MaxStartups|Not allowed at this time|exchange_identification|closed by|reset by", re.IGNORECASE)
@@ -72,6 +83,7 @@ class Link:
 
 
 _links: SharedLinks[Link] = SharedLinks()
+_connecting = threading.BoundedSemaphore(CONNECT_AT_ONCE)
 _met_lock = threading.Lock()
 _met: set[tuple[str, int]] = set()  # servers that have answered once; whoever lost one tries it again by himself
 
@@ -118,14 +130,17 @@ def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Ta
     route: Route | None = None
     transport: paramiko.Transport | None = None
     try:
-        route = _open_route(address, jump, reach)
-        transport = _transport(address, route, trust)
-        _shake_hands(transport, route, reach=reach, deadline=deadline)
-        with _met_lock:
-            _met.add((address.hostname, address.port))
-        with cut_at(deadline, transport):
-            trust.check(transport.get_remote_server_key())
-            authenticate(transport, address, deadline)
+        found = look_up(address, reach) if jump is None and address.proxy_command is None else []
+        with _place(deadline):
+            reach = min(deadline, time.monotonic() + address.connect_timeout_s)
+            route = _open_route(address, found, jump, reach)
+            transport = _transport(address, route, trust)
+            _shake_hands(transport, route, reach=reach, deadline=deadline)
+            with _met_lock:
+                _met.add((address.hostname, address.port))
+            with cut_at(deadline, transport):
+                trust.check(transport.get_remote_server_key())
+                authenticate(transport, address, deadline)
         transport.set_keepalive(address.keepalive_s)
         return Link(transport, route, jump)
     except BaseException as error:
@@ -136,6 +151,20 @@ def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Ta
             words = "" if route is None else route.words()
             raise HostError(address.host, why(address, error, words=words)) from error
         raise
+
+
+@contextmanager
+def _place(deadline: float) -> Iterator[None]:
+    """Wait for a place among those who connect: sshd and this machine's processors take only so many key exchanges.
+
+    Names are looked up before, all at once. Raises TimeoutError.
+    """
+    if not _connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(f"not tried, because connecting to {CONNECT_AT_ONCE} other hosts took all the time")
+    try:
+        yield
+    finally:
+        _connecting.release()
 
 
 def _give_up(transport: paramiko.Transport | None, route: Route | None, jump: Lease[Link] | None) -> None:
@@ -172,9 +201,9 @@ def _at_hop(hop: Target, reason: str) -> str:
     return reason if reason.startswith("its jump host") else f"its jump host {hop.destination}: {reason}"
 
 
-def _open_route(address: Address, jump: Lease[Link] | None, reach: float) -> Route:
+def _open_route(address: Address, found: list[Resolved], jump: Lease[Link] | None, reach: float) -> Route:
     if jump is None:
-        return open_tcp(address, reach) if address.proxy_command is None else open_proxy(address)
+        return open_tcp(address, found, reach) if address.proxy_command is None else open_proxy(address)
     assert address.jump is not None
     there = (address.hostname, address.port)
     try:

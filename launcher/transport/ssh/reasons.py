@@ -24,9 +24,10 @@ def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) 
         return f"its ProxyCommand ({address.proxy_command}) did not get through: {said}; {then}"
     if isinstance(error, socket.gaierror):
         if error.errno == socket.EAI_AGAIN:
-            return f"nobody says in time what address the name {address.hostname} has; is DNS working here?"
+            return f"DNS lookup of {address.hostname} timed out; is DNS working on this machine?"
         family = "" if address.family == socket.AF_UNSPEC else f" in its AddressFamily {_FAMILY[address.family]}"
-        return f"the name {address.hostname} is not known{family}; check --hosts and the ssh configuration"
+        said = (error.strerror or "no address").lower()
+        return f"DNS lookup of {address.hostname} failed{family}: {said}; check --hosts and the ssh configuration"
     if isinstance(error, ConnectionRefusedError):
         return f"{where}: connection refused; is sshd running there? Try: {address.command}"
     if isinstance(error, Dropped):

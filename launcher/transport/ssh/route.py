@@ -25,7 +25,9 @@ from launcher.transport.ssh.address import Address
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["Dropped", "NotSsh", "Route", "Unreached", "await_greeting", "open_proxy", "open_tcp"]
+__all__ = [
+    "Dropped", "NotSsh", "Resolved", "Route", "Unreached", "await_greeting", "look_up", "open_proxy", "open_tcp",
+]  # fmt: skip
 
 STAGGER_S = 0.25  # between the first tries of a host's several addresses
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
@@ -33,7 +35,7 @@ GREETING_BYTES = 8192
 WORDS_BYTES = 4096
 _ENDED = getattr(select, "POLLRDHUP", 0)  # not everywhere: there the end behind some words shows at the deadline
 
-_Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 class Dropped(Exception):
@@ -70,9 +72,8 @@ class Route:
 # ---- TCP -----------------------------------------------------------------------------------------------------
 
 
-def open_tcp(address: Address, deadline: float) -> Route:
+def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Route:
     """Connect to the first of a host's addresses that answers. Raises OSError; TimeoutError at the deadline."""
-    resolved = _resolve(address, deadline)
     sock = _first_to_answer(resolved, address, deadline)
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,17 +81,17 @@ def open_tcp(address: Address, deadline: float) -> Route:
     return Route(sock, our_address=str(sock.getsockname()[0]))
 
 
-def _resolve(address: Address, deadline: float) -> list[_Resolved]:
-    """Look a name up, in a thread of its own: the system's resolver knows no deadline."""
+def look_up(address: Address, deadline: float) -> list[Resolved]:
+    """Return the addresses; in a thread of its own, for the system's resolver knows no deadline. Raises OSError."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, address.hostname)
-            return _look_up(address, socket.AI_NUMERICHOST)
-    answer: list[list[_Resolved] | OSError] = []
+            return _get_addresses(address, socket.AI_NUMERICHOST)
+    answer: list[list[Resolved] | OSError] = []
 
     def ask() -> None:
         try:
-            answer.append(_look_up(address, 0))
+            answer.append(_get_addresses(address, 0))
         except OSError as error:
             answer.append(error)
 
@@ -104,11 +105,11 @@ def _resolve(address: Address, deadline: float) -> list[_Resolved]:
     return answer[0]
 
 
-def _look_up(address: Address, flags: int) -> list[_Resolved]:
+def _get_addresses(address: Address, flags: int) -> list[Resolved]:
     return list(socket.getaddrinfo(address.hostname, address.port, address.family, socket.SOCK_STREAM, 0, flags))
 
 
-def _first_to_answer(resolved: list[_Resolved], address: Address, deadline: float) -> socket.socket:
+def _first_to_answer(resolved: list[Resolved], address: Address, deadline: float) -> socket.socket:
     """Try the addresses in their order, each a moment after the one before (RFC 8305), and take the first to answer."""
     waiting = deque(_take_turns(resolved))
     errors: list[OSError] = []
@@ -144,7 +145,7 @@ def _kept(sock: socket.socket) -> socket.socket:
     return sock.dup()
 
 
-def _take_turns(resolved: list[_Resolved]) -> list[_Resolved]:
+def _take_turns(resolved: list[Resolved]) -> list[Resolved]:
     """Let the families take turns, in the order in which the resolver prefers them."""
     first = [one for one in resolved if one[0] == resolved[0][0]]
     other = [one for one in resolved if one[0] != resolved[0][0]]
@@ -152,7 +153,7 @@ def _take_turns(resolved: list[_Resolved]) -> list[_Resolved]:
     return mixed + first[len(other) :] + other[len(first) :]
 
 
-def _begin(one: _Resolved, address: Address) -> socket.socket:
+def _begin(one: Resolved, address: Address) -> socket.socket:
     family, kind, protocol, _, there = one
     sock = socket.socket(family, kind, protocol)
     try:

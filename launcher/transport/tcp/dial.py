@@ -214,7 +214,7 @@ def _why(meeting: Meeting, error: Exception) -> str:
     where = _where(meeting)
     start = "start dtrain on node 0 too, with --node-rank 0 and the same --master-addr"
     if isinstance(error, socket.gaierror):
-        return f"the name {printable(meeting.address)} is not known here; check --master-addr"
+        return f"DNS lookup of {printable(meeting.address)} failed: {error.strerror or error}; check --master-addr"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens at {where}; {start}"
     if isinstance(error, TimeoutError) or getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):

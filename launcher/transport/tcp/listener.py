@@ -115,7 +115,8 @@ def _listen(address: str, port: int) -> socket.socket:
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"the name {address} is not known here; write an address with --master-addr") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"DNS lookup of {address} failed: {reason}; write an address with --master-addr") from error
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:

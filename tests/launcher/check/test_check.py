@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ from testbed.sshd import SshHosts
 
 from launcher import __version__
 from launcher.check.examiner_network import dial, knock, listen
-from launcher.check.facts import FORMAT, Dialled, Greeting, HostFacts, Listening, Target, read, write
-from launcher.check.finding import Examined, Finding, Severity, fix_in, merged, named
+from launcher.check.facts import Dialled, HostFacts, Listening, Target, read
+from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
-from launcher.check.pairs import Way, pair_findings, targets
+from launcher.check.pairs import MOST, Way, pair_findings, targets
 from launcher.errors import ProtocolError
+from launcher.hostnames import fold
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import Command, CommandKind, JobSpec
-from launcher.protocol import PROTOCOL
+from launcher.protocol import PROTOCOL, Hello
 
 SCRIPT = "print('trained')\n"
 
@@ -240,8 +242,9 @@ FACTS = HostFacts(
     hostname="a", machine="m1", system="Debian", kernel="6.1", user="ann", uid=1000, umask="0022", locale="C.UTF-8",
     python="3.11.7", executable="/opt/python", dtrain="0.1.0", code="c0de", ddp="/opt/ddp", torch="2.13.0+cu126",
     torch_cuda="12.6", nccl="2.27.3", numpy="2.1.0", driver=None, driver_cuda=None, gpus=(), gpu_ids=(),
-    gpu_variable="CUDA_VISIBLE_DEVICES", gpus_verified=False, gpus_inherited=False, slots=None, cpu_count=8,
-    cores=(0, 1), cpu_limit=2, load=0.0, memory_bytes=64 << 30, memory_free_bytes=60 << 30, disks=(), limits=(),
+    gpu_variable="CUDA_VISIBLE_DEVICES", gpus_verified=False, gpus_inherited=False, slots=None, room=None,
+    room_limit="", cpu_count=8, cores=(0, 1), cpu_limit=2,
+    load=0.0, memory_bytes=64 << 30, memory_free_bytes=60 << 30, disks=(), limits=(),
     script="5c819e", workdir_mark="1:1", name_resolves_to=("10.0.0.1",), gloo_interface="", interfaces=(), problems=(),
 )  # fmt: skip
 
@@ -253,7 +256,7 @@ def _spec(*names: str, **more: Any) -> JobSpec:
 
 def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:
     python = "{}.{}.{}".format(*sys.version_info[:3])
-    greeting = Greeting(FORMAT, __version__, PROTOCOL, python, name, 1)
+    greeting = Hello(PROTOCOL, __version__, python, name, 1, "", 0.0)
     return Examined(
         Host(name, HostKind.SSH), "", greeting, replace(FACTS, machine=name, **facts), Clock(clock_s, 0.001, 0.002)
     )
@@ -328,6 +331,36 @@ def test_a_host_that_nobody_reaches_is_one_finding() -> None:
     assert singles[-1].message.startswith("3 more ways do not work")
 
 
+def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -> None:
+    names = [f"n{k}" for k in range(1000)]
+    doors = {name: Listening(f"10.0.{k // 250}.{k % 250}", 7, 29500 if k == 0 else 0) for k, name in enumerate(names)}
+    tried = {name: targets(doors, name) for name in names}
+    assert all(len(found) <= MOST + 2 for found in tried.values())
+    assert all({("n0", 7), ("n0", 29500)} <= {(one.host, one.port) for one in tried[name]} for name in names[1:])
+    reached = Counter(one.host for found in tried.values() for one in found if one.port == 7)
+    assert len(reached) == 1000
+    assert min(reached.values()) >= MOST
+    looked_at = 0
+
+    class Counted(str):
+        """A problem that counts how often it is looked at."""
+
+        def __bool__(self) -> bool:
+            nonlocal looked_at
+            looked_at += 1
+            return len(self) > 0
+
+    def way(name: str, one: Target) -> Way:
+        problem = Counted("refused" if one.host == "n500" else "")
+        return Way(name, one.host, Dialled(one.host, one.address, one.port, problem, "", 1e-4, name, "eth0", 1500))
+
+    ways = [way(name, one) for name, found in tried.items() for one in found]
+    examined = [_examined(name, name_resolves_to=("10.0.0.1",)) for name in names]
+    (finding,) = merged(pair_findings(_spec(*names), examined, doors, ways, {}))
+    assert finding.message.startswith("no other host reaches it at 10.0.2.0: it is refused")
+    assert looked_at < 10 * len(ways)
+
+
 def test_a_name_that_means_loopback_is_a_warning_unless_the_interface_is_set() -> None:
     examined = [_examined(name, name_resolves_to=("127.0.1.1",)) for name in "12"]
     doors = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
@@ -341,13 +374,13 @@ def test_a_reason_s_command_becomes_its_fix() -> None:
     assert fix_in("is sshd running there? Try: ssh a true") == ("is sshd running there?", "ssh a true")
     assert fix_in("accept it by: ssh a true  (or --x)") == ("accept it by", "ssh a true")
     assert fix_in("no such thing") == ("no such thing", "")
-    assert [named(names) for names in (["n1", "n2", "n3"], ["sim0", "sim1", "sim2"], ["n8", "n9", "n10"])] == [
+    assert [fold(names) for names in (["n1", "n2", "n3"], ["sim0", "sim1", "sim2"], ["n8", "n9", "n10"])] == [
         "n[1-3]", "sim[0-2]", "n[8-10]",
     ]  # fmt: skip
 
 
 def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
-    fields = json.loads(write(FACTS))["is"]
+    fields = json.loads(json.dumps(asdict(FACTS)))
     assert read(HostFacts, fields) == FACTS
     for wrong in (
         {**fields, "more": 1},

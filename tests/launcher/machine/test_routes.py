@@ -55,9 +55,9 @@ def test_the_route_decides_by_which_address_a_host_is_reached(kernel: list[tuple
 
 
 def test_unknown_names_and_unreachable_hosts_are_errors_that_name_them() -> None:
-    with pytest.raises(UsageError, match=r"the name no-such-host\.invalid is not known here"):
+    with pytest.raises(UsageError, match=r"DNS lookup of no-such-host\.invalid failed"):
         routes.address_towards("no-such-host.invalid")
-    with pytest.raises(UsageError, match="is not known here"):
+    with pytest.raises(UsageError, match=r"DNS lookup of a+ failed"):
         routes.address_towards("a" * 100)
     with pytest.raises(UsageError, match=r"no route leads from this machine to 255\.255\.255\.255"):
         routes.address_towards("255.255.255.255")

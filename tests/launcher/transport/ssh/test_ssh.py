@@ -127,7 +127,8 @@ def test_wrong_key_is_named(ssh_hosts: SshHosts, script: Path) -> None:
     config = ssh_hosts.config("wrong", identity=ssh_hosts.wrong_identity)
     result = run_dtrain(*on(ssh_hosts, config=config), script, cwd=script.parent)
     assert result.returncode == 1
-    assert result.stderr.count("accepts none of our keys") == 2
+    assert "  node1, node2: " in result.stderr, "one line for the same reason"
+    assert result.stderr.count("accepts none of our keys") == 1
     assert str(ssh_hosts.wrong_identity) in result.stderr
 
 
@@ -179,7 +180,7 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
     assert "4 of 4 hosts cannot start; no worker was started" in result.stderr
     assert "node1: the working directory /no/such/folder does not exist" in result.stderr
     assert f"node3: {ssh_hosts.address(3)} port {ssh_hosts.port}: connection refused" in result.stderr
-    assert "nosuchhost: the name nosuchhost is not known" in result.stderr
+    assert "nosuchhost: DNS lookup of nosuchhost failed: " in result.stderr
     assert "silent: " in result.stderr
     assert result.wall_s < 15
     assert result.stdout == ""
@@ -188,13 +189,13 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
 def test_missing_script_there_is_found_before_any_worker_starts(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     result = run_dtrain(*on(ssh_hosts), "nothing.py", cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr.count(f"the script {tmp_path}/nothing.py does not exist") == 2
+    assert result.stderr.count(f"the script {tmp_path}/nothing.py does not exist") == 1
 
 
 def test_missing_python_there_is_named(ssh_hosts: SshHosts, script: Path) -> None:
     result = run_dtrain(*on(ssh_hosts), "--python", "/no/python", script, cwd=script.parent)
     assert result.returncode == 1
-    assert result.stderr.count("there is no Python at /no/python; name the one that has dtrain with --python") == 2
+    assert result.stderr.count("there is no Python at /no/python; name the one that has dtrain with --python") == 1
 
 
 def test_python_without_dtrain_there_is_named(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_jump_host_that_is_not_there_is_named_rather_than_passed_by(ssh_hosts: S
     config.write_text("Host node1\n  ProxyJump gate.invalid\n" + ssh_hosts.ssh_config.read_text())
     result = run_dtrain(*on(ssh_hosts, "node1", config), script, cwd=script.parent)
     assert result.returncode == 1
-    assert "node1: its jump host gate.invalid: the name gate.invalid is not known" in result.stderr
+    assert "node1: its jump host gate.invalid: DNS lookup of gate.invalid failed: " in result.stderr
 
 
 def test_bad_ssh_configuration_is_an_error(ssh_hosts: SshHosts, script: Path) -> None:

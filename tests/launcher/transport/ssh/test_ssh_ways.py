@@ -308,7 +308,7 @@ def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
         assert stream.our_address == "::1"
         assert says(stream) == b"hello"
     assert "bindAddress 192.0.2.1 of its ssh configuration gives no address here" in refusal(config, "wrong")
-    assert "the name 127.0.0.2 is not known in its AddressFamily inet6" in refusal(config, "four")
+    assert "DNS lookup of 127.0.0.2 failed in its AddressFamily inet6" in refusal(config, "four")
 
 
 # ---- shells and accounts ----

@@ -316,7 +316,7 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
                 (joiner(f"127.0.0.1:{run.door.port}", ["x"], token="another token entirely"), "has another token"),
                 (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it says 'SSH-2.0-OpenSSH_9.2p1'; is that"),
                 (joiner("127.0.0.1:1", ["x"], deadline_s=0.5), "nobody listens at 127.0.0.1:1; start dtrain on node 0"),
-                (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "the name no-such-host.invalid is not known"),
+                (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "DNS lookup of no-such-host.invalid failed"),
             ]
             began = time.monotonic()
             processes = [(stack.enter_context(process), why) for process, why in cases]

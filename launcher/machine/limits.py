@@ -1,0 +1,73 @@
+"""How many workers this host can hold: its limits of open files and of processes. For the agent and `dtrain check`.
+
+What is refused here would fail for certain, halfway through the start; what a script opens itself does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from launcher.machine.cgroup import folders_of
+
+__all__ = ["room_for_workers"]
+
+FILES_EACH = 3  # that the agent holds for a worker: both ends of what it prints, and its progress
+FILES_SPARE = 64  # the agent's own, and while it starts or looks at a worker
+PROCESSES_SPARE = 8  # agent, guard, store, and what looks where a worker stands
+
+
+def room_for_workers(parts: int) -> tuple[int | None, str]:
+    """Return for how many workers there is room, and the limit that says so with what raises it; None: for any number.
+
+    With `--simulate`, `parts` agents share what is counted for the user or the container.
+    """
+    found = [room for room in (_files(), _processes_of_user(parts), _processes_of_group(parts)) if room is not None]
+    return min(found, default=(None, ""), key=lambda room: room[0] or 0)
+
+
+def _files() -> tuple[int, str] | None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the agent raises its soft limit to that
+    if hard == resource.RLIM_INFINITY:
+        return None
+    what = f"its limit of open files, {hard} (`ulimit -Hn`; raise it in /etc/security/limits.conf or LimitNOFILE="
+    return max(0, (hard - FILES_SPARE) // FILES_EACH), f"{what} of its service)"
+
+
+def _processes_of_user(parts: int) -> tuple[int, str] | None:
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # it does not hold for root
+        return None
+    used = _threads_of(os.getuid())
+    what = f"the user's limit of processes, {limit}, of which {used} are in use (`ulimit -u`; raise it in"
+    return _left(limit, used, parts), f"{what} /etc/security/limits.conf)"
+
+
+def _processes_of_group(parts: int) -> tuple[int, str] | None:
+    found = []
+    for folder in folders_of("pids"):
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in ("pids.max", "pids.current"))
+        except OSError:  # the root has none
+            continue
+        if limit.isdigit() and used.isdigit():
+            what = f"the limit of processes in its control group, {limit}, of which {used} are in use (pids.max in"
+            found.append((_left(int(limit), int(used), parts), f"{what} {folder}; in docker --pids-limit)"))
+    return min(found, default=None)
+
+
+def _left(limit: int, used: int, parts: int) -> int:
+    return max(0, (limit - used - PROCESSES_SPARE) // parts)
+
+
+def _threads_of(uid: int) -> int:
+    """Count what the kernel counts against a user's limit."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        try:
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                count += len(os.listdir(Path(entry.path, "task")))
+        except OSError:  # ended meanwhile
+            continue
+    return count
