@@ -216,16 +216,21 @@ def _position(error: BaseException) -> tuple[str, str]:
 
 
 class _WakeStore:
-    """Finds no module: on the first import of torch it knocks at the store's port and takes itself away.
+    """Finds no module: on the first import of torch it connects once to the store's port.
 
-    The store's process imports torch as well, which takes seconds. It starts at the first connection, so a knock now
+    The store's process imports torch as well, which takes seconds. It starts at the first connection, so one now
     lets both imports run side by side, and a script without torch never costs a store.
+    It stays in `sys.meta_path`: taken out while the import walks that list, the next finder would be skipped, and so
+    the import hooks of tracers and profilers.
     """
 
+    def __init__(self) -> None:
+        self._is_done = False
+
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        if name != "torch":
+        if name != "torch" or self._is_done:
             return
-        sys.meta_path.remove(self)
+        self._is_done = True
         import socket
 
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

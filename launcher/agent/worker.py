@@ -33,7 +33,6 @@ def spawn(
     cwd: str,
     stdout: int,
     stderr: int,
-    keep: Sequence[int] = (),
     stdin: int | None = None,
     mark: Mark | None = None,
     number: int = 0,
@@ -41,9 +40,8 @@ def spawn(
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
-    It is bound to the processors `cores` if any are given.
-    `keep` are further descriptors that it inherits under their numbers. `mark` is put on it, with its `number` as a
-    worker, but for the variables, which `env` has to hold. Raises OSError if it cannot be executed.
+    It is bound to the processors `cores` if any are given. `mark` is put on it, with its `number` as a worker, but for
+    the variables, which `env` has to hold. Raises OSError if it cannot be executed.
     """
     parent = os.getpid()
     failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
@@ -55,7 +53,7 @@ def spawn(
                 mark.put_on(number)
             if cores:
                 os.sched_setaffinity(0, cores)
-            _become(argv, env, cwd, (stdin, stdout, stderr), keep)
+            _become(argv, env, cwd, (stdin, stdout, stderr))
         except OSError as error:
             os.write(failed_write, f"{error.errno}".encode())
         finally:
@@ -74,7 +72,6 @@ def _become(
     env: Mapping[str, str],
     cwd: str,
     streams: tuple[int | None, int, int],
-    keep: Sequence[int],
 ) -> None:
     os.setsid()
     processes.restore_file_limit()
@@ -85,8 +82,6 @@ def _become(
     os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    for descriptor in keep:
-        os.set_inheritable(descriptor, True)
     os.chdir(cwd)
     os.execvpe(argv[0], list(argv), dict(env))
 

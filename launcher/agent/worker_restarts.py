@@ -18,8 +18,6 @@ from launcher.protocol import RestartWorker
 
 __all__ = ["Cleared", "Succession"]
 
-LATEST_S = 3600.0  # between two steps where there is nothing to do
-
 
 @dataclass(frozen=True)
 class Cleared:

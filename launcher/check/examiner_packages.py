@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,16 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     for package in ("launcher", "ddp"):
         folder = folder_of(package)
-        for file in sorted(Path(folder).glob("*.py")) if folder else ():
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        if folder is None:
+            continue
+        for file in sorted(Path(folder).rglob("*.py")):
+            try:
+                content = file.read_bytes()
+            except OSError:  # gone meanwhile, or not for this user to read: the same for all hosts where it is so
+                content = b""
+            name = f"{package}/{file.relative_to(folder).as_posix()}"
+            # Of each part its own hash: both have a fixed length, so that no byte counts as another file's.
+            digest.update(hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest())
     return digest.hexdigest()
 
 

@@ -108,7 +108,7 @@ def pair_findings(
         yield Finding(Severity.ERROR, "no-way", hosts, f"{len(rest)} more ways do not work; --json names them all")
     yield from _slow(examined, ways)
     yield from _mtus(spec, examined, ways)
-    yield from _names(spec, examined, listening, gloo_interfaces)
+    yield from _names(examined, listening, gloo_interfaces)
 
 
 def _cut_off(listening: Mapping[str, Listening], ways: Sequence[Way]) -> Iterator[tuple[str, Way, str]]:
@@ -185,7 +185,6 @@ def _mtus(spec: JobSpec, examined: Sequence[Examined], ways: Sequence[Way]) -> I
 
 
 def _names(
-    spec: JobSpec,
     examined: Sequence[Examined],
     listening: Mapping[str, Listening],
     gloo_interfaces: Mapping[str, str],

@@ -19,6 +19,7 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
 from launcher.output.filter import Shown, parse_ranks, parse_std
+from launcher.output.logfiles import attempts_in
 from launcher.placement.ecosystems import parse_ecosystems
 from launcher.placement.job_spec import (
     SIGNALS,
@@ -227,8 +228,8 @@ def _in_slurm(spec: JobSpec, options: Mapping[str, Any]) -> JobSpec:
         name = f"{name}-{spec.run_id}"
     starts = restart_count(os.environ)
     # Attempts of earlier lives, each of which may have had several, are counted on.
-    seen = [int(folder.name.rpartition("_")[2]) for folder in (spec.log_dir / name).glob("attempt_[0-9]*")]
-    return replace(spec, run_id=name, first_attempt=max([starts, *(number + 1 for number in seen)]) if starts else 0)
+    first = max([starts, *(number + 1 for number in attempts_in(spec.log_dir / name))]) if starts else 0
+    return replace(spec, run_id=name, first_attempt=first)
 
 
 def parse_command(words: tuple[str, ...], options: Mapping[str, Any]) -> Command:

@@ -40,7 +40,6 @@ from launcher.job.events import (
 )
 from launcher.job.job import Job
 from launcher.job.outcome import Outcome
-from launcher.output.stacks import groups, one_line, write_out
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, RestartWorker, StartWorker, encode
@@ -153,7 +152,7 @@ class Controller:
             try:
                 hosts = discover(command, over)
             except DtrainError as error:
-                if str(error) != complaint:  # once, until it says something else
+                if str(error) != complaint and not over.is_set():  # once, until it says something else
                     complaint = str(error)
                     self._tell_user(complaint)
                 continue
@@ -194,13 +193,9 @@ class Controller:
         self._links[name] = link
 
     def _keep(self, keep: Keep) -> None:
-        self._output.keep_evidence(keep.attempt, keep.number, write_out(keep.evidence))
-        where = self._output.evidence_path(keep.attempt, keep.number)
-        if keep.asked:
-            lines = [one_line(group) for group in groups(keep.evidence)]
-            self._tell_user("\n".join([*lines, f"stacks of all ranks: {where}"]))
-        else:
-            self.evidence_file = where
+        self._output.keep_evidence(keep.attempt, keep.number, keep.evidence, say=keep.asked)
+        if not keep.asked:
+            self.evidence_file = self._output.evidence_path(keep.attempt, keep.number)
 
     def _suspend(self) -> None:
         """Stop as Ctrl-Z does, once the hosts have been told; SIGCONT brings us back here."""
@@ -246,13 +241,14 @@ class _Link:
         self.host = host
         self._door = door
         self.waiting = False  # the reader waits for the output
-        self.idle = True  # everything told is written
         self._number = number
         self._spec = spec
         self._events = events
         self._output = output
         self._stream: Stream | None = None  # set once, by the reader
         self._closed = False
+        self._told = 0  # messages; counted by the loop alone
+        self._written = 0  # of those; counted by the writer alone
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"write {host.name}", daemon=True)
 
@@ -273,8 +269,13 @@ class _Link:
 
     def tell(self, data: bytes) -> None:
         if self._stream is not None and not self._closed:
-            self.idle = False
+            self._told += 1
             self._outgoing.put(data)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything told is written; asked by the loop."""
+        return self._written == self._told
 
     def close(self) -> None:
         """End the stream once everything told is written; the connection itself is released by `finish`."""
@@ -375,7 +376,7 @@ class _Link:
             self._stream.write(PREAMBLE)
             while (data := self._outgoing.get()) is not None:
                 self._stream.write(data)
-                self.idle = self._outgoing.empty()
+                self._written += 1
             self._stream.end()
         except (OSError, EOFError):  # the reader sees the end as well, and says so
             return

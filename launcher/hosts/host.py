@@ -98,12 +98,12 @@ class HostEntry:
         )
 
 
-def parse_hosts(text: str, *, source: str = "--hosts") -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read `alpha:4,user@beta:2222,node[01-16]:8,[fe80::1]:2`: each host once, at most MAX_HOSTS of them.
 
     Two numbers behind a name are sshd's port and the slots; one number is the port from 1024 on, which is more workers
     than any host takes, and the slots below. Each host of a range has all the slots of its entry. Raises UsageError,
-    which begins with `source` and names the column.
+    which names the column.
 
     >>> [(host.name, host.port, host.slots) for host in parse_hosts("n[1-2]:4, beta, gamma:2222, gamma2:22:8")]
     [('n1', None, 4), ('n2', None, 4), ('beta', None, None), ('gamma', 2222, None), ('gamma2', 22, 8)]
@@ -119,7 +119,7 @@ def parse_hosts(text: str, *, source: str = "--hosts") -> tuple[Host, ...]:
                     raise HostListError(column, reason)
                 hosts[host.name] = host
     except HostListError as error:
-        raise UsageError(f"{source}: {error}") from error
+        raise UsageError(f"--hosts: {error}") from error
     return tuple(hosts.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ _SOURCES = (
     "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
     "a SLURM allocation, --node-rank K --master-addr A typed on each node, or --simulate to divide this machine"
 )
+MAX_BYTES = 1 << 20  # that a discovery script may print
 DISCOVERY_S = 10.0  # that a discovery script may take; and the pause before it is asked again while too few are known
 
 
@@ -126,7 +128,7 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
     """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
 
     The command's words are split as a shell would; no shell runs it. It is killed, with what it has started, when it
-    takes too long or the run is `over`. Raises DtrainError if it fails.
+    takes too long, prints more than MAX_BYTES, or the run is `over`. Raises DtrainError if it fails.
     """
     from launcher.hosts.hostfile import parse_discovered
 
@@ -148,9 +150,12 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
     except OSError as error:
         raise UsageError(f"--hosts-script: {words[0]} cannot be run: {error.strerror}") from error
     with process:
-        answer = _answer(process, over)
-        if answer is None:
-            raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s")
+        try:
+            answer = _answer(process, over, command)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
+            raise
     text, complaint = (data.decode("utf-8", "replace") for data in answer)
     if process.returncode != 0:
         said = complaint.strip().splitlines()
@@ -160,19 +165,33 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
     return parse_discovered(text, command=command)
 
 
-def _answer(process: subprocess.Popen[bytes], over: threading.Event | None) -> tuple[bytes, bytes] | None:
-    """Return what a program has written, once it has ended; None if it had to be killed."""
+def _answer(process: subprocess.Popen[bytes], over: threading.Event | None, command: str) -> tuple[bytes, bytes]:
+    """Return what a program has written, once it has ended. Raises DtrainError if it is to be killed instead."""
+    assert process.stdout is not None
+    assert process.stderr is not None
     deadline = time.monotonic() + DISCOVERY_S
-    answer = None
-    try:
-        while answer is None and time.monotonic() < deadline and not (over is not None and over.is_set()):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                answer = process.communicate(timeout=0.1)
-    finally:
-        if answer is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
-    return answer
+    out, err = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, err)
+        while selector.get_map() or process.poll() is None:
+            if time.monotonic() >= deadline or (over is not None and over.is_set()):
+                raise DtrainError(f"--hosts-script: {command} did not answer within {DISCOVERY_S:g} s")
+            if not selector.get_map():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+                continue
+            for key, _ in selector.select(0.1):
+                data = os.read(key.fd, 1 << 16)
+                key.data.extend(data)
+                if not data:
+                    selector.unregister(key.fd)
+            if len(out) + len(err) > MAX_BYTES:
+                raise DtrainError(
+                    f"--hosts-script: {command} was ended, since it printed more than {MAX_BYTES >> 20} MiB; "
+                    "it is to print one HOST:SLOTS line for each host, and end"
+                )
+    return bytes(out), bytes(err)
 
 
 def wait_for_discovery(command: str, least: int, limit_s: float) -> None:

@@ -121,7 +121,6 @@ class Keep:
 
     attempt: int
     number: int
-    world_size: int
     evidence: tuple[Evidence, ...]
     asked: bool
 

@@ -76,7 +76,7 @@ class Collecting:
         found = tuple(evidence for _, evidence in sorted(current.found.items()))
         if not current.asked:
             attempt.evidence = found
-        return [Keep(attempt.number, current.number, attempt.world_size, found, current.asked)]
+        return [Keep(attempt.number, current.number, found, current.asked)]
 
     def slept(self, seconds: float) -> None:
         """Take a time out of the reckoning in which nobody listened."""

@@ -5,7 +5,7 @@
 
 The controller owns it and calls `handle` from one loop. All decisions of a run are here and in what it asks: when an
 attempt can begin and with whom (gathering.py), where workers may live (fleet.py), what an attempt has come to
-(attempt.py), what the cause was (cause.py), whether there is another (restart_policy.py), which processes fail without
+(agent/attempt.py), what the cause was (cause.py), whether there is another (restart_policy.py), which processes fail without
 ending it (worker_restarts.py), how the run ends (stopping.py, build_outcome.py).
 """
 

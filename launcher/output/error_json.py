@@ -24,7 +24,7 @@ One object. Every key is always there; what does not apply is null, an empty lis
     duration_s
     processes       at the end: {left: {host: [process]}, swept: how many outlived their workers and were ended,
                     unchecked: {host: reason}}
-    standing        where the ranks stood when the cause was noticed: [{ranks, where, inside, note}]
+    standing        where the ranks stood when the cause was noticed: [{ranks, where, call, inside, note}]
     log_folder      of the run; null if it could not be written. Paths are as dtrain was given --log-dir
     evidence_file   the stacks of all ranks when the cause was noticed
 
@@ -34,6 +34,7 @@ Nothing in it is taken from the environment or the arguments of a process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -95,10 +96,7 @@ def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | Non
             "swept": outcome.swept,
             "unchecked": dict(outcome.unchecked),
         },
-        "standing": [
-            {"ranks": list(group.ranks), "where": group.where, "inside": group.inside, "note": group.note}
-            for group in groups(outcome.evidence)
-        ],
+        "standing": [{**dataclasses.asdict(group), "ranks": list(group.ranks)} for group in groups(outcome.evidence)],
         "log_folder": None if folder is None else str(folder),
         "evidence_file": None if folder is None or evidence_file is None else str(evidence_file),
     }
@@ -152,9 +150,11 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         return
     target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # A name that nobody can guess, for a file that is not there yet: a link put in its place is never followed.
+    temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("xb") as file:
+            file.write(data)
         os.replace(temporary, target)
     except OSError:
         with contextlib.suppress(OSError):

@@ -7,11 +7,12 @@ Bytes are kept as they came. A folder that cannot be written or a full disk cost
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogFiles", "set_aside"]
+__all__ = ["LogFiles", "attempts_in", "set_aside"]
 
 _NAMES = {1: "stdout.log", 2: "stderr.log"}
 
@@ -86,6 +87,12 @@ class LogFiles:
                 f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
                 + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
             )
+
+
+def attempts_in(folder: Path) -> list[int]:
+    """Return the numbers of the attempts that have a folder in their run's; anything else there is ignored."""
+    found = ((re.fullmatch("attempt_([0-9]+)", path.name), path) for path in folder.glob("attempt_*"))
+    return [int(match[1]) for match, path in found if match is not None and path.is_dir()]
 
 
 def set_aside(folder: Path) -> Path | None:

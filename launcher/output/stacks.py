@@ -17,9 +17,10 @@ __all__ = ["Group", "Standing", "groups", "odd_one_out", "odd_ranks", "one_line"
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one rank stands; `where` and `inside` are empty if its stack could not be had."""
+    """Where one rank stands; all but `state` is empty if its stack could not be had."""
 
     where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
+    call: str  # "torch.utils.cpp_extension.load": what that line called of a library, where that is not `inside`
     inside: str  # the innermost function of all, where that is another
     state: str  # of the process, in words
 
@@ -30,6 +31,7 @@ class Group:
 
     ranks: tuple[int, ...]
     where: str
+    call: str
     inside: str
     note: str
 
@@ -52,33 +54,37 @@ def standing(evidence: Evidence) -> Standing:
     frames = _main_thread(evidence.stack)
     state = _state(evidence)
     if not frames:
-        return Standing("", "", state)
-    at = next((frame for frame in frames if _is_own(frame)), frames[0])
-    inside = frames[0].function
-    return Standing(str(at), inside if inside != at.function else "", state)
+        return Standing("", "", "", state)
+    own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
+    at, inside = frames[own], frames[0].function
+    return Standing(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
     """Return the ranks by where they stand, the largest group first."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
         place = standing(each)
         # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
         note = place.state if not place.where or each.state in ("T", "t") else ""
-        found.setdefault((place.where, place.inside, note), []).append(each.rank)
+        found.setdefault((place.where, place.call, place.inside, note), []).append(each.rank)
     all_groups = [Group(tuple(ranks), *place) for place, ranks in found.items()]
     return sorted(all_groups, key=lambda group: (-len(group.ranks), group.ranks))
 
 
 def one_line(group: Group) -> str:
-    """Say where a group stands: `ranks 0-2,5 stand at train.py:40 in step, inside all_reduce`."""
+    """Say where a group stands: `ranks 0-2,5 stand at train.py:40 in step, inside all_reduce`.
+
+    With the call that leads there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
+    """
     many = len(group.ranks) != 1
     who = f"{'ranks' if many else 'rank'} {ranks_text(group.ranks)}"
     if not group.where:
         return f"{who}: {group.note}"
+    call = f", in {group.call}" if group.call else ""
     inside = f", inside {group.inside}" if group.inside else ""
     note = f" ({group.note})" if group.note else ""
-    return f"{who} {'stand' if many else 'stands'} at {group.where}{inside}{note}"
+    return f"{who} {'stand' if many else 'stands'} at {group.where}{call}{inside}{note}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -180,6 +186,9 @@ _ROOT = Path(__file__).parents[2]
 _DDP = f"{_ROOT}/ddp/"
 _NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[^/]*/")
+_FOLDER = rf"(?:.*/(?:(?:site|dist)-packages|lib(?:64)?/python\d[^/]*)|{re.escape(str(_ROOT))})"  # of modules
+_MODULE = re.compile(rf"{_FOLDER}/(.*?)(?:/__init__)?\.py")
+_PASSES_ON = re.compile(r"_(?!_)|(?:wrapper|wrapped|inner|decorate_context)$")  # a call that somebody else made
 # `Current thread 0x... [name] (most recent call first):`, and without a number where only one thread can be shown.
 _FAULTHANDLER_THREAD = re.compile(r"(?:(?:Current t|T)hread 0x[0-9a-f]+.*|Stack) \(most recent call first\):")
 _FAULTHANDLER_FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d+|\?\?\?) in (.*)')
@@ -194,21 +203,22 @@ def _main_thread(stack: str) -> list[_Frame]:
     faulthandler lists the newest thread first, so the main thread is last, unless there are over 100 and it breaks
     off with `...`. py-spy gives names.
     """
-    threads: list[tuple[str, list[_Frame]]] = []
+    threads: list[tuple[str, list[str]]] = []
     is_whole = True
     for line in stack.splitlines():
-        if header := _PY_SPY_THREAD.fullmatch(line):
+        if line.startswith("  "):  # a frame, read below if it is one of the main thread: most are not
+            if threads:
+                threads[-1][1].append(line)
+        elif header := _PY_SPY_THREAD.fullmatch(line):
             threads.append((header[1] or "", []))
         elif _FAULTHANDLER_THREAD.fullmatch(line):
             threads.append(("", []))
         elif line == "...":
             is_whole = False
-        elif threads and (frame := _frame(line)) is not None:
-            threads[-1][1].append(frame)
-    for name, frames in threads:
-        if name == "MainThread":
-            return frames
-    return threads[-1][1] if threads and is_whole and not any(name for name, _ in threads) else []
+    lines = next((lines for name, lines in threads if name == "MainThread"), None)
+    if lines is None:
+        lines = threads[-1][1] if threads and is_whole and not any(name for name, _ in threads) else []
+    return [frame for line in lines if (frame := _frame(line)) is not None]
 
 
 def _frame(line: str) -> _Frame | None:
@@ -227,6 +237,16 @@ def _unescaped(text: str) -> str:
         return match[0] if 0xD800 <= number < 0xE000 or number > 0x10FFFF else chr(number)
 
     return _ESCAPED.sub(character, text)
+
+
+def _call(frames: Sequence[_Frame]) -> str:
+    """Return the outermost of a library's frames that tells what was called, as `module.function`."""
+    for frame in reversed(frames):
+        module = _MODULE.fullmatch(frame.file)
+        if module is not None and not _PASSES_ON.match(frame.function):
+            name = module[1].replace("/", ".")
+            return f"the import of {name}" if frame.function == "<module>" else f"{name}.{frame.function}"
+    return ""
 
 
 def _is_own(frame: _Frame) -> bool:

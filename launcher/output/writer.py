@@ -1,7 +1,7 @@
 """What the workers write, on its way to the terminal and the log files: one thread and one bounded queue.
 
 Readers of streams hand bytes in and wait while the queue is full; so a slow terminal or disk slows the workers down and
-no process grows. The loop never waits here.
+no process grows. The loop never waits here, nor for what takes long to put into words.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.output.console import Console, printable
 from launcher.output.filter import Shown
 from launcher.output.logfiles import LogFiles
+from launcher.output.stacks import groups, one_line, write_out
+from launcher.protocol import Evidence
 
 __all__ = ["OutputThread"]
 
@@ -64,9 +66,12 @@ class OutputThread:
         """Keep the text of a worker's error file."""
         self._put(lambda: self._logs.write_error(rank, attempt, text))
 
-    def keep_evidence(self, attempt: int, number: int, text: str) -> None:
-        """Keep where the ranks stood, in `evidence_path(attempt, number)`."""
-        self._put(lambda: self._logs.write_evidence(attempt, number, text))
+    def keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
+        """Keep where the ranks stood, in `evidence_path(attempt, number)`; with `say`, print it too.
+
+        Reading thousands of stacks takes seconds, in which the loop must go on: the thread does it.
+        """
+        self._put(lambda: self._keep_evidence(attempt, number, evidence, say=say))
 
     def evidence_path(self, attempt: int, number: int) -> Path:
         return self._logs.evidence_path(attempt, number)
@@ -136,6 +141,13 @@ class OutputThread:
             self._tails.pop((rank, stream), None)
         self._console.add_worker(rank, host)
         self._logs.add_worker(rank)
+
+    def _keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
+        self._logs.write_evidence(attempt, number, write_out(evidence))
+        if say:
+            lines = [one_line(group) for group in groups(evidence)]
+            lines.append(f"stacks of all ranks: {self.evidence_path(attempt, number)}")
+            self._console.say("\n".join(lines))
 
     def _write(self, rank: int, stream: int, data: bytes) -> None:
         self._logs.write(rank, stream, data)

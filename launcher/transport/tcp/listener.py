@@ -76,11 +76,6 @@ class Door:
             raise HostError(place, want.refusal or "the run is over")
         return want.stream
 
-    def dismiss(self, place: str, reason: str) -> None:
-        """Have nodes that come for a place refused from now on, for this reason."""
-        if not self._closed:
-            self._keeper.order(lambda: self._keeper.dismiss(place, reason))
-
     def close(self, exit_code: int, text: str = "", *, linger_s: float = 1.0) -> None:
         """Tell every node how the run ended, also one that dials again within `linger_s`, and close everything.
 

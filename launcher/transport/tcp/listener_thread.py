@@ -34,14 +34,12 @@ Verdict = tuple[int, str]
 
 
 class Doorkeeper:
-    """`run` is the thread; `order` is how others have it do something: `want`, `dismiss`, `end`."""
+    """`run` is the thread; `order` is how others have it do something: `want`, `end`."""
 
-    def __init__(
-        self, listening: socket.socket, token: bytes, seats: Seats, *, tell: Callable[[str], None], host: str = ""
-    ) -> None:
+    def __init__(self, listening: socket.socket, token: bytes, seats: Seats, *, tell: Callable[[str], None]) -> None:
         self._listening = listening
         self._seats = seats
-        self._host = host or own_name()
+        self._host = own_name()
         self._orders: deque[Callable[[], None]] = deque()
         self._ordering = threading.Lock()
         self._wake, self._wake_write = socket.socketpair()
@@ -80,9 +78,6 @@ class Doorkeeper:
         seat.want = want
         self._serve(seat)
 
-    def dismiss(self, place: str, reason: str) -> None:
-        self._seats.named(place).closed = reason
-
     def end(self, verdict: Verdict, linger_s: float) -> None:
         """Tell everybody how the run ended, and those who come in the next moment; then stop."""
         if self._verdict is not None:
@@ -119,7 +114,7 @@ class Doorkeeper:
             return False
         if time.monotonic() >= self._linger_until:
             return True
-        missing = [s for s in self._seats.all if s.connection is None and s.last is not None and not s.closed]
+        missing = [s for s in self._seats.all if s.connection is None and s.last is not None]
         return not missing and not self._entrance.expected
 
     def _pause_s(self) -> float:

@@ -62,7 +62,6 @@ class Seat:
     connection: Connection | None = None
     last: Greeting | None = None
     want: Want | None = None
-    closed: str = ""  # why nobody can take it any more
     challenger: Connection | None = None
     challenged_at: float = 0.0
 
@@ -91,8 +90,7 @@ class Seats:
             return f"node rank 0 is {self.all[0].name}, where the run was started; give each node its own --node-rank"
         if not 0 < rank < len(self.all):
             return f"the run has {len(self.all)} nodes, so there is no node rank {rank}; see --node-rank and --nnodes"
-        seat = self.all[rank]
-        return seat.closed or seat
+        return self.all[rank]
 
     def taken(self, seat: Seat) -> str:
         """Say why a place cannot be had by another node."""
@@ -103,12 +101,10 @@ class Seats:
         """Return its own place to a node that comes again; else a free one, rather one that nobody ever had."""
         for seat in self.all[1:]:
             if seat.last is not None and seat.last.id == greeting.id:
-                return seat.closed or seat
-        free = [seat for seat in self.all[1:] if seat.connection is None and not seat.closed]
+                return seat
+        free = [seat for seat in self.all[1:] if seat.connection is None]
         if free:
             return min(free, key=lambda seat: seat.last is not None)
-        if closed := next((seat.closed for seat in self.all if seat.closed), ""):
-            return closed
         return f"all {len(self.all)} nodes of the run are there already; see --nnodes on node 0"
 
     def _mismatch(self, greeting: Greeting) -> str | None:

@@ -14,7 +14,6 @@ import os
 import secrets
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +21,8 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 
-__all__ = ["Meeting", "find_meeting", "local_folder", "publish", "read_meeting"]
+__all__ = ["Meeting", "local_folder", "publish", "read_meeting"]
 
-LOOK_S = 0.1
 _MAX_BYTES = 8192
 
 
@@ -101,13 +99,6 @@ def read_meeting(folder: Path, name: str) -> Meeting | None:
         return Meeting(str(text["address"]), int(text["port"]), str(text["token"]).encode("latin-1"))
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: this is not how dtrain writes where node 0 is; remove it") from error
-
-
-def find_meeting(folder: Path, name: str, deadline: float) -> Meeting | None:
-    """Wait for a meeting until `deadline` (monotonic); None if there is none by then. Raises as `read_meeting`."""
-    while (meeting := read_meeting(folder, name)) is None and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-    return meeting
 
 
 def _path(folder: Path, name: str) -> Path:

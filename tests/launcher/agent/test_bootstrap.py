@@ -249,6 +249,27 @@ def test_record_of_torch_elastic_works(tmp_path: Path) -> None:
     assert "RuntimeError: from record" in ours.stderr
 
 
+def test_import_hook_of_the_users_is_asked_about_torch_on_every_rank(tmp_path: Path) -> None:
+    hook = """\
+        import os, sys
+
+        class Hook:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch" and "RANK" in os.environ:
+                    print(f"rank {os.environ['RANK']} imports torch", flush=True)
+
+        sys.meta_path.insert(0, Hook())
+    """
+    write(tmp_path, "hooks/sitecustomize.py", hook)
+    write(tmp_path, "torch.py", "")
+    write(tmp_path, "train.py", "import torch")
+    result = run_dtrain(
+        "run", "--nproc-per-node", "2", "train.py", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}/hooks"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(worker_lines(result.stdout)) == ["rank 0 imports torch", "rank 1 imports torch"]
+
+
 def test_worker_reads_as_its_script_in_ps(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "import os\nprint(open('/proc/self/cmdline').read().split(chr(0)))")
     ours = run_dtrain("run", "--log-dir", "logs", "script.py", "--lr", "3", cwd=tmp_path)

@@ -18,10 +18,11 @@ import pytest
 from testbed import REPOSITORY
 from testbed.namespaces import run_part
 from testbed.network import NetworkHosts
-from testbed.processes import MARK, Result, describe, marked, run_dtrain, started_dtrain, wait_until
+from testbed.processes import MARK, Result, describe, marked, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
 
+import launcher
 from launcher import __version__
 from launcher.check.examiner_network import dial, knock, listen
 from launcher.check.facts import Dialled, HostFacts, Listening, Target, read
@@ -394,6 +395,26 @@ def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
 
 
 # ---- knocking ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["launcher/spec.py", "launcher/ssh/keys.py", "ddp/ps/wire.py"])
+def test_code_that_differs_in_any_folder_has_another_digest(tmp_path: Path, module: str) -> None:
+    def digest() -> str:
+        code = "from launcher.check.examiner_packages import code_digest; print(code_digest())"
+        return run_program(sys.executable, "-c", code, cwd=tmp_path).stdout  # the copy's
+
+    source = Path(launcher.__file__).parents[1]
+    for package in ("launcher", "ddp"):
+        shutil.copytree(source / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / module
+    was, content = digest(), file.read_text()
+    assert len(was) == 65, "a hexadecimal SHA-256"
+    file.write_text(content + "# another\n")
+    assert digest() != was
+    file.write_text(content)
+    assert digest() == was
+    file.rename(file.with_name("renamed.py"))
+    assert digest() != was
 
 
 def test_only_a_door_that_knows_the_token_counts() -> None:

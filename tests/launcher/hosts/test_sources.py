@@ -121,6 +121,26 @@ def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
         discover(_script(tmp_path, "sleep 60 & sleep 60"))  # that nothing stays is checked after every test
 
 
+@pytest.mark.parametrize("where", ["", " >&2"])
+def test_a_discovery_script_that_prints_without_end_is_killed_with_what_it_started(tmp_path: Path, where: str) -> None:
+    with pytest.raises(DtrainError, match="was ended, since it printed more than 1 MiB; it is to print one HOST:SLOTS"):
+        discover(_script(tmp_path, f"sleep 60 & yes node1:1{where}"))
+
+
+def test_a_discovery_script_may_close_its_output_before_it_ends(tmp_path: Path) -> None:
+    with pytest.raises(DtrainError, match="ended with 3: no credentials"):
+        discover(_script(tmp_path, "echo a:1; echo no credentials >&2; exec >&- 2>&-; sleep 0.3; exit 3"))
+
+
+def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp_path: Path) -> None:
+    script = _script(tmp_path, "if [ -e started ]; then touch asked; sleep 60; fi; echo localhost:1")
+    (tmp_path / "work.py").write_text(
+        "import os, time\nopen('started', 'w')\nwhile not os.path.exists('asked'): time.sleep(0.02)\n"
+    )
+    result = run_dtrain("run", "--hosts-script", script, "--nnodes", "1:2", "work.py", cwd=tmp_path)
+    assert (result.returncode, "--hosts-script" in result.stderr) == (0, False), result
+
+
 def _ready(job: Job, name: str, now: float) -> list[object]:
     link = job.fleet.states[name].link
     python = "{}.{}.{}".format(*sys.version_info[:3])

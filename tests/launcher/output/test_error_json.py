@@ -69,7 +69,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "evidence_file": "runs/r1/attempt_2/evidence-1.txt",
     }  # fmt: skip
     assert sorted(group["ranks"] for group in standing) == [[0, 1, 3], [2]]
-    assert all(set(group) == {"ranks", "where", "inside", "note"} for group in standing)
+    assert all(set(group) == {"ranks", "where", "call", "inside", "note"} for group in standing)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,18 @@ def test_folders_are_made_and_links_stay(tmp_path: Path) -> None:
     write_error_json(tmp_path / "link", outcome(failure()), folder=None)
     assert (tmp_path / "link").is_symlink()
     assert json.loads(path.read_text())["ended"] == "failed"
+
+
+def test_link_at_the_temporary_file_s_place_is_not_followed(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("mine")
+    folder.mkdir()
+    link = folder / f".end.json.{os.getpid()}.tmp"  # where others could know that we would write
+    link.symlink_to(precious)
+    write_error_json(folder / "end.json", outcome(None), folder=None)
+    assert precious.read_text() == "mine"
+    assert sorted(folder.iterdir()) == [link, folder / "end.json"]
+    assert not (folder / "end.json").is_symlink()
 
 
 def test_failure_to_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -7,19 +7,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
+from testbed.outcomes import STOOD, evidence
 from testbed.processes import run_dtrain, run_program, started, started_dtrain, wait_until
 
+from launcher.controller.controller import Controller
+from launcher.hosts.host import Host, HostKind
+from launcher.job.events import Keep
 from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
+from launcher.output.stacks import write_out
 from launcher.output.writer import OutputThread
+from launcher.placement.job_spec import Command, CommandKind, JobSpec
 
 
 def script(folder: Path, text: str) -> Path:
@@ -405,9 +413,35 @@ def test_attempt_with_fewer_ranks_closes_the_files_of_the_others(tmp_path: Path)
         assert all("attempt_1" in path for path in ours)
 
 
-def test_evidence_is_kept_beside_the_ranks(tmp_path: Path) -> None:
+class Stack(str):
+    """Notes in which threads it is read."""
+
+    readers: ClassVar[set[str]] = set()
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        self.readers.add(threading.current_thread().name)
+        return super().splitlines(keepends)
+
+
+def test_evidence_is_kept_beside_the_ranks_and_said_where_somebody_asked(tmp_path: Path) -> None:
+    one = evidence(0, "caf\xe9 \udcff")
     with output_thread(tmp_path) as sink:
-        sink.output.keep_evidence(2, 1, "rank 0 stands in caf\xe9 \udcff\n")
-        path = sink.output.evidence_path(2, 1)
-    assert path == tmp_path / "logs/attempt_2/evidence-1.txt"
-    assert path.read_text(encoding="utf-8") == "rank 0 stands in caf\xe9 \\udcff\n"
+        sink.output.keep_evidence(2, 1, [one], say=False)
+        sink.output.keep_evidence(2, 2, [one], say=True)
+        paths = [sink.output.evidence_path(2, number) for number in (1, 2)]
+    assert paths[0] == tmp_path / "logs/attempt_2/evidence-1.txt"
+    assert {path.read_text(encoding="utf-8") for path in paths} == {write_out([one]).replace("\udcff", "\\udcff")}
+    assert "rank 0 stands at /home/me/train.py:12 in café" in sink.seen("err")
+    assert sink.seen("err").count(f"stacks of all ranks: {paths[1]}") == sink.seen("err").count("stacks of") == 1
+
+
+def test_stacks_are_never_read_in_the_loop_which_has_heartbeats_to_send(tmp_path: Path) -> None:
+    spec = JobSpec(Command(CommandKind.SCRIPT, "t.py"), (Host("here", HostKind.LOCAL),), run_id="r", python="p")
+    found = tuple(replace(one, stack=Stack(one.stack)) for one in STOOD)
+    with output_thread(tmp_path) as sink:
+        output = sink.output
+        controller = Controller(spec, output, show_progress=output.show_status, tell_user=output.say, opened={})
+        controller._carry_out([Keep(0, 1, found, asked=False), Keep(0, 2, found, asked=True)])
+    assert controller.evidence_file == output.evidence_path(0, 1)
+    assert controller.evidence_file.read_text() == write_out(STOOD)
+    assert Stack.readers == {"output"}

@@ -92,6 +92,43 @@ def test_innermost_line_of_the_main_thread_s_own_code_is_found(text: str) -> Non
     assert (found.where, found.inside) == ("/home/me/train.py:5 in main", "join")
 
 
+LIB = "/usr/lib/python3.12"
+CALLS = {
+    "torch.utils.cpp_extension.load": [
+        (f"{TORCH}/utils/file_baton.py", 51, "wait"),
+        (f"{TORCH}/utils/cpp_extension.py", 2091, "_jit_compile"),
+        (f"{TORCH}/utils/cpp_extension.py", 1681, "load"),
+    ],
+    "concurrent.futures._base.result": [
+        (f"{LIB}/threading.py", 355, "wait"), (f"{LIB}/concurrent/futures/_base.py", 451, "result")
+    ],
+    "torch.utils.data.dataloader.__next__": [
+        (f"{LIB}/selectors.py", 415, "wait"),
+        (f"{TORCH}/utils/data/dataloader.py", 1285, "_get_data"),
+        (f"{TORCH}/utils/data/dataloader.py", 733, "__next__"),
+    ],
+    "ddp.parallel.forward": [
+        (f"{DDP}/reducer.py", 12, "wait"),
+        (f"{DDP}/parallel.py", 12, "forward"),
+        (f"{TORCH}/nn/modules/module.py", 1787, "_call_impl"),
+        (f"{TORCH}/nn/modules/module.py", 1776, "_wrapped_call_impl"),
+        (f"{TORCH}/utils/_contextlib.py", 116, "decorate_context"),
+    ],
+    "the import of torch": [
+        (f"{TORCH}/_ops.py", 9, "wait"),
+        ("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        (f"{TORCH}/__init__.py", 240, "<module>"),
+        ("<frozen importlib._bootstrap>", 1360, "_find_and_load"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_was_called_of_a_library_is_named(call: str) -> None:
+    (group,) = groups([evidence(0, stack(*CALLS[call], STEP, MAIN))])
+    assert one_line(group) == f"rank 0 stands at /home/me/train.py:40 in step, in {call}, inside wait"
+
+
 def test_this_python_prints_what_is_understood() -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait, name=name) for name in ("a", 'b "(most recent call first):')]

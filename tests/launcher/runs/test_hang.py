@@ -78,6 +78,13 @@ def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(
     assert json.loads((script.parent / "e.json").read_text())["cause"]["kind"] == "stalled"
 
 
+def test_a_stall_in_a_library_names_what_was_called(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from concurrent.futures import Future\n\nFuture().result()\n")
+    result = run_dtrain("run", "--stall-timeout-s", "1", script, cwd=tmp_path)
+    assert f"rank 0 stands at {script}:3 in <module>, in concurrent.futures._base.result, inside wait" in result.stderr
+
+
 def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nfor n in range(8):\n    print(n, flush=True)\n    time.sleep(0.5)")

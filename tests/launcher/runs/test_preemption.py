@@ -142,7 +142,10 @@ def test_who_cancels_after_the_warning_has_cancelled(
 
 def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text("import os\nprint('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
-    (tmp_path / "runs" / "slurm-41" / "attempt_4").mkdir(parents=True)
+    run = tmp_path / "runs" / "slurm-41"
+    (run / "attempt_4").mkdir(parents=True)
+    for name in ("attempt_0.bak", "attempt_7", "attempt_8x"):  # not ours: a copy, a file, another name
+        (run / name).write_text("")
     result = run_dtrain("run", "--requeue", "show.py", cwd=tmp_path, env=JOB)
     assert "attempt 5" in result.stdout, result
 

@@ -316,12 +316,6 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab) -
     lab.wait_for("beta")
 
 
-def test_a_node_that_is_no_longer_wanted_is_told_so(lab: Lab) -> None:
-    lab.door.dismiss("beta", "beta was left out: it ended 2 attempts in a row")
-    with pytest.raises(JoinError, match="left out"):
-        lab.join(1)
-
-
 # ---- the end -------------------------------------------------------------------------------------------------
 
 
