@@ -6,7 +6,7 @@ DtrainError                 exit code 1
 │   ├── HostListError       a list of hosts is wrong, at one column (hosts/ranges.py)
 │   └── PlaceTakenError     another command of the same run is node 0
 ├── HostError               one host cannot be used: name, reason, the next step
-│   └── StartError          some hosts could not be made ready, all of them named
+│   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
 ├── StoreError              the rendezvous store could not be opened, or was lost
 ├── JoinError               this node, started by hand, could not take part in the run (cli/run_node.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
@@ -15,17 +15,12 @@ DtrainError                 exit code 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from launcher.hostnames import lines_by_reason
-
 __all__ = [
     "DtrainError",
     "HostError",
     "PlaceTakenError",
     "PlacementError",
     "ProtocolError",
-    "StartError",
     "StoreError",
     "UsageError",
 ]
@@ -56,17 +51,6 @@ class HostError(DtrainError):
         super().__init__(f"{host}: {reason}")
         self.host = host
         self.reason = reason
-
-
-class StartError(HostError):
-    """Hosts that could not be made ready; nothing was started on any host."""
-
-    def __init__(self, reasons: Mapping[str, str], total: int) -> None:
-        self.reasons = dict(reasons)
-        lines = "\n".join(f"  {line}" for line in lines_by_reason(self.reasons))
-        DtrainError.__init__(
-            self, f"{len(self.reasons)} of {total} hosts cannot start; no worker was started.\n{lines}"
-        )
 
 
 class StoreError(DtrainError):

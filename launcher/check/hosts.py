@@ -11,7 +11,7 @@ from launcher.check.facts import HostFacts
 from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, on_host, size
 from launcher.check.gpus import gpu_findings
 from launcher.errors import PlacementError
-from launcher.hostnames import fold
+from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launcher.check.facts import Dialled, Listening, Target
 from launcher.check.finding import Examined, Finding, Severity, on_host
-from launcher.hostnames import fold
+from launcher.hosts.folding import fold
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
 __all__ = ["Summary", "Way", "pair_findings", "store_findings", "summary", "targets"]

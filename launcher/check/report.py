@@ -16,7 +16,7 @@ from launcher.check.allreduce import Measured
 from launcher.check.facts import FORMAT
 from launcher.check.finding import Examined, Finding, Severity, most_common, size
 from launcher.check.pairs import MOST, Way, summary
-from launcher.hostnames import fold
+from launcher.hosts.folding import fold
 from launcher.output.console import printable
 from launcher.placement.job_spec import JobSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from launcher.errors import PlacementError
-from launcher.hostnames import lines_by_reason
+from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Tell

@@ -5,7 +5,7 @@
 
 The controller owns it and calls `handle` from one loop. All decisions of a run are here and in what it asks: when an
 attempt can begin and with whom (gathering.py), where workers may live (fleet.py), what an attempt has come to
-(agent/attempt.py), what the cause was (cause.py), whether there is another (restart_policy.py), which processes fail without
+(attempt.py), what the cause was (cause.py), whether there is another (restart_policy.py), which processes fail without
 ending it (worker_restarts.py), how the run ends (stopping.py, build_outcome.py).
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import signal
 
-from launcher.errors import DtrainError, HostError, PlacementError, StartError, StoreError
+from launcher.errors import DtrainError, HostError, PlacementError, StoreError
+from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members, failure_of
 from launcher.job.build_outcome import conclude, fails_by_itself
 from launcher.job.cause import first_cause

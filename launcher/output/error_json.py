@@ -42,7 +42,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import DtrainError, StartError
+from launcher.errors import DtrainError
+from launcher.hosts.folding import StartError
 from launcher.job.outcome import Failure, FailureKind, Outcome
 from launcher.job.secondary_failures import count_victims, signal_name
 from launcher.output.stacks import groups

@@ -31,7 +31,7 @@ from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
 from launcher.check.pairs import MOST, Way, pair_findings, targets
 from launcher.errors import ProtocolError
-from launcher.hostnames import fold
+from launcher.hosts.folding import fold
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import Command, CommandKind, JobSpec
 from launcher.protocol import PROTOCOL, Hello

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from launcher import __version__
-from launcher.errors import HostError, PlacementError, StartError, StoreError
+from launcher.errors import HostError, PlacementError, StoreError
+from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import (
     Close,

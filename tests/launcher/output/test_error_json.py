@@ -11,7 +11,8 @@ import pytest
 from testbed.outcomes import STOOD, failure, outcome
 from testbed.processes import wait_until
 
-from launcher.errors import StartError, UsageError
+from launcher.errors import UsageError
+from launcher.hosts.folding import StartError
 from launcher.job.outcome import FailureKind, Outcome
 from launcher.output.error_json import write_error_json, write_usage_error_json
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from testbed.outcomes import STOOD, evidence, failure, outcome
 
-from launcher.errors import StartError
+from launcher.hosts.folding import StartError
 from launcher.job.outcome import FailureKind, Outcome
 from launcher.job.secondary_failures import count_victims, plain_message
 from launcher.output.report import SCREEN_LINES, report

@@ -62,7 +62,7 @@ def test_a_link_is_idle_only_when_all_that_was_told_is_written() -> None:
     output = OutputThread(Console(), LogFiles(spec.log_dir, lambda _: None))
     link, stream, outgoing = _Link(host, 1, spec, events, output, None), Stream(), Queue()
     link._outgoing = outgoing
-    link.open(stream, threading.BoundedSemaphore(1), 0.0)
+    link.open(stream, 0.0)
     assert isinstance(events.get(timeout=20), Connected)
     link.tell(b"heartbeat")
     wait_until(lambda: b"heartbeat" in stream.written and (outgoing.asked.is_set() or link.idle), "it is written")

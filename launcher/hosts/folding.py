@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["fold", "lines_by_reason"]
+from launcher.errors import DtrainError, HostError
+
+__all__ = ["StartError", "fold", "lines_by_reason"]
 
 MOST = 4  # items in one line
 RANGES = 12  # of one of them
@@ -87,3 +89,14 @@ def lines_by_reason(reasons: Mapping[str, str], between: str = ": ") -> list[str
             reason = reason.replace(f"DNS lookup of {hosts[0]} ", "DNS lookup ")
         lines.append(f"{fold(hosts)}{between}{reason}")
     return lines
+
+
+class StartError(HostError):
+    """Hosts that could not be made ready; nothing was started on any host."""
+
+    def __init__(self, reasons: Mapping[str, str], total: int) -> None:
+        self.reasons = dict(reasons)
+        lines = "\n".join(f"  {line}" for line in lines_by_reason(self.reasons))
+        DtrainError.__init__(
+            self, f"{len(self.reasons)} of {total} hosts cannot start; no worker was started.\n{lines}"
+        )
