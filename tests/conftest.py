@@ -5,23 +5,23 @@ import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from typing import TypeVar
 
 import hypothesis
 import psutil
 import pytest
-import testbed.slurm
 from ddp_worlds.nursery import Nursery
-from testbed.namespaces import PARTS, find_part
-from testbed.network import NetworkHosts, why_not
+from testbed.lab import Lab
+from testbed.namespaces import find_part
+from testbed.network import NetworkHosts
 from testbed.processes import MARK, describe, everyone, kill, left_behind
 from testbed.require import require
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
 
-SSH_LAB = pytest.StashKey[SshHosts]()
-NETWORK_LAB = pytest.StashKey[NetworkHosts]()
-SLURM_LAB = pytest.StashKey[SlurmCluster]()
-LEFT_BEHIND_S = 5.0
+LABS = pytest.StashKey[list[Lab]]()  # that run
+L = TypeVar("L", bound=Lab)
+LEFT_BEHIND_S = 20.0
 
 # A developer's own settings, or the job that the tests themselves run in, must not reach the runs under test.
 FOREIGN_PREFIXES = ("DTRAIN_", "SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
@@ -57,11 +57,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         require(find_sshd(), "sshd", "apt-get install openssh-server")
 
 
+def _run_lab(request: pytest.FixtureRequest, lab: L) -> Iterator[L]:
+    for part, package in lab.parts.items():
+        require(find_part(part), part, f"apt-get install {package}")
+    if reason := lab.why_not():  # in CI as well: nothing that could be installed would help
+        pytest.skip(f"{type(lab).__name__} cannot run here: {reason}")
+    with lab:
+        request.config.stash.setdefault(LABS, []).append(lab)
+        yield lab
+
+
 @pytest.fixture(scope="session")
 def _ssh_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with SshHosts(tmp_path_factory.mktemp("ssh")) as hosts:
-        request.config.stash[SSH_LAB] = hosts
-        yield hosts
+    yield from _run_lab(request, SshHosts(tmp_path_factory.mktemp("ssh")))
 
 
 @pytest.fixture
@@ -73,13 +81,7 @@ def ssh_hosts(_ssh_lab: SshHosts) -> SshHosts:
 
 @pytest.fixture(scope="session")
 def _network_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkHosts]:
-    for part, package in PARTS.items():
-        require(find_part(part), part, f"apt-get install {package}")
-    if reason := why_not():  # in CI as well: nothing that could be installed would help
-        pytest.skip(f"hosts with a network of their own cannot be made here: {reason}")
-    with NetworkHosts(tmp_path_factory.mktemp("network")) as hosts:
-        request.config.stash[NETWORK_LAB] = hosts
-        yield hosts
+    yield from _run_lab(request, NetworkHosts(tmp_path_factory.mktemp("network")))
 
 
 @pytest.fixture
@@ -94,14 +96,8 @@ def network_hosts(_network_lab: NetworkHosts) -> NetworkHosts:
 
 @pytest.fixture(scope="session")
 def _slurm_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    for part, package in testbed.slurm.PARTS.items():
-        require(testbed.slurm.find_part(part), part, f"apt-get install {package}")
-    if reason := testbed.slurm.why_not():  # in CI as well: nothing that could be installed would help
-        pytest.skip(f"a SLURM cluster cannot be made here: {reason}")
     nodes = (Node(cpus=4, gpus=2), Node(cpus=4, gpus=2), Node(cpus=2, gpus=1))
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes) as cluster:
-        request.config.stash[SLURM_LAB] = cluster
-        yield cluster
+    yield from _run_lab(request, SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes))
 
 
 @pytest.fixture
@@ -136,8 +132,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     monkeypatch.setenv(MARK, mark)
     before = everyone()
     yield
-    stash = request.config.stash
-    labs = [lab for key in (SSH_LAB, NETWORK_LAB, SLURM_LAB) if (lab := stash.get(key, None)) is not None]
+    labs = request.config.stash.get(LABS, [])
     marks = {mark, *(lab.mark for lab in labs)}
 
     def left_now() -> list[psutil.Process]:

@@ -1,6 +1,7 @@
 """The entry scripts parse, can be run, and find a real interpreter; what they do shows in every CI run."""
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", "scripts/venv.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/quickstart", "scripts/test", "scripts/ordinary_user", "scripts/venv.sh", ".ci/run"]
+)
 def test_scripts_are_valid_bash(script: str) -> None:
     parsed = subprocess.run(["bash", "-n", ROOT / script], capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "")
@@ -29,6 +32,21 @@ def test_an_unsuitable_interpreter_is_named() -> None:
     refused = _venv_sh("python_for_venv", PYTHON="/nowhere/python3")
     assert refused.returncode == 1
     assert "PYTHON=/nowhere/python3 is not a Python from 3.10 on" in refused.stderr
+
+
+def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a user")
+    says = "import getpass, os, launcher; print(*os.getresuid(), getpass.getuser(), os.access('/etc/shadow', os.R_OK))"
+    argv = [ROOT / "scripts/ordinary_user", sys.executable, "-c", f"{says}; raise SystemExit(3)"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    if result.returncode == 77:
+        pytest.skip(result.stderr)
+    assert (result.returncode, result.stderr) == (3, "")
+    *uids, user, reads_all = result.stdout.split()
+    assert (len(set(uids)), "0" in uids, reads_all) == (1, False, "False")
+    with pytest.raises(KeyError):
+        pwd.getpwnam(user)
 
 
 def _venv_sh(command: str, **environment: str) -> subprocess.CompletedProcess[str]:

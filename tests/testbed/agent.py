@@ -32,7 +32,7 @@ from launcher.protocol import (
     Swept,
     encode,
 )
-from testbed.processes import kill_tree
+from testbed.processes import TIMEOUT_S, kill_tree
 
 M = TypeVar("M", bound=Message)
 
@@ -108,14 +108,14 @@ class AgentProcess:
         """Stop it; return its last word once it has exited with 0."""
         self.tell(Stop(signum=signum, grace_s=grace_s))
         bye = self.expect(Bye)
-        assert self.process.wait(10) == 0, self.errors
+        assert self.process.wait(60) == 0, self.errors
         return bye
 
     def hang_up(self) -> None:
         """End its input, as the end of the controller does."""
         self._stdin.close()
 
-    def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, timeout: float = 10) -> M:
+    def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, timeout: float = TIMEOUT_S) -> M:
         """Return the next message of a kind; those in between are skipped, and kept in `seen`."""
         deadline = time.monotonic() + timeout
         while True:
@@ -140,7 +140,7 @@ class AgentProcess:
         self._unread = []
         return self.seen[before:]
 
-    def has_ended(self, timeout: float = 10) -> bool:
+    def has_ended(self, timeout: float = TIMEOUT_S) -> bool:
         """Wait until both agent and guard are gone; return whether they went in time."""
         deadline = time.monotonic() + timeout
         while find(self.pid) is not None or self.process.poll() is None:
@@ -157,7 +157,7 @@ class AgentProcess:
     ) -> None:
         self.hang_up()
         try:
-            self.process.wait(20)  # it removes its files, which a killed one would leave
+            self.process.wait(60)  # it removes its files, which a killed one would leave
         except subprocess.TimeoutExpired:
             kill_tree(self.process.pid)
             self.process.wait()

@@ -10,7 +10,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_part(name: str) -> str | None:
-    """The path of one of the PARTS, or None; /usr/sbin is not on everybody's PATH."""
+    """The path of a program, or None; /usr/sbin is not on everybody's PATH."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}")
 
 
@@ -29,15 +29,15 @@ def run_part(part: str, *args: str, inside: int | None = None, stdin: str = "") 
     """Run one of the PARTS to its end, in the network namespace of the process `inside`."""
     enter = [] if inside is None else [path_of("nsenter"), f"--net=/proc/{inside}/ns/net", "--"]
     argv = [*enter, path_of(part), *args]
-    result = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=10, env=bare_environment())
+    result = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, env=bare_environment())
     if result.returncode:
         error = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
         raise ChildProcessError(f"{part} {' '.join(args)}: {error}")
 
 
 def await_word(process: "subprocess.Popen[bytes]", what: str) -> None:
-    """Wait until the process has said "up". Raises ChildProcessError if it does not within 10 s."""
+    """Wait until the process has said "up". Raises ChildProcessError if it does not within a minute."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], 10)
+    ready, _, _ = select.select([process.stdout], [], [], 60)
     if not ready or process.stdout.readline() != b"up\n":
         raise ChildProcessError(f"{what} did not come up")

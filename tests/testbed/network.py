@@ -17,15 +17,16 @@ import os
 import secrets
 import subprocess
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from testbed.namespaces import await_word, bare_environment, path_of, run_part
+from testbed.lab import Lab
+from testbed.namespaces import PARTS, await_word, bare_environment, path_of, run_part
 from testbed.network_host import Host, is_sshd
 from testbed.processes import MARK
 from testbed.sshd import (
@@ -74,12 +75,15 @@ def why_not() -> str | None:
     return None
 
 
-class NetworkHosts:
+class NetworkHosts(Lab):
     """Hosts far1 ... farN. They run inside the `with` block, and nothing of them is left after it.
 
     Sessions have an empty HOME of their own, the mark by which what they leave behind is found, and their host's name
     in DTRAIN_TEST_HOST. Faults are made and undone by the host's name; what they do is true once they return.
     """
+
+    parts = PARTS
+    why_not = staticmethod(why_not)
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         sshd = find_sshd()
@@ -196,28 +200,15 @@ class NetworkHosts:
 
     # ---- from beginning to end ----
 
-    def __enter__(self) -> "NetworkHosts":
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._start_switch()
-            self._write_files()
-            self._boot(self.names)
-        except BaseException:
-            self.close()
-            raise
-        return self
+    def _open(self) -> None:
+        self._start_switch()
+        self._write_files()
+        self._boot(self.names)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all hosts and the switch. The files stay: they belong to the owner of the folder."""
-        with contextlib.ExitStack() as stack:  # one that will not end must not keep the others
-            stack.callback(self._stop_switch)
-            for name in self.names:
-                stack.callback(self.poweroff, name)
+    def _closers(self) -> Iterator[Callable[[], object]]:
+        yield self._stop_switch
+        for name in self.names:
+            yield partial(self.poweroff, name)
 
     @property
     def _switch_pid(self) -> int:

@@ -172,7 +172,7 @@ class Host:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
             try:
-                case.wait(10)
+                case.wait(60)
             except subprocess.TimeoutExpired:
                 case.kill()
                 raise TimeoutError(f"{self.name} did not end") from None

@@ -17,6 +17,7 @@ import psutil
 
 MARK = "DTRAIN_TEST_MARK"
 TIMED_OUT = 124  # as timeout(1) has it
+TIMEOUT_S = 100.0  # more than anything takes, also beside other work, and less than a test may
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def run_dtrain(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: str | None = None,
-    timeout: float = 60,
+    timeout: float = TIMEOUT_S,
 ) -> Result:
     """Run `dtrain ARGS` to its end, in a session of its own, as `run_program` does."""
     return run_program(sys.executable, "-m", "launcher", *args, env=env, cwd=cwd, stdin=stdin, timeout=timeout)
@@ -49,7 +50,7 @@ def run_program(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: str | None = None,
-    timeout: float = 60,
+    timeout: float = TIMEOUT_S,
 ) -> Result:
     """Run a program to its end, in a session of its own; after `timeout` seconds kill its tree.
 
@@ -106,7 +107,7 @@ def started(
                 kill_tree(process.pid)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 10) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT_S) -> None:
     """Poll `condition` until it is truthy; raise TimeoutError naming `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -115,7 +116,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 10) 
         time.sleep(0.02)
 
 
-def wait_up(process: "subprocess.Popen[bytes]", workers: int) -> None:
+def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:
     """Read a run's output until so many workers have said `up`."""
     assert process.stdout is not None
     seen = 0
@@ -137,7 +138,7 @@ def kill(processes: Collection[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    wait_until(lambda: not any(_runs(process) for process in processes), "killed processes are gone", timeout=5)
+    wait_until(lambda: not any(_runs(process) for process in processes), "killed processes are gone")
 
 
 def everyone() -> set[psutil.Process]:

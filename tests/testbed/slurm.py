@@ -8,27 +8,27 @@ job confines it only as far as environment variables do. Needs root. Jobs inheri
 import contextlib
 import datetime
 import os
-import shutil
 import socket
 import stat
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
-from testbed.processes import MARK, Result, kill_tree, run_program, wait_until
+from testbed.lab import Lab
+from testbed.namespaces import SYSTEM_PATH, find_part
+from testbed.processes import MARK, TIMEOUT_S, Result, kill_tree, run_program, wait_until
 
 PARTS = {  # and their packages
     "slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge", "srun": "slurm-client",
 }  # fmt: skip
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HOST = "127.0.0.1"
-START_S = 30.0
+START_S = 90.0
 NODE = "DTRAIN_TEST_NODE"
 FIRST_PORT = 23000  # of those looked at for free ones; below the range that the kernel hands out
 NULL_DEVICE = os.makedev(1, 3)
@@ -70,24 +70,16 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def find_part(name: str) -> str | None:
-    """The path of one of the PARTS, or None; /usr/sbin is not on everybody's PATH."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}")
-
-
-def why_not() -> str | None:
-    """Why this process cannot run a cluster though all parts are there; None if it can."""
-    return None if os.geteuid() == 0 else "only root can run one"
-
-
 @dataclass(frozen=True)
 class Node:
     cpus: int = 2
     gpus: int = 0
 
 
-class SlurmCluster:
+class SlurmCluster(Lab):
     """Nodes node1 ... nodeN. They run inside the `with` block, and nothing of them or their jobs after it."""
+
+    parts = PARTS
 
     def __init__(self, folder: Path, nodes: Sequence[Node], *, kill_wait_s: int = 2) -> None:
         self.folder = folder
@@ -95,6 +87,10 @@ class SlurmCluster:
         self.mark = uuid.uuid4().hex
         self._kill_wait_s = kill_wait_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by node; and munged, slurmctld
+
+    @staticmethod
+    def why_not() -> str | None:
+        return None if os.geteuid() == 0 else "only root can run one"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +114,9 @@ class SlurmCluster:
                 found |= {child.pid for child in psutil.Process(process.pid).children()}
         return frozenset(found)
 
-    def run(self, *argv: str | Path, cwd: Path | None = None, stdin: str | None = None, timeout: float = 60) -> Result:
+    def run(
+        self, *argv: str | Path, cwd: Path | None = None, stdin: str | None = None, timeout: float = TIMEOUT_S
+    ) -> Result:
         """Run one of SLURM's commands, or a program that calls them, to its end."""
         return run_program(*argv, env=self.env, cwd=cwd, stdin=stdin, timeout=timeout)
 
@@ -141,7 +139,7 @@ class SlurmCluster:
         words = self.say("scontrol", "--oneliner", "show", "job", job).splitlines()[0].split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def await_state(self, job: str, *states: str, timeout: float = 30) -> dict[str, str]:
+    def await_state(self, job: str, *states: str, timeout: float = TIMEOUT_S) -> dict[str, str]:
         """Wait until the job is in one of these states; return its facts."""
         found: dict[str, str] = {}
 
@@ -163,7 +161,7 @@ class SlurmCluster:
             waits = datetime.datetime.fromisoformat(facts["StartTime"]) - datetime.datetime.now()
             return waits.total_seconds() < 118
 
-        wait_until(ready, f"job {job} is queued again", 30)
+        wait_until(ready, f"job {job} is queued again")
         self.say("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def reset(self) -> None:
@@ -214,32 +212,19 @@ class SlurmCluster:
 
     # ---- from beginning to end ----
 
-    def __enter__(self) -> "SlurmCluster":
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_files()
-            self._start_munged()
-            self._start("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.config))
-            for name in self.names:
-                self._start_node(name)
-            self._await_idle()
-        except BaseException:
-            self.close()
-            raise
-        return self
+    def _open(self) -> None:
+        self._write_files()
+        self._start_munged()
+        self._start("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.config))
+        for name in self.names:
+            self._start_node(name)
+        self._await_idle()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all jobs and the cluster. The files stay: they belong to the owner of the folder."""
-        with contextlib.ExitStack() as stack:  # one that will not end must not keep the others
-            for name, process in self._processes.items():
-                stack.callback(self._stop, name, process)
-            for name in self.names:
-                stack.callback(self._kill_steps, name)
+    def _closers(self) -> Iterator[Callable[[], object]]:
+        for name, process in self._processes.items():
+            yield partial(self._stop, name, process)
+        for name in self.names:
+            yield partial(self._kill_steps, name)
 
     def _write_files(self) -> None:
         key = self.folder / "munge.key"

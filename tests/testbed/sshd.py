@@ -12,10 +12,9 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Collection, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from testbed.lab import Lab
 from testbed.processes import MARK, kill, marked, wait_until
 
 HOST = "DTRAIN_TEST_HOST"
@@ -73,7 +73,7 @@ def find_sshd() -> str | None:
     return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
-class SshHosts:
+class SshHosts(Lab):
     """Hosts node1 ... nodeN, numbered from 1. They run inside the `with` block, and nothing of them after it.
 
     Sessions get an empty HOME of their own (so that no slow .bashrc is read), the mark by which what they
@@ -94,6 +94,11 @@ class SshHosts:
         self._changed: set[int] = set()
         self._configured: set[int] = set()
         self._listeners: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def user(self) -> str:
+        """The account on every host: that of the tests. An sshd without root's rights lets in no other."""
+        return getpass.getuser()
 
     @property
     def ssh_config(self) -> Path:
@@ -201,33 +206,20 @@ class SshHosts:
         for i in self._numbers():
             self._await(i)
 
-    def __enter__(self) -> "SshHosts":
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _open(self) -> None:
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # root's sshd refuses to start without it
         client = Ed25519PrivateKey.generate()
         write_key(self.identity, client)
         (self.folder / "authorized_keys").write_text(f"{public_line(client)} client\n")
         self.port = _free_port([self.address(i) for i in self._numbers()])
-        try:
-            for i in self._numbers():
-                self._write_host(i)
-            self.reset()
-        except BaseException:
-            self.close()
-            raise
-        return self
+        for i in self._numbers():
+            self._write_host(i)
+        self.reset()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop all hosts. The files stay: they belong to the owner of the folder."""
-        with contextlib.ExitStack() as stack:  # one host that will not stop must not keep the others alive
-            for i in tuple(self._listeners):
-                stack.callback(self.stop, i)
+    def _closers(self) -> Iterator[Callable[[], object]]:
+        for i in tuple(self._listeners):
+            yield partial(self.stop, i)
 
     def _numbers(self) -> range:
         return range(1, len(self.names) + 1)
@@ -271,7 +263,7 @@ class SshHosts:
                 name=self.names[i - 1],
                 address=self.address(i),
                 port=self.port,
-                user=getpass.getuser(),
+                user=self.user,
                 identity=identity,
                 known_hosts=known_hosts,
             )

@@ -65,7 +65,7 @@ def test_only_the_very_process_that_a_trace_names_is_ended() -> None:
         _clean(str(Trace("another boot", ours.mark, (lost.pid, found[1].start), reused, "")))
         assert lost.poll() is None
         _clean(str(Trace(ours.boot, ours.mark, (lost.pid, found[1].start), reused, "")))
-        assert lost.wait(10) == -signal.SIGKILL
+        assert lost.wait(60) == -signal.SIGKILL
         assert stranger.poll() is None
 
 

@@ -46,7 +46,7 @@ def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None
                 return False
             return True
 
-        wait_until(taken, "the default port is ours", timeout=30)
+        wait_until(taken, "the default port is ours", timeout=60)
         holder.listen()
         result = run_dtrain("run", script, cwd=tmp_path)
     assert result.returncode == 0
@@ -86,7 +86,7 @@ def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
         everyone = psutil.Process(process.pid).children(recursive=True)
         assert [p for p in everyone if "launcher.agent.store_process" in p.cmdline()] == []
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
             if "launcher.agent.store_process" in p.cmdline()
         ]
         store.kill()
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert b"the rendezvous store on " in stderr
     assert b"was lost after" in stderr
@@ -122,7 +122,7 @@ def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
         ]
         assert listening == ["127.0.0.1"]
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     wait_until(
         lambda: not any(c.laddr.port == port for c in psutil.net_connections("tcp4") if c.status == "LISTEN"), ""
     )

@@ -117,9 +117,9 @@ def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
             def runs(program: str = program) -> bool:
                 return any(program in describe(found) for found in marked({ssh_hosts.mark, os.environ[MARK]}))
 
-            wait_until(runs, f"{program} runs on a host", 30)
+            wait_until(runs, f"{program} runs on a host", 60)
             process.send_signal(signum)
-            assert process.wait(10) == (130 if signum == signal.SIGINT else -signum)
+            assert process.wait(60) == (130 if signum == signal.SIGINT else -signum)
 
 
 def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts, tmp_path: Path) -> None:
@@ -433,12 +433,12 @@ def test_only_a_door_that_knows_the_token_counts() -> None:
             connection, _ = other.accept()
             with connection:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-                over.wait(10)
+                over.wait(60)
 
         thread = threading.Thread(target=answer)
         thread.start()
         assert knock(Target("other", "127.0.0.1", port), token, 2.0).problem == "stranger"
         over.set()
-        thread.join(10)
+        thread.join(60)
     assert knock(Target("gone", "127.0.0.1", port), token, 2.0).problem == "refused"
     assert [target.port for target in targets({"a": door, "b": Listening("::1", 5, 6)}, "a")] == [5, 6]

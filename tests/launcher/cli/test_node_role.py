@@ -182,9 +182,7 @@ def test_another_command_or_secret_on_a_node_is_found_and_named(tmp_path: Path, 
         restarts = _words(port, 1, "--max-restarts", "3", "show.py", "--lr", "1")
         option = run_dtrain(*restarts, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         assert (option.returncode, "--max-restarts" in option.stderr) == (1, True), option
-        secret = run_dtrain(
-            *_words(port, 1, "show.py", "--lr", "1"), cwd=tmp_path, env={"DTRAIN_TOKEN": "x" * 20}, timeout=30
-        )
+        secret = run_dtrain(*_words(port, 1, "show.py", "--lr", "1"), cwd=tmp_path, env={"DTRAIN_TOKEN": "x" * 20})
         assert (secret.returncode, "token" in secret.stderr) == (1, True), secret
         good = run_dtrain(*_words(port, 1, "show.py", "--lr", "1"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         assert good.returncode == 0, good
@@ -201,7 +199,7 @@ def test_a_node_that_does_not_come_is_named_with_what_to_type(tmp_path: Path, po
     assert result.returncode == 1
     assert f"node1: nobody has joined as node rank 1 at 127.0.0.1:{port}" in result.stderr
     assert "type there: the same command, with --node-rank 1" in result.stderr
-    words = _words(port, 0, "--start-timeout-s", "4", "show.py")
+    words = _words(port, 0, "--start-timeout-s", "8", "show.py")
     with started_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN}) as lead:
         run_dtrain(*_words(port, 1, "show.py", "other"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         code, _, err = _ends(lead)
@@ -271,13 +269,16 @@ def test_what_to_type_is_printed_and_does_what_it_says(tmp_path: Path, port: int
 def test_nobody_else_hears_or_reaches_the_run(tmp_path: Path, port: int) -> None:
     import psutil
 
-    (tmp_path / "wait.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(1)")
+    (tmp_path / "wait.py").write_text(
+        "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('end'): time.sleep(0.01)"
+    )
     with _nodes(tmp_path, port, [0, 1], "wait.py", DTRAIN_TOKEN=TOKEN) as nodes:
         wait_up(nodes[0], 2)
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as scanner:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as scanner:
             scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")
             wait_until(lambda: scanner.recv(1024) == b"", "the scanner is sent away")
         family = [psutil.Process(nodes[0].pid), *psutil.Process(nodes[0].pid).children(recursive=True)]
         listening = {c.laddr[0] for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}
+        (tmp_path / "end").touch()
         assert [_ends(node)[0] for node in nodes] == [0, 0]

@@ -36,6 +36,8 @@ for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
 
 SHOW = """
 import os, sys
+
+pytestmark = pytest.mark.ordinary_user
 names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 print(*(os.environ.get(name, "unset") for name in names), flush=True)
 """

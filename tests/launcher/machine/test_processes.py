@@ -86,6 +86,8 @@ os._exit(0)
 """,
     "one that starts another when told to end": """
 import os, signal, sys, time
+
+pytestmark = pytest.mark.ordinary_user
 def again(*_):
     if os.fork() == 0:
         os.setsid()
@@ -133,7 +135,7 @@ def test_what_cannot_be_ended_is_left_and_named_in_bounded_time() -> None:
     began = time.monotonic()
     while not sweep.step():
         time.sleep(sweep.pause_s)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert (sweep.left, sweep.ended) == ([immortal], 0)
     assert immortal.describe() == f"pid {os.getpid()} (stuck, state D)"
 
@@ -149,7 +151,7 @@ child.stdout.readline()
 sweep = Sweep(lambda: [p for p in [find(child.pid)] if p is not None], grace_s=60)
 said = [sweep.step(), child.poll()]
 sweep.hurry()
-said += [sweep.step(), child.wait(10), sweep.step(), sweep.ended]
+said += [sweep.step(), child.wait(60), sweep.step(), sweep.ended]
 print(said)
 """
     result = run_program(sys.executable, "-c", program)
@@ -183,7 +185,7 @@ def test_a_reused_pid_is_never_signalled() -> None:
         assert earlier != now
         assert find(process.pid) == now
         assert send(now, signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
     assert not send(now, signal.SIGTERM)
 
 
@@ -235,7 +237,7 @@ os.wait()
         assert other.members(ancestor=None) == []
         sweep = Sweep(lambda: mark.members(ancestor=None), grace_s=0, adopted=False)
         wait_until(sweep.step, "both are gone")
-        assert (process.wait(10), sweep.ended, sweep.left) == (-signal.SIGKILL, 2, [])
+        assert (process.wait(60), sweep.ended, sweep.left) == (-signal.SIGKILL, 2, [])
 
 
 def test_a_subreaper_adopts_what_loses_its_parent() -> None:
@@ -298,6 +300,6 @@ def test_a_whole_group_is_killed_at_once() -> None:
         leader = find(process.pid)
         assert leader is not None
         processes.kill_group(leader)
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         processes.kill_group(leader)  # gone: nothing happens
     wait_until(lambda: all(p.group != leader.pid for p in processes.everything()), "its children are gone")

@@ -190,7 +190,7 @@ def test_pipe_is_written_and_not_replaced_and_never_waited_for(tmp_path: Path) -
         return True
 
     wait_until(wrote, "the reader has opened the pipe")
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert json.loads(received[0])["ended"] == "well"
     assert path.is_fifo()
 

@@ -248,12 +248,11 @@ def test_another_command_s_processes_are_no_part_of_the_workers_world() -> None:
 
 def test_a_run_ends_with_its_leaders_and_stops_the_servers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(0.2)\nprint('trained')")
-    (tmp_path / "serve.py").write_text("import sys, time\nprint('serving', sys.argv[1], flush=True)\ntime.sleep(60)")
+    (tmp_path / "serve.py").write_text("import sys, time\nprint('serving', sys.argv[1], flush=True)\ntime.sleep(600)")
     options = ["--nproc-per-node", "2", "--role", "trainer", "--role", "ps:2:serve.py 7", "--ends-with", "trainer"]
     result = run_dtrain("run", *options, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result
     assert result.stdout.count("trained") == 2
-    assert result.wall_s < 20
     assert "2 workers ended well after" in result.stderr
     assert ", 2 of other roles stopped; 0 processes left on 1 host" in result.stderr
 

@@ -47,7 +47,7 @@ while not os.path.exists("finish"):
 """
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "20"))
     faults = int(os.environ.get("CHAOS_FAULTS", "100"))
@@ -64,7 +64,7 @@ def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tm
             run.settle(run.attempt + 1, said)
             assert not (tmp_path / "two-at-once").exists(), f"{said}: {(tmp_path / 'two-at-once').read_text()}"
         (tmp_path / "finish").touch()
-        process.wait(30)
+        process.wait(60)
         run.close()
         assert process.returncode == 0, run.stderr[-5000:]
     assert b"0 processes left on 3 hosts" in run.stderr
@@ -90,7 +90,7 @@ class _Run:
 
     def close(self) -> None:
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def strike(self) -> str:
         """Let something happen to a host, and say what."""
@@ -121,7 +121,7 @@ class _Run:
             return newest >= least and self._worlds[newest] == 3 and len(self._up[newest]) == 3
 
         try:
-            wait_until(runs, said, timeout=40)
+            wait_until(runs, said)
         except TimeoutError:
             pytest.fail(f"{said}: no attempt from {least} on runs: {self._worlds}\n{self.stderr[-5000:].decode()}")
         self.attempt = max(self._up)

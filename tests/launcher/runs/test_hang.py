@@ -1,5 +1,6 @@
 """Where the ranks stand: looked up before a failed run is stopped, when a run hangs, and when somebody asks."""
 
+import itertools
 import json
 import os
 import re
@@ -12,13 +13,14 @@ import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
 
-# While torch is imported, which on a busy machine takes longer than these tests have patience.
+# While torch is imported, which on a busy machine takes longer than these tests have patience. A thread would not do:
+# an import can keep it from running.
 CHATTER = """\
-import threading, time
-quiet = threading.Event()
-def chatter():
-    while not quiet.wait(0.3): print(".", flush=True)
-threading.Thread(target=chatter).start()
+import subprocess, time
+chatter = subprocess.Popen(["sh", "-c", "while echo .; do sleep 0.3; done"])
+def quiet():
+    chatter.kill()
+    chatter.wait()
 """
 
 ONE_MISSING = (
@@ -37,7 +39,7 @@ def train_step():
     print("up", flush=True)
     dist.all_reduce(torch.ones(4))
 
-quiet.set()
+quiet()
 if dist.get_rank() == 1:
     load_batch()
 else:
@@ -64,10 +66,10 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(where: list[str], script: Path) -> None:
-    options = ["--stall-timeout-s", "2", "--run-id", "r", "--error-json", "e.json"]
+    options = ["--stall-timeout-s", "5", "--run-id", "r", "--error-json", "e.json"]
     result = run_dtrain("run", *options, *where, script, cwd=script.parent)
     assert result.returncode == 1, result.stderr
-    assert "no rank has made progress for 2 s" in result.stderr
+    assert "no rank has made progress for 5 s" in result.stderr
     assert f"rank 1 stands at {script}:{LOAD} in load_batch" in result.stderr
     assert f"ranks 0,2 stand at {script}:{STEP} in train_step, inside all_reduce" in result.stderr
     assert "rank 1 first" in result.stderr
@@ -87,48 +89,55 @@ def test_a_stall_in_a_library_names_what_was_called(tmp_path: Path) -> None:
 
 def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time\nfor n in range(8):\n    print(n, flush=True)\n    time.sleep(0.5)")
-    result = run_dtrain("run", "--stall-timeout-s", "2", "--nproc-per-node", "2", script, cwd=tmp_path)
+    script.write_text("import time\nfor n in range(15):\n    print(n, flush=True)\n    time.sleep(0.5)")
+    result = run_dtrain("run", "--stall-timeout-s", "5", "--nproc-per-node", "2", script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 def test_a_run_whose_ddp_steps_is_not_stalled_though_it_prints_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        CHATTER + "import torch, ddp\nddp.init()\nquiet.set()\n"
-        "model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
-        "for _ in range(20):\n    model(torch.ones(1, 2)).sum().backward()\n    time.sleep(0.25)\n"
+        CHATTER + "import torch, ddp\nddp.init()\nmodel = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "for _ in range(30):\n    model(torch.ones(1, 2)).sum().backward()\n    quiet()\n    time.sleep(0.25)\n"
     )
-    result = run_dtrain("run", "--stall-timeout-s", "3", "--nproc-per-node", "2", script, cwd=tmp_path)
+    result = run_dtrain("run", "--stall-timeout-s", "5", "--nproc-per-node", "2", script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], script: Path) -> None:
     with started_dtrain("run", "--run-id", "r", *where, script, cwd=script.parent) as process:
         wait_up(process, 3)
-        time.sleep(0.5)  # into the collective
-        assert process.stderr is not None
-        for number in (1, 2):
+        numbers = itertools.count(1)
+
+        def all_are_there() -> bool:
             process.send_signal(signal.SIGQUIT)
+            assert process.stderr is not None
             said = b""
             while b"stacks of all ranks" not in said:
                 line = process.stderr.readline()
                 assert line, said
                 said += line
-            assert f"rank 1 stands at {script}:{LOAD} in load_batch".encode() in said
-            assert f"ranks 0,2 stand at {script}:{STEP} in train_step".encode() in said
-            assert (script.parent / f"runs/r/attempt_0/evidence-{number}.txt").exists()
+            assert (script.parent / f"runs/r/attempt_0/evidence-{next(numbers)}.txt").exists()
+            return (
+                f"rank 1 stands at {script}:{LOAD} in load_batch".encode() in said
+                and f"ranks 0,2 stand at {script}:{STEP} in train_step".encode() in said
+            )
+
+        wait_until(all_are_there, "two are in the collective")
+        assert all_are_there()  # the look has moved nobody
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
         assert process.returncode == 143
 
 
 def test_where_the_others_stood_when_one_failed_is_quoted(where: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\nprint('up', flush=True)\ndef wait():\n    time.sleep(600)\n"
-        "if os.environ['RANK'] != '2': wait()\ntime.sleep(1)\nraise RuntimeError('out of luck')"
+        "import os, time\nrank = os.environ['RANK']\n"
+        "def wait():\n    open(f'there{rank}', 'w').close(); time.sleep(600)\n"
+        "if rank != '2': wait()\nwhile not (os.path.exists('there0') and os.path.exists('there1')): time.sleep(0.01)\n"
+        "raise RuntimeError('out of luck')"
     )
     result = run_dtrain("run", *where, script, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
@@ -156,8 +165,8 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
     script = tmp_path / "script.py"
     script.write_text(
         "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time\\n"
-        "while True: time.sleep(0.01)'])\nprint('up', flush=True)\nimport time\nend = time.monotonic() + 6\n"
-        "while time.monotonic() < end: time.sleep(0.01)\nchild.kill()"
+        "while True: time.sleep(0.01)'])\nprint('up', flush=True)\nimport os, time\n"
+        "while not os.path.exists('end'): time.sleep(0.01)\nchild.kill()"
     )
     # The lease is shorter than the pause: it rests meanwhile.
     with started_dtrain("run", "--heartbeat-timeout-s", "2", *where, script, cwd=tmp_path) as process:
@@ -169,7 +178,8 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
         time.sleep(3)
         assert len(_stopped()) == 6
         process.send_signal(signal.SIGCONT)
-        _, stderr = process.communicate(timeout=30)
+        (tmp_path / "end").touch()
+        _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
 
 

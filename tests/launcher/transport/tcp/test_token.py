@@ -11,6 +11,8 @@ from launcher.transport.tcp import token as token_module
 from launcher.transport.tcp.rendezvous_file import Meeting, local_folder, publish, read_meeting
 from launcher.transport.tcp.token import find_token, new_token
 
+pytestmark = pytest.mark.ordinary_user
+
 SECRET = "canary-0123456789-canary"
 MEETING = Meeting("127.0.0.1", 4711, SECRET.encode())
 

@@ -1,0 +1,56 @@
+"""What the SSH hosts, the network hosts and the SLURM cluster have in common: they open and close alike."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, TypeVar
+
+L = TypeVar("L", bound="Lab")
+
+
+class Lab(ABC):
+    """It runs inside the `with` block, and nothing of it after it."""
+
+    parts: ClassVar[Mapping[str, str]] = {}  # programs that it needs, and their packages
+    folder: Path
+    mark: str  # which its processes carry
+
+    @property
+    @abstractmethod
+    def pids(self) -> frozenset[int]:
+        """The processes that make it; all others under them were left behind."""
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Why this process cannot run one though all parts are there; None if it can."""
+        return None
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Start everything, in `folder`; what was started when it fails is closed."""
+
+    @abstractmethod
+    def _closers(self) -> Iterable[Callable[[], object]]:
+        """What has to be called to stop everything, the last one first."""
+
+    def close(self) -> None:
+        """Stop everything. The files stay: they belong to the owner of the folder."""
+        with contextlib.ExitStack() as stack:  # one that will not stop must not keep the others alive
+            for closer in self._closers():
+                stack.callback(closer)
+
+    def __enter__(self: L) -> L:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
