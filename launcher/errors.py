@@ -7,6 +7,7 @@ DtrainError                 exit code 1
 │   └── PlaceTakenError     another command of the same run is node 0
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
+├── StreamError             the stream to a host broke, whatever carried it
 ├── StoreError              the rendezvous store could not be opened, or was lost
 ├── JoinError               this node, started by hand, could not take part in the run (cli/run_node.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
@@ -22,6 +23,7 @@ __all__ = [
     "PlacementError",
     "ProtocolError",
     "StoreError",
+    "StreamError",
     "UsageError",
 ]
 
@@ -51,6 +53,10 @@ class HostError(DtrainError):
         super().__init__(f"{host}: {reason}")
         self.host = host
         self.reason = reason
+
+
+class StreamError(DtrainError):
+    pass
 
 
 class StoreError(DtrainError):

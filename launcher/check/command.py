@@ -34,6 +34,7 @@ from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
 from launcher.job.orders import prepare
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.transport.connect import Connector
 
 __all__ = ["run_check"]
 
@@ -141,7 +142,8 @@ class _Examination:
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._links = {host.name: HostLink(host, self.spec) for host in self.spec.hosts}
+        self._links = {host.name: HostLink(host, self.spec.python) for host in self.spec.hosts}
+        self._connector = Connector(self.spec, module="launcher.check.examiner")
         self._token = secrets.token_hex(16)
 
     def __enter__(self) -> _Examination:
@@ -151,6 +153,7 @@ class _Examination:
         for link in self._links.values():
             link.end()
         _ask_all(HostLink.close, self._links)
+        self._connector.close()
 
     def run(self) -> None:
         spec = self.spec
@@ -165,7 +168,7 @@ class _Examination:
 
     def _examine(self, link: HostLink, until: float) -> Examined:
         try:
-            greeting = link.open(until)
+            greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
             question = vars(prepare(self.spec, link.host, lease_s=0.0, clean=()))
             facts = read(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.check.facts import read
-from launcher.errors import HostError, ProtocolError
+from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.hosts.host import Host
-from launcher.placement.job_spec import JobSpec
 from launcher.protocol import PREAMBLE, Answer, Decoder, Hello, Message, Question, encode
-from launcher.transport.connect import Stream, connect
+from launcher.transport.connect import Connector
+from launcher.transport.stream import Stream
 
 __all__ = ["Clock", "HostLink"]
 
@@ -37,9 +37,9 @@ class Clock:
 class HostLink:
     """The stream to one examiner. Everything but `close` is for one thread."""
 
-    def __init__(self, host: Host, spec: JobSpec) -> None:
+    def __init__(self, host: Host, python: str) -> None:
         self.host = host
-        self._spec = spec
+        self._python = python
         self._stream: Stream | None = None
         self._said: queue.SimpleQueue[Message | ProtocolError | None] = queue.SimpleQueue()
         self._decoder = Decoder()
@@ -49,10 +49,9 @@ class HostLink:
     def our_address(self) -> str | None:
         return None if self._stream is None else self._stream.our_address
 
-    def open(self, deadline: float) -> Hello:
+    def open(self, connector: Connector, deadline: float) -> Hello:
         """Connect and wait for the greeting. Raises HostError."""
-        stream = connect(self.host, self._spec, deadline, [self._spec.python, "-m", "launcher.check.examiner"])
-        self._stream = stream
+        stream = self._stream = connector.connect(self.host, deadline)
         if self._closed:  # meanwhile
             self.close()
             raise HostError(self.host.name, "was given up")
@@ -64,8 +63,8 @@ class HostLink:
             raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
         try:
             stream.write(PREAMBLE)
-        except OSError as error:
-            raise HostError(self.host.name, f"the connection broke: {error.strerror or error}") from error
+        except StreamError as error:
+            raise HostError(self.host.name, str(error)) from error
         return greeting
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
@@ -73,8 +72,8 @@ class HostLink:
         assert self._stream is not None
         try:
             self._stream.write(encode(Question(ask, about)))
-        except OSError as error:
-            raise HostError(self.host.name, f"the connection broke: {error.strerror or error}") from error
+        except StreamError as error:
+            raise HostError(self.host.name, str(error)) from error
         answer = self._next(deadline)
         if not isinstance(answer, Answer):
             raise HostError(self.host.name, "the connection closed before all was answered")
@@ -97,7 +96,7 @@ class HostLink:
     def end(self) -> None:
         """End the examiner's input, by which it ends."""
         if self._stream is not None:
-            with contextlib.suppress(OSError, EOFError):  # it has ended
+            with contextlib.suppress(StreamError):  # it has ended
                 self._stream.end()
 
     def close(self) -> None:
@@ -120,7 +119,7 @@ class HostLink:
     def _read(self, stream: Stream) -> None:
         """Read to the end, in a thread of its own."""
         try:
-            with contextlib.suppress(OSError, EOFError):  # it broke, which is an end as well
+            with contextlib.suppress(StreamError):  # it broke, which is an end as well
                 while data := stream.read():
                     for message in self._decoder.feed(data):
                         self._said.put(message)
@@ -131,7 +130,7 @@ class HostLink:
     def _why_not_started(self) -> str:
         assert self._stream is not None
         status, words = self._stream.finish(FINISH_S)
-        python = self._spec.python
+        python = self._python
         if status in (126, 127):
             return f"there is no Python at {python}; name the one that has dtrain with --python"
         if "No module named launcher.check.examiner" in words:

@@ -92,7 +92,7 @@ where = _all(
         "--ends-with", metavar="ROLE,...", help="The run ends with these roles; others are stopped.  [default: all]"
     ),
     _option("--chief", is_flag=True, help="The first worker is TensorFlow's chief."),
-    _option("--ps", type=int, default=0, metavar="N", help="N parameter servers, of ddp.strategy's or TensorFlow's."),
+    _option("--ps", type=int, default=0, metavar="N", help="N parameter servers: ddp's; TensorFlow's with --chief."),
     _option("--evaluator", is_flag=True, help="One evaluator of TensorFlow's."),
     _option("--env-for", metavar="tf,mpi,deepspeed,horovod", help="Variables of these launchers for the workers, too."),
     _option("--gpus-per-proc", type=int, metavar="K", help="Give each worker K GPUs and let it see only these."),

@@ -1,8 +1,7 @@
 """The controller: carries the job's commands out and brings it the events. The one loop of a run.
 
-For each host a thread connects and then reads: output goes straight to the output thread (whose full queue makes the
-reader wait, and with it the host), all else becomes an event. Another thread a host writes, so that a stuck host never
-holds the loop up. Only the loop touches the job.
+Each host has a link (link.py), whose threads connect, read and write: a stuck host never holds the loop up. Only the
+loop touches the job.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.errors import DtrainError, HostError, ProtocolError
-from launcher.hosts.host import Host, HostKind
+from launcher.controller.link import LET_GO_S, Link, close_links
+from launcher.errors import DtrainError
+from launcher.hosts.host import Host
 from launcher.hosts.sources import discover
 from launcher.job.events import (
     Close,
     Command,
-    Connected,
     Discovered,
     Event,
     Keep,
-    Lost,
     Notice,
     Open,
     Said,
@@ -42,8 +40,9 @@ from launcher.job.job import Job
 from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, RestartWorker, StartWorker, encode
-from launcher.transport.connect import Stream, connect, end_all
+from launcher.protocol import Exited, RestartWorker, StartWorker
+from launcher.transport.connect import Connector
+from launcher.transport.stream import Stream
 
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Door
@@ -52,10 +51,8 @@ __all__ = ["Controller"]
 
 ASLEEP_S = 5.0  # a wait that took so much longer than asked for; or a quarter of the heartbeat timeout
 LOOK_S = 0.1  # between looks for hosts that are not read
-LET_GO_S = 10.0  # for the end of an agent whose link was given up
 CONNECT_S = 30.0  # for an attempt to reach a host again
 DISCOVERY_PAUSE_S = 2.0  # before a discovery script is asked again
-DOOR_S = 0.2
 RUN_KEY_BYTES = 32
 FLUSH_S = 1.0  # for what hosts are told before this process stops itself
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,7 +74,6 @@ class Controller:
         door: Door | None = None,
     ) -> None:
         self._spec = spec
-        self._door = door
         self._opened = opened
         self._output = output
         self._show_progress = show_progress
@@ -85,7 +81,9 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
-        self._links: dict[str, _Link] = {}  # the newest of each host
+        self._connector = Connector(spec, door=door)
+        self._links: dict[str, Link] = {}  # the newest of each host
+        self._older: list[Link] = []  # those before, as long as they are not released
 
     def run(self) -> Outcome:
         """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
@@ -104,13 +102,8 @@ class Controller:
                 over.set()
                 if discovery is not None:
                     discovery.join(1.0)
-                links = list(self._links.values())
-                for link in links:
-                    link.close()
-                deadline = time.monotonic() + 2.0
-                for link in links:
-                    link.finish(deadline)
-                end_all()
+                close_links([*self._older, *self._links.values()])
+                self._connector.close()
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -171,7 +164,7 @@ class Controller:
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
                 elif isinstance(command.message, RestartWorker):
                     self._output.end_line(command.message.rank)
-                self._links[command.host].tell(encode(command.message))
+                self._links[command.host].tell(command.message)
             elif isinstance(command, Close):
                 self._links[command.host].close()
             elif isinstance(command, Notice):
@@ -184,13 +177,18 @@ class Controller:
 
     def _open(self, name: str, number: int) -> None:
         """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
-        if (old := self._links.get(name)) is not None:
-            threading.Thread(target=old.finish, args=(time.monotonic() + LET_GO_S,), daemon=True).start()
-        link = _Link(self._job.fleet.states[name].host, number, self._spec, self._events, self._output, self._door)
+        self._older = [link for link in self._older if not link.released(0.0)]
+        if (old := self._links.get(name)) is not None and not old.released(0.0):
+            self._older.append(old)
+            old.release(LET_GO_S)
+        host = self._job.fleet.states[name].host
         first = number == 1
         deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
-        link.open(self._opened.get(name) if first else None, deadline)
-        self._links[name] = link
+        opened = self._opened.get(name) if first else None
+        link = self._links[name] = Link(
+            host, number, python=self._spec.python, events=self._events, output=self._output
+        )
+        link.open(lambda: opened or self._connector.connect(host, deadline))
 
     def _keep(self, keep: Keep) -> None:
         self._output.keep_evidence(keep.attempt, keep.number, keep.evidence, say=keep.asked)
@@ -224,159 +222,3 @@ class Controller:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-
-class _Link:
-    """One stream to a host with its two threads; `number` counts the host's streams."""
-
-    def __init__(
-        self,
-        host: Host,
-        number: int,
-        spec: JobSpec,
-        events: queue.SimpleQueue[Event],
-        output: OutputThread,
-        door: Door | None,
-    ) -> None:
-        self.host = host
-        self._door = door
-        self.waiting = False  # the reader waits for the output
-        self._number = number
-        self._spec = spec
-        self._events = events
-        self._output = output
-        self._stream: Stream | None = None  # set once, by the reader
-        self._closed = False
-        self._told = 0  # messages; counted by the loop alone
-        self._written = 0  # of those; counted by the writer alone
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name=f"write {host.name}", daemon=True)
-
-    def open(self, opened: Stream | None, deadline: float) -> None:
-        """Read from the stream in a thread of its own, which first connects unless the stream is `opened`."""
-
-        def connect_and_read() -> None:
-            stream = opened or self._connect(deadline)
-            if stream is None:
-                return
-            if self._closed:  # given up meanwhile: its agent is not to wait for a word of ours
-                stream.finish(0.0)
-                return
-            self._read(stream)
-
-        self._reader = threading.Thread(target=connect_and_read, name=f"read {self.host.name}", daemon=True)
-        self._reader.start()
-
-    def tell(self, data: bytes) -> None:
-        if self._stream is not None and not self._closed:
-            self._told += 1
-            self._outgoing.put(data)
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything told is written; asked by the loop."""
-        return self._written == self._told
-
-    def close(self) -> None:
-        """End the stream once everything told is written; the connection itself is released by `finish`."""
-        if not self._closed:
-            self._closed = True
-            self._outgoing.put(None)
-
-    def finish(self, deadline: float) -> None:
-        """Wait for the agent's end, but not beyond `deadline`, and release the connection."""
-        stream = self._stream
-        if stream is None:  # never connected; an attempt under way has its own time limit
-            return
-        self._reader.join(max(0.0, deadline - time.monotonic()))
-        stream.finish(max(0.0, deadline - time.monotonic()))
-
-    # ---- in the reader's thread ----
-
-    def _connect(self, deadline: float) -> Stream | None:
-        if self.host.kind is HostKind.JOINED:
-            return self._wait_at_the_door(deadline)
-        try:
-            return connect(self.host, self._spec, deadline)
-        except HostError as error:
-            self._events.put(Lost(self.host.name, self._number, error.reason))
-        except DtrainError as error:
-            self._events.put(Lost(self.host.name, self._number, str(error)))
-        except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
-            self._events.put(Lost(self.host.name, self._number, f"{type(error).__name__}: {error}"))
-        return None
-
-    def _wait_at_the_door(self, deadline: float) -> Stream | None:
-        assert self._door is not None
-        try:
-            # A moment before the job gives up, so that it knows why.
-            stream = self._door.wait(self.host.name, deadline - DOOR_S)
-            hostname = stream.greeting.hostname
-            if self._number == 1 and self.host.name.partition(".")[0] != hostname.partition(".")[0]:
-                self._output.say(f"{self.host.name} is {hostname} ({stream.their_address})")
-            return stream
-        except DtrainError as error:
-            self._events.put(Lost(self.host.name, self._number, getattr(error, "reason", str(error))))
-        return None
-
-    def _read(self, stream: Stream) -> None:
-        self._stream = stream
-        self._writer.start()
-        self._events.put(Connected(self.host.name, self._number, stream.our_address))
-        self._events.put(Lost(self.host.name, self._number, self._pump(stream)))
-
-    def _pump(self, stream: Stream) -> str:
-        """Read until the end; return why it ended."""
-        decoder = Decoder()
-        greeted = said_bye = False
-        try:
-            while data := stream.read():
-                for message in decoder.feed(data):
-                    greeted = True
-                    said_bye = said_bye or isinstance(message, Bye)
-                    if isinstance(message, Output):
-                        if self._closed:  # given up; by now its ranks may be somebody else's
-                            continue
-                        self.waiting = True
-                        self._output.write(message.rank, message.stream, message.data)
-                        self.waiting = False
-                    else:
-                        # The job ignores what is none of an agent's messages.
-                        self._events.put(Said(self.host.name, self._number, message))  # type: ignore[arg-type]
-        except ProtocolError as error:
-            return str(error)
-        except (OSError, EOFError) as error:
-            return f"the connection broke: {error or type(error).__name__}"
-        if said_bye:
-            return "ended"
-        return self._why_ended(stream, decoder, greeted)
-
-    def _why_ended(self, stream: Stream, decoder: Decoder, greeted: bool) -> str:
-        status, words = stream.finish(2.0)
-        last = [line.strip() for line in words.splitlines() if line.strip()]
-        if greeted:
-            how = "the connection closed" if status is None else f"its agent ended with status {status}"
-            if status == 128 + signal.SIGKILL:
-                how = "its agent was killed"
-            return f"{how}{': ' + last[-1] if last else ''}"
-        python = self._spec.python
-        if status in (126, 127):
-            return f"there is no Python at {python}; name the one that has dtrain with --python"
-        if "No module named" in words:
-            return f"{python} there has no dtrain; install it: {python} -m pip install dtrain"
-        noise = decoder.noise.decode("utf-8", "replace").strip().splitlines()
-        said = (last or noise or ["it said nothing"])[-1]
-        return f"the agent did not start (status {status}): {said}"
-
-    # ---- in the writer's thread ----
-
-    def _write(self) -> None:
-        assert self._stream is not None
-        try:
-            self._stream.write(PREAMBLE)
-            while (data := self._outgoing.get()) is not None:
-                self._stream.write(data)
-                self._written += 1
-            self._stream.end()
-        except (OSError, EOFError):  # the reader sees the end as well, and says so
-            return

@@ -346,13 +346,18 @@ class Job:
             attempt.ports_wanted.discard(state.name)
         if attempt.store is None or attempt.ports_wanted:
             return []
+        try:
+            starts = list(
+                start_workers(
+                    self.spec, attempt.placement, attempt.store, attempt.ports, attempt.number, run_key=self._run_key
+                )
+            )
+        except PlacementError as error:
+            self._error = error
+            return self._stop(now, signal.SIGTERM)
         self.phase = Phase.RUNNING  # the time for the start goes on
         self._since = now
-        return list(
-            start_workers(
-                self.spec, attempt.placement, attempt.store, attempt.ports, attempt.number, run_key=self._run_key
-            )
-        )
+        return [*starts]
 
     def _grow_with(self, state: HostState | None, now: float) -> list[Command]:
         """End the attempt if there is room in the next one for a host that has come."""

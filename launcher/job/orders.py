@@ -10,7 +10,7 @@ from launcher import __version__
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Tell
 from launcher.job.host_state import HostState
-from launcher.placement.ecosystems import ecosystem_environment, serving_ranks
+from launcher.placement.ecosystems import ecosystem_environments, serving_ranks
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.placement.placement import Placement
@@ -102,10 +102,11 @@ def start_workers(
     *,
     run_key: str,
 ) -> Iterator[Tell]:
-    """Yield the order to start each worker, for the agent of its host."""
+    """Yield the order to start each worker, for the agent of its host. Raises PlacementError."""
     addresses = _addresses(spec, placement, ports)
     roles = roles_in_order(placement)
-    for worker in placement.workers:
+    others = ecosystem_environments(spec.env_for, placement, addresses)
+    for worker, for_others in zip(placement.workers, others, strict=True):
         command = spec.command_of(worker.role)
         env = worker_environment(
             placement,
@@ -120,7 +121,7 @@ def start_workers(
             master_addr=store.address,
             master_port=store.port,
         )
-        env |= ecosystem_environment(spec.env_for, placement, worker, addresses)
+        env |= for_others
         args = command.args
         if spec.pass_local_rank:
             args = (f"--local-rank={worker.local_rank}", *args)

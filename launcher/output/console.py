@@ -50,7 +50,7 @@ class Console:
         self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
         self._drawn_at = 0.0
-        self._changed: list[_Line] = []  # lines whose unfinished state is not shown yet
+        self._changed: dict[tuple[int, int], _Line] = {}  # those whose unfinished state is not shown yet
         self._closed: set[int] = set()
         self._dropped = False
         self.impatient = False
@@ -85,16 +85,14 @@ class Console:
             self._put(stream, line.prefix + rest[:MAX_LINE_BYTES] + b"\n")
             rest = rest[MAX_LINE_BYTES:]
         line.text = rest
-        if rest and line not in self._changed:
-            self._changed.append(line)
+        if rest:
+            self._changed.setdefault((rank, stream), line)
 
     def end_line(self, rank: int) -> None:
         """Write what a rank left unfinished as it is."""
         for stream in (1, 2):
-            line = self._lines[rank, stream]
-            self._end(line)
-            if line in self._changed:
-                self._changed.remove(line)
+            self._end(self._lines[rank, stream])
+            self._changed.pop((rank, stream), None)
 
     def say(self, text: str) -> None:
         lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
@@ -121,20 +119,20 @@ class Console:
             return
         self._drawn_at = now
         if self._terminal[2]:
-            line = self._changed[-1]
+            line = next(reversed(self._changed.values()))
             self._draw(line.prefix + _last_state(line.text))
             self._changed.clear()
             return
-        for line in list(self._changed):
+        for key, line in list(self._changed.items()):
             state = _last_state(line.text)
             if not line.redrawn:
-                self._changed.remove(line)
+                del self._changed[key]
             elif state != line.shown and now - line.shown_at >= REPEAT_S:
                 if line.shown_at:
                     self._put(line.stream, line.prefix + state + b"\n")
                     line.shown = state
                 line.shown_at = now
-                self._changed.remove(line)
+                del self._changed[key]
 
     def finish(self) -> None:
         """Write unfinished lines as they are and clear the last line: at the end, and between two attempts."""

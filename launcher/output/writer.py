@@ -1,7 +1,8 @@
 """What the workers write, on its way to the terminal and the log files: one thread and one bounded queue.
 
 Readers of streams hand bytes in and wait while the queue is full; so a slow terminal or disk slows the workers down and
-no process grows. The loop never waits here, nor for what takes long to put into words.
+no process grows. The loop never waits here, nor for what takes long to put into words; what is too much for a stuck
+terminal is dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from launcher.protocol import Evidence
 __all__ = ["OutputThread"]
 
 QUEUE_BYTES = 4 << 20
+ENTRY_BYTES = 256  # of an entry of the queue, whatever it holds: many short lines must not take more than few long ones
+MESSAGES = 1000  # of dtrain's own that wait for the terminal
 TAIL_BYTES = 8192
 STATUS_PAUSE_S = 0.1
 
@@ -35,7 +38,12 @@ class OutputThread:
         self._local_ranks: dict[int, int] = {}
         self._queue: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
-        self._changed = threading.Condition()
+        self._unsaid = 0  # messages that wait
+        self._dropped = 0  # messages that came after too many of those
+        self._status: str | None = None  # the newest, if it is not shown yet
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # there is something to do
+        self._room = threading.Condition(self._lock)  # there is room for another reader's bytes
         self._closing = False
         self._attempt = 0
         self._tails: dict[tuple[int, int], bytes] = {}  # of each rank's newest attempt
@@ -57,10 +65,11 @@ class OutputThread:
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
-        with self._changed:
+        with self._lock:
             while self._bytes > QUEUE_BYTES and not self._closing:
-                self._changed.wait()
-        self._put(lambda: self._write(rank, stream, data), len(data))
+                self._room.wait()
+            self._append(lambda: self._write(rank, stream, data), len(data) + ENTRY_BYTES)
+            self._pass_on_room()
 
     def error_file(self, rank: int, attempt: int, text: str) -> None:
         """Keep the text of a worker's error file."""
@@ -77,12 +86,29 @@ class OutputThread:
         return self._logs.evidence_path(attempt, number)
 
     def say(self, text: str) -> None:
-        """Print a message of dtrain's own, on stderr."""
-        self._put(lambda: self._console.say(text))
+        """Print a message of dtrain's own, on stderr; not if a stuck terminal has very many to take before it."""
+
+        def say() -> None:
+            self._console.say(text)
+            with self._lock:
+                self._unsaid -= 1
+                dropped = 0 if self._unsaid else self._dropped
+                self._dropped -= dropped
+            if dropped:
+                self._console.say(f"{dropped} more messages came while the terminal took nothing")
+
+        with self._lock:
+            if self._unsaid < MESSAGES:
+                self._unsaid += 1
+                self._append(say)
+            else:
+                self._dropped += 1
 
     def show_status(self, text: str) -> None:
         """Show what is going on in the terminal's last line; empty to remove it."""
-        self._put(lambda: self._console.show_status(text))
+        with self._lock:
+            self._status = text
+            self._changed.notify()
 
     def tail(self, rank: int, stream: int) -> list[str]:
         """Return the last lines that a rank's newest worker wrote as a terminal would show them; call after `close`."""
@@ -96,25 +122,35 @@ class OutputThread:
 
     def close(self) -> None:
         """Write what is left, unfinished lines too, and end the thread. Blocks."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._changed.notify()
+            self._room.notify_all()
         self._thread.join()
+
+    def _put(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            self._append(action)
+
+    def _append(self, action: Callable[[], None], size: int = 0) -> None:
+        self._queue.append((action, size))
+        self._bytes += size
+        self._changed.notify()
+
+    def _pass_on_room(self) -> None:
+        """Wake one reader if there is room, and none of those that could only wait again."""
+        if self._bytes <= QUEUE_BYTES:
+            self._room.notify()
 
     # ---- in the thread ----
 
-    def _put(self, action: Callable[[], None], size: int = 0) -> None:
-        with self._changed:
-            self._queue.append((action, size))
-            self._bytes += size
-            self._changed.notify_all()
-
     def _work(self) -> None:
         while True:
-            with self._changed:
-                if not self._queue and not self._closing:
+            with self._lock:
+                if not self._queue and self._status is None and not self._closing:
                     self._changed.wait(STATUS_PAUSE_S if self._console.pending else None)
                 ready, self._queue = self._queue, deque()
+                status, self._status = self._status, None
                 closing = self._closing
             for action, size in ready:
                 try:
@@ -122,9 +158,11 @@ class OutputThread:
                 except Exception as error:  # a defect here must cost some output, not the run
                     self._console.say(f"output was lost: {type(error).__name__}: {error}")
                 if size:
-                    with self._changed:
+                    with self._lock:
                         self._bytes -= size
-                        self._changed.notify_all()
+                        self._pass_on_room()
+            if status is not None:
+                self._console.show_status(status)
             self._console.refresh(time.monotonic())
             if closing and not ready:
                 self._console.finish()

@@ -6,43 +6,50 @@ Given on request (`--env-for`), since libraries take some of them for a sign of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from launcher.errors import UsageError
+from launcher.errors import PlacementError, UsageError
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.placement.roles import Roles
 
-__all__ = ["ECOSYSTEMS", "ecosystem_environment", "parse_ecosystems", "serving_ranks"]
+__all__ = ["ECOSYSTEMS", "ecosystem_environments", "parse_ecosystems", "serving_ranks"]
 
 ECOSYSTEMS = ("tf", "mpi", "deepspeed", "horovod")
+VARIABLE_BYTES = (128 << 10) - 1  # MAX_ARG_STRLEN, without the zero at the end
 _EVALUATOR = "evaluator"
 
 
 def parse_ecosystems(text: str | None, roles: Roles) -> tuple[str, ...]:
-    """Read `--env-for`. TensorFlow's roles ask for its variable by themselves."""
+    """Read `--env-for`. A chief and an evaluator ask for TensorFlow's variable by themselves; servers may be ddp's."""
     names = [] if text is None else [name.strip().lower() for name in text.split(",")]
     for name in names:
         if name not in ECOSYSTEMS:
             raise UsageError(f"--env-for {name!r} is not known; there are: {', '.join(ECOSYSTEMS)}")
-    if roles.first == "chief" or {"ps", _EVALUATOR} & {role.name for role in roles.others}:
+    if roles.first == "chief" or _EVALUATOR in roles.names:
         names.append("tf")
     return tuple(name for name in ECOSYSTEMS if name in names)
 
 
-def ecosystem_environment(
-    wanted: Sequence[str], placement: Placement, worker: WorkerPlace, addresses: Mapping[int, str]
-) -> dict[str, str]:
-    """Return the variables of a worker; `addresses` are `host:port` by rank, for the ranks of `serving_ranks`."""
-    env: dict[str, str] = {}
-    if "tf" in wanted and (config := _tf_config(placement, worker, addresses)) is not None:
-        env["TF_CONFIG"] = json.dumps(config)
-    if "mpi" in wanted:
-        env |= _open_mpi(worker)
-    if "deepspeed" in wanted:
-        env |= _deepspeed(placement, worker)
-    if "horovod" in wanted:
-        env |= _horovod(placement, worker)
-    return env
+def ecosystem_environments(
+    wanted: Sequence[str], placement: Placement, addresses: Mapping[int, str]
+) -> Iterator[dict[str, str]]:
+    """Yield the variables of each worker; `addresses` are `host:port` by rank, for the ranks of `serving_ranks`.
+
+    Raises PlacementError where a variable would be longer than any may be.
+    """
+    cluster = _tf_cluster(placement, addresses) if "tf" in wanted else ""
+    cross = _cross_ranks(placement) if "horovod" in wanted else {}
+    for worker in placement.workers:
+        env: dict[str, str] = {}
+        if "tf" in wanted and (kind := _tf_type(placement, worker)):
+            env["TF_CONFIG"] = _tf_config(cluster, kind, worker)
+        if "mpi" in wanted:
+            env |= _open_mpi(worker)
+        if "deepspeed" in wanted:
+            env |= _deepspeed(placement, worker)
+        if "horovod" in wanted:
+            env |= _horovod(cross[worker.role, worker.local_rank], worker)
+        yield env
 
 
 def serving_ranks(wanted: Sequence[str], placement: Placement) -> list[int]:
@@ -55,19 +62,25 @@ def serving_ranks(wanted: Sequence[str], placement: Placement) -> list[int]:
 # ---- TensorFlow ----------------------------------------------------------------------------------------------
 
 
-def _tf_config(
-    placement: Placement, worker: WorkerPlace, addresses: Mapping[int, str]
-) -> dict[str, Mapping[str, object]] | None:
-    """Return what TF_CONFIG holds: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG."""
-    own = _tf_type(placement, worker)
-    if not own:
-        return None
+def _tf_cluster(placement: Placement, addresses: Mapping[int, str]) -> str:
+    """Return the part of TF_CONFIG that is the same for all, as JSON."""
     cluster: dict[str, list[str]] = {}
-    for other in placement.workers:
-        kind = _tf_type(placement, other)
+    for worker in placement.workers:
+        kind = _tf_type(placement, worker)
         if kind and kind != _EVALUATOR:
-            cluster.setdefault(kind, []).append(addresses[other.rank])
-    return {"cluster": cluster, "task": {"type": own, "index": worker.role_rank}}
+            cluster.setdefault(kind, []).append(addresses[worker.rank])
+    return json.dumps(cluster)
+
+
+def _tf_config(cluster: str, kind: str, worker: WorkerPlace) -> str:
+    """Return TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG."""
+    config = f'{{"cluster": {cluster}, "task": {json.dumps({"type": kind, "index": worker.role_rank})}}}'
+    if len("TF_CONFIG=") + len(config) > VARIABLE_BYTES:
+        raise PlacementError(
+            f"TF_CONFIG names every process, and would have {len(config):,} bytes; a variable has at most "
+            f"{VARIABLE_BYTES:,}. Start fewer processes, or leave out --env-for tf, --chief and --evaluator"
+        )
+    return config
 
 
 def _tf_type(placement: Placement, worker: WorkerPlace) -> str:
@@ -100,15 +113,25 @@ def _deepspeed(placement: Placement, worker: WorkerPlace) -> dict[str, str]:
     }
 
 
-def _horovod(placement: Placement, worker: WorkerPlace) -> dict[str, str]:
-    # Its "cross" communicator joins the workers that have the same local rank on their hosts.
-    same = [w.node_rank for w in placement.workers if w.role == worker.role and w.local_rank == worker.local_rank]
+def _cross_ranks(placement: Placement) -> dict[tuple[str, int], dict[int, int]]:
+    """Return, by role and local rank, the ranks in Horovod's "cross" communicator by node rank.
+
+    It joins the workers that have the same local rank on their hosts.
+    """
+    ranks: dict[tuple[str, int], dict[int, int]] = {}
+    for worker in placement.workers:
+        same = ranks.setdefault((worker.role, worker.local_rank), {})
+        same[worker.node_rank] = len(same)
+    return ranks
+
+
+def _horovod(cross: Mapping[int, int], worker: WorkerPlace) -> dict[str, str]:
     return {
         "HOROVOD_RANK": str(worker.world_rank),
         "HOROVOD_SIZE": str(worker.world_size),
         "HOROVOD_LOCAL_RANK": str(worker.local_rank),
         "HOROVOD_LOCAL_SIZE": str(worker.local_world_size),
-        "HOROVOD_CROSS_RANK": str(same.index(worker.node_rank)),
-        "HOROVOD_CROSS_SIZE": str(len(same)),
+        "HOROVOD_CROSS_RANK": str(cross[worker.node_rank]),
+        "HOROVOD_CROSS_SIZE": str(len(cross)),
         "HOROVOD_HOSTNAME": worker.host,
     }

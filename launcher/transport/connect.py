@@ -1,66 +1,61 @@
-"""The seam between controller and agents: one byte stream a host, whatever carries it.
+"""The way to the hosts of a run: `Connector.connect` opens the stream to any of them, whatever carries it.
 
-`connect` opens the stream for a host and starts the agent at its other end: a pair of pipes here, an SSH channel
-elsewhere (ssh/stream.py). A stream is read by one thread, written and ended by another, and finished by the loop.
+Used by the controller's links and by `dtrain check`. The streams are stream.py's; what carries them stands below:
+local.py, ssh/, srun.py, tcp/.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from launcher.errors import HostError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import JobSpec
+from launcher.transport.local import LocalStream
+from launcher.transport.stream import Stream
 
-__all__ = ["LocalStream", "Stream", "agent_command", "connect", "end_all", "start_agent", "start_local_agents"]
+if TYPE_CHECKING:
+    from launcher.transport.tcp.listener import Door
 
+__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents"]
 
-class Stream(Protocol):
-    """A connection to one agent. `our_address` is this machine's address as the host sees it, if it is remote."""
-
-    our_address: str | None
-
-    def read(self) -> bytes:
-        """Block until there is something to read and return it; b"" at the end."""
-
-    def write(self, data: bytes) -> None:
-        """Write everything; may block. Raises OSError when the other end is gone."""
-
-    def end(self) -> None:
-        """End our direction; the agent takes that as the order to stop. Its words can still be read."""
-
-    def finish(self, wait_s: float) -> tuple[int | None, str]:
-        """Wait for the agent's end, then give it up and release everything; a blocked `read` returns.
-
-        Returns its exit status (None if it did not end in time) and what its stderr said. May be called again.
-        """
+AGENT = "launcher.agent"
+DOOR_S = 0.2  # so long before the time is up the door is asked why nobody has come
 
 
-def connect(host: Host, spec: JobSpec, deadline: float, command: list[str] | None = None) -> Stream:
-    """Open the stream to a host before `deadline` (monotonic), to an agent or what else `command` starts. Blocks.
+class Connector:
+    """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
 
-    Raises HostError.
+    `door` is where the nodes come in that are started by hand.
     """
-    command = command or agent_command(spec)
-    if host.kind is HostKind.SSH:
-        from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
-        return connect_ssh(host, spec.ssh, command, deadline)
-    if host.kind is HostKind.SRUN:
-        from launcher.transport.srun import connect_srun
+    def __init__(self, spec: JobSpec, *, module: str = AGENT, door: Door | None = None) -> None:
+        self._spec = spec
+        self._door = door
+        self._command = [spec.python, "-m", module]
+        self._srun = None
+        if any(host.kind is HostKind.SRUN for host in spec.hosts):
+            from launcher.transport.srun import Srun
 
-        return connect_srun(host, spec, command, deadline)
-    return LocalStream(command)
+            self._srun = Srun()
 
+    def connect(self, host: Host, deadline: float) -> Stream:
+        """Open the stream to a host before `deadline` (monotonic). Blocks; any thread may call it. Raises HostError."""
+        if host.kind is HostKind.JOINED:
+            assert self._door is not None
+            return self._door.wait(host.name, deadline - DOOR_S)
+        if host.kind is HostKind.SSH:
+            from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
-def end_all() -> None:
-    """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
-    if (srun := sys.modules.get("launcher.transport.srun")) is not None:
-        srun.end_all()
+            return connect_ssh(host, self._spec.ssh, self._command, deadline)
+        if host.kind is HostKind.SRUN:
+            assert self._srun is not None
+            return self._srun.connect(host, self._command, deadline)
+        return LocalStream(self._command)
+
+    def close(self) -> None:
+        """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
+        if self._srun is not None:
+            self._srun.close()
 
 
 def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
@@ -73,68 +68,4 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 
 def agent_command(spec: JobSpec) -> list[str]:
     """Return what starts an agent, wherever."""
-    return [spec.python, "-m", "launcher.agent"]
-
-
-def start_agent(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start an agent on this machine with pipes for its three streams. Raises HostError."""
-    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
-    # folder: a `launcher` package of the user's working directory must not be taken for ours.
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=env,
-            start_new_session=True,
-            bufsize=0,
-        )
-    except OSError as error:
-        reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
-        raise HostError("this machine", reason) from error
-
-
-class LocalStream:
-    """An agent on this machine, at the other end of two pipes."""
-
-    our_address: str | None = None
-
-    def __init__(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
-        self._process = start_agent(command, env)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdin = self._process.stdin
-        self._stdout = self._process.stdout
-        self._stderr = self._process.stderr
-        self._words = b""
-        self._listener = threading.Thread(target=self._listen, name="agent's stderr", daemon=True)
-        self._listener.start()
-
-    def read(self) -> bytes:
-        return self._stdout.read(1 << 16) or b""
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._stdin.write(view) or 0 :]
-
-    def end(self) -> None:
-        self._stdin.close()
-
-    def finish(self, wait_s: float) -> tuple[int | None, str]:
-        try:
-            status: int | None = self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
-            self._process.wait()
-            status = None
-        self._listener.join(1.0)
-        return status, self._words.decode("utf-8", "replace")
-
-    def _listen(self) -> None:
-        """Keep the last that the agent said on stderr, and never let it wait for a reader."""
-        while words := self._stderr.read(1 << 16):
-            self._words = (self._words + words)[-(1 << 16) :]
+    return [spec.python, "-m", AGENT]

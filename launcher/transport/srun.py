@@ -14,18 +14,18 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from launcher.errors import HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
-from launcher.hosts.slurm_allocation import Node, find_allocation, step_title
-from launcher.placement.job_spec import JobSpec
-from launcher.transport.connect import LocalStream, Stream
+from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
+from launcher.transport.local import LocalStream
+from launcher.transport.stream import Stream
 
-__all__ = ["connect_srun", "end_all", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
+__all__ = ["Srun", "SrunStream", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
 
-LOOK_FOR_S = 30.0  # the node, or an answer of SLURM's
+LOOK_FOR_S = 30.0  # an answer of SLURM's
 
 # Variables that are options of srun (SLURM_...), but for those that tell it where the cluster and the job are.
 _OPTION_NAMES = """
@@ -51,34 +51,60 @@ _GPU_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 _SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 
 
-def connect_srun(host: Host, spec: JobSpec, command: list[str], deadline: float | None = None) -> Stream:
-    """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
+class Srun:
+    """Starts agents on the nodes of our allocation; owned by the transport (connect.py). Any thread may call it."""
 
-    That is until `deadline` (monotonic). Raises HostError.
-    """
-    if shutil.which("srun") is None:
-        raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
-    if deadline is None:
-        deadline = time.monotonic() + min(spec.start_timeout_s, LOOK_FOR_S)
-    try:
-        allocation = find_allocation(os.environ, step_title())
-    except UsageError as error:
-        raise HostError(host.name, str(error)) from error
-    node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
-    if allocation is None or node is None:
-        raise HostError(host.name, "is no node of this SLURM job; name it with --hosts to reach it by SSH")
-    words = srun_command(
-        node,
-        command,
-        os.environ,
-        granted=_ask_granted(allocation.job).get(node.name) or presumed(os.environ, node, len(allocation.nodes)),
-        wait_s=max(1, int(0.8 * (deadline - time.monotonic()))),
-    )
-    stream = _SrunStream(words, srun_environment(os.environ))
-    if not stream.answers(deadline):
-        _, said = stream.finish(0.0)
-        raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
-    return stream
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: tuple[Allocation | None, dict[str, tuple[str, ...]]] | None = None  # the job never changes
+        self._running: set[SrunStream] = set()
+
+    def connect(self, host: Host, command: Sequence[str], deadline: float) -> Stream:
+        """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
+
+        That is until `deadline` (monotonic). Raises HostError.
+        """
+        if shutil.which("srun") is None:
+            raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
+        try:
+            allocation, granted = self._ask()
+        except UsageError as error:
+            raise HostError(host.name, str(error)) from error
+        node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
+        if allocation is None or node is None:
+            raise HostError(host.name, "is no node of this SLURM job; name it with --hosts to reach it by SSH")
+        words = srun_command(
+            node,
+            command,
+            os.environ,
+            granted=granted.get(node.name) or presumed(os.environ, node, len(allocation.nodes)),
+            wait_s=max(1, int(0.8 * (deadline - time.monotonic()))),
+        )
+        stream = SrunStream(words, srun_environment(os.environ), finished=self._running.discard)
+        self._running.add(stream)
+        if not stream.answers(deadline):
+            _, said = stream.finish(0.0)
+            raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
+        return stream
+
+    def close(self) -> None:
+        """Kill every srun that nobody has finished: with nodes that never answered, and links that were given up.
+
+        For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
+        """
+        left = self._running.copy()
+        for stream in left:
+            stream.kill()  # all at once
+        for stream in left:
+            stream.finish(0.0)
+
+    def _ask(self) -> tuple[Allocation | None, dict[str, tuple[str, ...]]]:
+        """Return the allocation and what the job has on each node, asked once. Raises UsageError."""
+        with self._lock:
+            if self._known is None:
+                allocation = find_allocation(os.environ, step_title())
+                self._known = allocation, {} if allocation is None else _ask_granted(allocation.job)
+            return self._known
 
 
 def srun_command(
@@ -151,65 +177,48 @@ def presumed(env: Mapping[str, str], node: Node, nodes: int) -> tuple[str, ...]:
     return ()
 
 
-_granted: dict[str, dict[str, tuple[str, ...]]] = {}  # by job; it never changes
-_asking = threading.Lock()
-
-
 def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
-    """Ask SLURM, once; empty where it cannot be asked."""
-    with _asking:
-        if job not in _granted:
-            try:
-                done = subprocess.run(
-                    ["scontrol", "--details", "--oneliner", "show", "job", job],
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=LOOK_FOR_S,
-                    start_new_session=True,
-                )
-                _granted[job] = parse_granted(done.stdout.decode("utf-8", "replace"))
-            except (OSError, subprocess.TimeoutExpired, UsageError):  # not there, busy, or of another form
-                _granted[job] = {}
-        return _granted[job]
+    """Ask SLURM; empty where it cannot be asked."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "--details", "--oneliner", "show", "job", job],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LOOK_FOR_S,
+            start_new_session=True,
+        )
+        return parse_granted(done.stdout.decode("utf-8", "replace"))
+    except (OSError, subprocess.TimeoutExpired, UsageError):  # not there, busy, or of another form
+        return {}
 
 
 # ---- what srun says ------------------------------------------------------------------------------------------
 
 
-class _SrunStream(LocalStream):
+class SrunStream(LocalStream):
     """An srun and its pipes; when it is given up, the agent at its other end finds its input closed."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        super().__init__([*command], env)
-        with _changing:
-            _running.add(self)
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, finished: Callable[[SrunStream], None]
+    ) -> None:
+        super().__init__(command, env)
+        self._finished = finished
 
     def answers(self, deadline: float) -> bool:
         """Wait until there is something to read, be it the end; return whether it came before the deadline."""
-        return bool(select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))[0])
+        poll = select.poll()  # select() knows no descriptor from 1024 on
+        poll.register(self._stdout, select.POLLIN)
+        return bool(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         status, words = super().finish(wait_s)
-        with _changing:
-            _running.discard(self)
+        self._finished(self)
         if status is not None and status < 0:
             words += f"srun: its srun here was killed by signal {-status}\n"
         return status, explain(words)
-
-
-_running: set[_SrunStream] = set()
-_changing = threading.Lock()
-
-
-def end_all() -> None:
-    """Kill every srun that nobody has finished: with nodes that never answered, and links that were given up.
-
-    For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
-    """
-    with _changing:
-        left = list(_running)
-    for stream in left:
-        stream.finish(0.0)
 
 
 def explain(words: str) -> str:

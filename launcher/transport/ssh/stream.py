@@ -6,17 +6,20 @@ jump.py, route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from launcher.errors import HostError
+from launcher.errors import HostError, StreamError
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh.address import Address, resolve
 from launcher.transport.ssh.config import Target
+from launcher.transport.stream import broken_by
 
 if TYPE_CHECKING:
     from launcher.transport.ssh.link import Link
@@ -78,7 +81,7 @@ def _start(link: Link, address: Address, command: list[str], deadline: float) ->
 
 
 class SshStream:
-    """An agent at the other end of an SSH channel."""
+    """An agent at the other end of an SSH channel. A `Stream`."""
 
     def __init__(self, link: Link, command: list[str], deadline: float) -> None:
         self._link = link
@@ -90,22 +93,31 @@ class SshStream:
         self._channel.exec_command(f"cd /; exec {shlex.join(command)}")
 
     def read(self) -> bytes:
-        data = self._channel.recv(READ_BYTES)
-        self._listen()
+        with self._broken_by():
+            data = self._channel.recv(READ_BYTES)
+            self._listen()
         return data
 
     def write(self, data: bytes) -> None:
-        self._channel.sendall(data)
+        with self._broken_by():
+            self._channel.sendall(data)
 
     def end(self) -> None:
-        self._channel.shutdown_write()
+        with self._broken_by():
+            self._channel.shutdown_write()
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         self._channel.status_event.wait(wait_s)
-        self._listen()
+        with contextlib.suppress(StreamError), self._broken_by():
+            self._listen()
         status = self._channel.exit_status if self._channel.exit_status >= 0 else None
         self._link.close()
         return status, self._words.decode("utf-8", "replace")
+
+    def _broken_by(self) -> AbstractContextManager[None]:
+        import paramiko
+
+        return broken_by(paramiko.SSHException)  # such as of a key exchange that stalls, while the channel is open
 
     def _listen(self) -> None:
         """Keep the last that was said on stderr, and never let it fill the channel's window."""

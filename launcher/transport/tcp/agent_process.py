@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from launcher.machine import processes
-from launcher.transport.connect import start_agent
+from launcher.transport.local import start_agent
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
 __all__ = ["END_S", "AgentPipes"]

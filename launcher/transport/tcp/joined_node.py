@@ -13,7 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from launcher.errors import ProtocolError
+from launcher.errors import ProtocolError, StreamError
+from launcher.transport.stream import broken_by
 from launcher.transport.tcp.encrypted_records import Kind, Opener, Sealer
 from launcher.transport.tcp.greeting import Greeting
 from launcher.transport.tcp.handshake import Handshake, Side
@@ -150,16 +151,18 @@ class JoinedStream:
             was_full = self.full
             self._clear()
             if not data and self._lost is not None:
-                raise ConnectionError(self._lost)
+                raise StreamError(f"the connection broke: {self._lost}")
         if was_full:
             self._resume(self._connection)
         return data
 
     def write(self, data: bytes) -> None:
-        self._connection.write(data, self)
+        with broken_by():
+            self._connection.write(data, self)
 
     def end(self) -> None:
-        self._connection.end(self)
+        with broken_by():
+            self._connection.end(self)
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         with self._changed:

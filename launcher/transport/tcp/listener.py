@@ -53,6 +53,8 @@ class Door:
         self.address, self.port = str(listening.getsockname()[0]), int(listening.getsockname()[1])
         self._places = list(places)
         self._typed = typed
+        self._tell = tell
+        self._introduced: set[str] = set()
         self._keeper = Doorkeeper(listening, token, Seats(places, expected), tell=tell)
         self._closing = threading.Lock()
         self._closed = False
@@ -74,7 +76,15 @@ class Door:
                 raise HostError(place, self._missing(place, deadline - began))
         if want.stream is None:
             raise HostError(place, want.refusal or "the run is over")
+        self._introduce(place, want.stream)
         return want.stream
+
+    def _introduce(self, place: str, stream: JoinedStream) -> None:
+        """Say once which machine has come for a place, where the place has another name."""
+        hostname = stream.greeting.hostname
+        if place not in self._introduced and place.partition(".")[0] != hostname.partition(".")[0]:
+            self._tell(f"{place} is {hostname} ({stream.their_address})")
+        self._introduced.add(place)
 
     def close(self, exit_code: int, text: str = "", *, linger_s: float = 1.0) -> None:
         """Tell every node how the run ended, also one that dials again within `linger_s`, and close everything.

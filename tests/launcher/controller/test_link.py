@@ -1,79 +1,216 @@
-"""One host's stream in the controller: what is told, and whether it is written."""
+"""However a stream ends, and whatever goes wrong in a thread of its link, the controller is told so."""
 
+import os
 import queue
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import psutil
+import pytest
 from testbed.processes import wait_until
+from testbed.sshd import SshHosts
 
-from launcher.controller.controller import _Link
+from launcher.controller.link import Link, close_links
+from launcher.errors import StreamError
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Connected, Event
+from launcher.job.events import Connected, Event, Lost
 from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
 from launcher.output.writer import OutputThread
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.placement.job_spec import SshOptions
+from launcher.protocol import PREAMBLE, Suspend
+from launcher.transport.srun import Srun, SrunStream
+from launcher.transport.ssh.stream import SshStream, connect_ssh
+from launcher.transport.stream import Stream
+
+WAIT_S = 20.0
 
 
-class Stream:
-    """Keeps what is written to it; the order to suspend waits until it `may_pass`."""
+class FakeStream:
+    """A stream whose agent says nothing and does not end until it is given up; its users see what they are made to."""
 
-    our_address = None
+    our_address: str | None = None
 
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.may_pass = threading.Event()
-        self._ended = threading.Event()
+    def __init__(
+        self, *, reads: Exception | None = None, writes: Exception | None = None, gate: threading.Barrier | None = None
+    ) -> None:
+        self.reads, self.writes, self.gate = reads, writes, gate
+        self.finished = threading.Event()
+        self.passed = gate is None
 
     def read(self) -> bytes:
-        self._ended.wait()
-        return b""
+        if self.reads is None:
+            self.finished.wait()
+            return b""
+        raise self.reads
 
     def write(self, data: bytes) -> None:
-        if data == b"suspend":
-            assert self.may_pass.wait(20)
-        self.written.append(data)
+        if self.writes is not None:
+            raise self.writes
 
     def end(self) -> None:
-        self._ended.set()
+        self.write(b"")
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
-        return 0, ""
+        if not self.finished.is_set() and self.gate is not None:
+            self.gate.wait(WAIT_S)
+            self.passed = True
+        self.finished.set()
+        return None, ""
 
 
-class Queue(queue.SimpleQueue[bytes | None]):
-    """Whoever asks whether it is empty is overtaken by another thread before it can use the answer."""
-
-    def __init__(self) -> None:
-        self.asked, self.may_know = threading.Event(), threading.Event()
-
-    def empty(self) -> bool:
-        answer = super().empty()
-        self.asked.set()
-        assert self.may_know.wait(20)
-        return answer
+@pytest.fixture
+def output() -> Iterator[OutputThread]:
+    logs = LogFiles(Path(os.devnull), lambda _: None)
+    logs.usable = False
+    with open(os.devnull, "wb") as nowhere:
+        output = OutputThread(Console(out=nowhere.fileno(), err=nowhere.fileno()), logs)
+        output.start()
+        yield output
+        output.close()
 
 
-def test_a_link_is_idle_only_when_all_that_was_told_is_written() -> None:
-    """dtrain stops itself at Ctrl-Z once its links are idle: the order to suspend must be on its way by then."""
-    host = Host("here", HostKind.LOCAL)
-    spec = JobSpec(Command(CommandKind.SCRIPT, "t.py"), (host,), run_id="r", python="p")
+def opened(stream: Stream, events: "queue.SimpleQueue[Event]", output: OutputThread) -> Link:
+    link = Link(Host("a", HostKind.SSH), 1, python="python3", events=events, output=output)
+    link.open(lambda: stream)
+    assert events.get(timeout=WAIT_S) == Connected("a", 1, stream.our_address)
+    return link
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StreamError("the connection broke: Broken pipe"), "the connection broke: Broken pipe"),
+        (RuntimeError("nobody thought of it"), "RuntimeError: nobody thought of it"),
+    ],
+)
+@pytest.mark.parametrize("where", ["reads", "writes"])
+def test_an_error_in_either_thread_is_the_reason_of_the_loss(
+    where: str, error: Exception, reason: str, output: OutputThread
+) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    output = OutputThread(Console(), LogFiles(spec.log_dir, lambda _: None))
-    link, stream, outgoing = _Link(host, 1, spec, events, output, None), Stream(), Queue()
-    link._outgoing = outgoing
-    link.open(stream, 0.0)
-    assert isinstance(events.get(timeout=20), Connected)
-    link.tell(b"heartbeat")
-    wait_until(lambda: b"heartbeat" in stream.written and (outgoing.asked.is_set() or link.idle), "it is written")
-    link.tell(b"suspend")
-    outgoing.may_know.set()
-    watched_until = time.monotonic() + 0.2
-    was_idle = False
-    while not was_idle and time.monotonic() < watched_until:
-        was_idle = link.idle
-    stream.may_pass.set()
-    wait_until(lambda: link.idle, "all is written")
-    assert (was_idle, stream.written[-1]) == (False, b"suspend")
+    stream = FakeStream(**{where: error})  # type: ignore[arg-type]
+    link = opened(stream, events, output)
+    assert events.get(timeout=WAIT_S) == Lost("a", 1, reason)
+    assert stream.finished.wait(WAIT_S)
     link.close()
-    link.finish(time.monotonic() + 20)
+    assert link.released(time.monotonic() + WAIT_S)
+
+
+def test_a_link_is_idle_only_when_all_that_was_told_is_written(output: OutputThread) -> None:
+    """dtrain stops itself at Ctrl-Z once its links are idle: the order to suspend must be on its way by then."""
+    may_pass, begun = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Slow(FakeStream):
+        def write(self, data: bytes) -> None:
+            if data != PREAMBLE and data:
+                begun.release()
+                assert may_pass.acquire(timeout=WAIT_S)
+
+    link = opened(Slow(), queue.SimpleQueue(), output)
+    link.tell(Suspend())
+    link.tell(Suspend())
+    for _ in range(2):
+        assert begun.acquire(timeout=WAIT_S)
+        assert not link.idle
+        may_pass.release()
+    wait_until(lambda: link.idle, "all is written")
+    close_links([link])
+
+
+def test_all_links_are_given_up_at_once(output: OutputThread) -> None:
+    gate = threading.Barrier(8)
+    streams = [FakeStream(gate=gate) for _ in range(gate.parties)]
+    links = [opened(stream, queue.SimpleQueue(), output) for stream in streams]
+    close_links(links)
+    assert all(stream.passed for stream in streams)
+    assert all(link.released(time.monotonic() + WAIT_S) for link in links)
+
+
+def stalled(ssh_hosts: SshHosts, command: str) -> SshStream:
+    """A channel that is open, of a connection that is in the middle of a key exchange which does not go on."""
+    options = SshOptions(config=ssh_hosts.ssh_config)
+    stream = connect_ssh(Host("node1", HostKind.SSH), options, ["sh", "-c", command], time.monotonic() + WAIT_S)
+    transport = stream._link.transport
+    transport.clear_to_send_timeout = 0.2
+    transport.clear_to_send.clear()
+    return stream
+
+
+def test_a_key_exchange_that_stalls_loses_the_host_when_something_is_written(
+    ssh_hosts: SshHosts, output: OutputThread
+) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    link = opened(stalled(ssh_hosts, "cat"), events, output)
+    lost = Lost("a", 1, "the connection broke: Key-exchange timed out waiting for key negotiation")
+    assert events.get(timeout=WAIT_S) == lost
+    assert link.released(time.monotonic() + WAIT_S)
+
+
+def read_all(stream: Stream) -> bytes:
+    return b"".join(iter(stream.read, b""))
+
+
+def test_a_key_exchange_that_stalls_loses_the_host_when_much_is_read(ssh_hosts: SshHosts) -> None:
+    stream = stalled(ssh_hosts, "yes")
+    with pytest.raises(StreamError, match="Key-exchange timed out"):
+        read_all(stream)  # what is read makes room, and the other end has to be told so
+    stream.finish(0.0)
+
+
+def test_an_srun_is_awaited_at_any_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    with ExitStack() as many:
+        try:
+            for _ in range(1100):
+                many.enter_context(open(os.devnull, "rb"))
+            stream = SrunStream(["echo", "up"], os.environ, finished=lambda _: None)
+            assert stream.answers(time.monotonic() + WAIT_S)
+            assert read_all(stream) == b"up\n"
+            assert stream.finish(WAIT_S)[0] == 0
+            stream.end()
+            silent = SrunStream(["sleep", "60"], os.environ, finished=lambda _: None)
+            assert not silent.answers(time.monotonic() + 0.1)
+            silent.finish(0.0)
+            assert read_all(silent) == b""
+            silent.end()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, line in (("srun", "exec sleep 600"), ("scontrol", f"echo asked >> {tmp_path}/asked")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = {"JOB_ID": "12", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "TASKS_PER_NODE": "1(x2)"}
+    for variable, value in job.items():
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    srun = Srun()
+    ended: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def connect(name: str) -> None:
+        stream = srun.connect(Host(name, HostKind.SRUN), ["agent"], time.monotonic() + 600)
+        ended.put(read_all(stream))
+        stream.end()
+
+    def sleeping() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "600"]]
+
+    threads = [threading.Thread(target=connect, args=(name,), daemon=True) for name in ("n1", "n2")]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(sleeping()) == 2, "both have begun", WAIT_S)
+    srun.close()
+    assert [ended.get(timeout=WAIT_S) for _ in threads] == [b"", b""]
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert sleeping() == []
+    assert (tmp_path / "asked").read_text() == "asked\n"

@@ -48,6 +48,7 @@ from launcher.protocol import (
     Heartbeat,
     Hello,
     OpenStore,
+    PortsReserved,
     Prepare,
     Report,
     RestartWorker,
@@ -353,6 +354,18 @@ def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict
     assert isinstance(drive.outcome.error, StartError)
     assert reason in drive.outcome.error.reasons["b"]
     assert told(drive.commands, Prepare) == ["a"]
+
+
+def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_starts() -> None:
+    workers = 9000
+    drive = Drive("a", hosts=(Host("a", HostKind.SSH, slots=workers),), env_for=("tf",))
+    drive.join()
+    drive.say("a", drive.facts("a"), StoreOpened(0, "10.0.0.9", 29501))
+    ports = [*range(10_000, 10_000 + workers)]
+    assert messages(drive.say("a", PortsReserved(0, "10.0.0.9", ports)), StartWorker) == []
+    drive.goodbye()
+    assert isinstance(drive.outcome.error, PlacementError)
+    assert "TF_CONFIG names every process, and would have " in str(drive.outcome.error)
 
 
 def test_the_python_of_a_host_does_not_matter_to_a_program() -> None:

@@ -1,8 +1,10 @@
 """Roles beside the ordinary workers: read, placed, told who they are, and waited for or not."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from testbed.processes import run_dtrain
 
 from launcher.errors import UsageError
-from launcher.placement.ecosystems import ecosystem_environment, parse_ecosystems, serving_ranks
+from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks
 from launcher.placement.environment import roles_in_order, worker_environment
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.placement.roles import Role, Roles, parse_role, roles_of
@@ -159,7 +161,7 @@ def test_an_isolated_worker_sees_its_own_gpu() -> None:
 def _environments(wanted: tuple[str, ...], roles: Roles) -> list[dict[str, str]]:
     placement = place([CPU, GPU], nproc=2, roles=roles)
     addresses = {rank: f"10.0.0.1:{5000 + rank}" for rank in serving_ranks(wanted, placement)}
-    return [ecosystem_environment(wanted, placement, worker, addresses) for worker in placement.workers]
+    return list(ecosystem_environments(wanted, placement, addresses))
 
 
 def test_tensorflow_s_cluster_has_all_but_the_evaluator() -> None:
@@ -175,6 +177,44 @@ def test_without_roles_all_are_tensorflow_s_workers_and_others_have_no_config() 
     (config, *_) = [json.loads(env["TF_CONFIG"]) for env in _environments(("tf",), Roles())]
     assert (list(config["cluster"]), len(config["cluster"]["worker"])) == (["worker"], 4)
     assert ["TF_CONFIG" in env for env in _environments(("tf",), roles_of(["data:1"]))] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("text", "roles", "wanted"),
+    [
+        (None, roles_of([], ps=2), ()),  # ddp's
+        ("tf", roles_of([], ps=2), ("tf",)),
+        (None, roles_of([], chief=True, ps=2), ("tf",)),
+        (None, roles_of([], chief=True), ("tf",)),
+        (None, roles_of([], ps=1, evaluator=True), ("tf",)),
+        ("horovod", Roles(), ("horovod",)),
+    ],
+)
+def test_tensorflow_s_variable_is_for_those_who_ask(text: str | None, roles: Roles, wanted: tuple[str, ...]) -> None:
+    assert parse_ecosystems(text, roles) == wanted
+
+
+def _calls_for_each_worker(wanted: tuple[str, ...], workers: int) -> float:
+    """How many calls of Python code, and of C code from there, the variables of a worker take."""
+    offers = [HostOffer(f"h{k}", 8, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for k in range(workers // 8)]
+    placement = place(offers, nproc=8)
+    addresses = {rank: f"10.0.0.1:{rank}" for rank in serving_ranks(wanted, placement)}
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    environments = list(ecosystem_environments(wanted, placement, addresses))
+    sys.setprofile(None)
+    assert len(environments) == workers
+    return calls / workers
+
+
+@pytest.mark.parametrize("launcher", ["tf", "horovod"])
+def test_a_worker_s_variables_cost_the_same_however_many_workers_there_are(launcher: str) -> None:
+    assert _calls_for_each_worker((launcher,), 800) < 1.5 * _calls_for_each_worker((launcher,), 80)
 
 
 def test_other_launchers_variables_are_theirs() -> None:

@@ -17,7 +17,7 @@ import pytest
 from testbed import REPOSITORY
 from testbed.processes import Result, started, wait_until
 
-from launcher.errors import HostError
+from launcher.errors import HostError, StreamError
 from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, Output, Prepare, StartWorker, Stop
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.joined_node import JoinedStream
@@ -251,7 +251,7 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
             stream = run.wait()
             first = int(read_until(stream, b"\n").split()[1])
             wire.cut()
-            with pytest.raises(ConnectionError):
+            with pytest.raises(StreamError):
                 read_until(stream, b"nothing more")
             stream = run.wait()
             assert not psutil.pid_exists(first)

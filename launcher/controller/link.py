@@ -1,0 +1,188 @@
+"""The link to one host: it opens the stream, reads and writes it in two threads of its own, and releases it.
+
+Used by the controller (controller.py), whose loop never waits for a host. Output goes straight to the output thread,
+whose full queue makes the reader wait, and with it the host; all else becomes an event. However the stream ends, and
+whatever goes wrong in a thread, the controller is told so by a `Lost` with the reason.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from launcher.errors import DtrainError, HostError
+from launcher.hosts.host import Host
+from launcher.job.events import Connected, Event, Lost, Said
+from launcher.output.writer import OutputThread
+from launcher.protocol import PREAMBLE, Bye, Decoder, Output, encode
+from launcher.protocol import Command as AgentCommand
+from launcher.transport.stream import Stream
+
+__all__ = ["LET_GO_S", "Link", "close_links"]
+
+LET_GO_S = 10.0  # for the end of an agent whose stream has ended
+END_S = 2.0  # for all agents to end with the run, and again to give up those that do not
+READER_FIRST_S = 3.0  # the reader mostly knows better than the writer why a stream broke, and may ask for 2 s
+
+
+class Link:
+    """One stream to a host; `number` counts the host's. `python` is what runs the agent there."""
+
+    def __init__(
+        self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event], output: OutputThread
+    ) -> None:
+        self.host = host
+        self.waiting = False  # the reader waits for the output
+        self._number = number
+        self._python = python
+        self._events = events
+        self._output = output
+        self._stream: Stream | None = None  # set once, by the reader
+        self._closed = False
+        self._read_all = threading.Event()
+        self._told = 0  # messages; counted by the loop alone
+        self._written = 0  # of those; counted by the writer alone
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
+
+    def open(self, connect: Callable[[], Stream]) -> None:
+        """Connect in the background, then read until the end."""
+        self._reader = threading.Thread(target=self._read, args=(connect,), name=f"read {self.host.name}", daemon=True)
+        self._reader.start()
+
+    def tell(self, message: AgentCommand) -> None:
+        if self._stream is not None and not self._closed:
+            self._told += 1
+            self._outgoing.put(encode(message))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything told is written; asked by the loop."""
+        return self._written == self._told
+
+    def close(self) -> None:
+        """End the stream once everything told is written. The reader releases the connection when the agent ends."""
+        if not self._closed:
+            self._closed = True
+            self._outgoing.put(None)
+
+    def released(self, deadline: float) -> bool:
+        """Wait until the connection is released, but not beyond `deadline`; say whether it is, or was never made.
+
+        An attempt to connect that is under way has its own time limit.
+        """
+        if self._stream is not None and self._reader is not None:
+            self._reader.join(max(0.0, deadline - time.monotonic()))
+            return not self._reader.is_alive()
+        return True
+
+    def release(self, after_s: float = 0.0) -> threading.Thread:
+        """Give the agent up and release the connection, in the thread that is returned, since that may block."""
+        stream = self._stream
+        assert stream is not None
+
+        def give_up() -> None:
+            if not self.released(time.monotonic() + after_s):
+                stream.finish(0.0)
+
+        thread = threading.Thread(target=give_up, name=f"release {self.host.name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _lose(self, reason: str) -> None:
+        """Report the end of the stream; only the first report of a link counts for the job."""
+        self._events.put(Lost(self.host.name, self._number, reason))
+
+    # ---- in the reader's thread ----
+
+    def _read(self, connect: Callable[[], Stream]) -> None:
+        try:
+            stream = connect()
+        except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
+            self._lose(_reason(error))
+            return
+        if self._closed:  # given up meanwhile: its agent is not to wait for a word of ours
+            stream.finish(0.0)
+            return
+        self._stream = stream
+        threading.Thread(target=self._write, args=(stream,), name=f"write {self.host.name}", daemon=True).start()
+        self._events.put(Connected(self.host.name, self._number, stream.our_address))
+        try:
+            reason = self._pump(stream)
+        except Exception as error:
+            reason = _reason(error)
+        self._read_all.set()
+        self._lose(reason)
+        stream.finish(LET_GO_S)
+
+    def _pump(self, stream: Stream) -> str:
+        """Read until the end; return why it ended."""
+        decoder = Decoder()
+        greeted = said_bye = False
+        while data := stream.read():
+            for message in decoder.feed(data):
+                greeted = True
+                said_bye = said_bye or isinstance(message, Bye)
+                if isinstance(message, Output):
+                    if self._closed:  # given up; by now its ranks may be somebody else's
+                        continue
+                    self.waiting = True
+                    self._output.write(message.rank, message.stream, message.data)
+                    self.waiting = False
+                else:
+                    # The job ignores what is none of an agent's messages.
+                    self._events.put(Said(self.host.name, self._number, message))  # type: ignore[arg-type]
+        if said_bye:
+            return "ended"
+        return self._why_ended(stream, decoder, greeted)
+
+    def _why_ended(self, stream: Stream, decoder: Decoder, greeted: bool) -> str:
+        status, words = stream.finish(2.0)
+        last = [line.strip() for line in words.splitlines() if line.strip()]
+        if greeted:
+            how = "the connection closed" if status is None else f"its agent ended with status {status}"
+            if status == 128 + signal.SIGKILL:
+                how = "its agent was killed"
+            return f"{how}{': ' + last[-1] if last else ''}"
+        if status in (126, 127):
+            return f"there is no Python at {self._python}; name the one that has dtrain with --python"
+        if "No module named" in words:
+            return f"{self._python} there has no dtrain; install it: {self._python} -m pip install dtrain"
+        noise = decoder.noise.decode("utf-8", "replace").strip().splitlines()
+        said = (last or noise or ["it said nothing"])[-1]
+        return f"the agent did not start (status {status}): {said}"
+
+    # ---- in the writer's thread ----
+
+    def _write(self, stream: Stream) -> None:
+        try:
+            stream.write(PREAMBLE)
+            while (data := self._outgoing.get()) is not None:
+                stream.write(data)
+                self._written += 1
+            stream.end()
+        except Exception as error:
+            if not self._read_all.wait(READER_FIRST_S):
+                self._lose(_reason(error))
+                stream.finish(0.0)  # a blocked read returns
+
+
+def close_links(links: Sequence[Link]) -> None:
+    """Give all hosts up at once, and wait for all together. Blocks no longer for many than for one."""
+    for link in links:
+        link.close()
+    deadline = time.monotonic() + END_S
+    stuck = [link.release() for link in links if not link.released(deadline)]
+    deadline = time.monotonic() + END_S
+    for thread in stuck:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _reason(error: Exception) -> str:
+    """Return what a `Lost` says of an error; one that nobody thought of with its name."""
+    if isinstance(error, HostError):
+        return error.reason
+    return str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,88 @@
+"""Agents on this machine, at the other end of pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+from launcher.errors import HostError
+from launcher.transport.stream import broken_by
+
+__all__ = ["LocalStream", "start_agent"]
+
+READ_BYTES = 1 << 16
+
+
+def start_agent(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start an agent on this machine with pipes for its three streams. Raises HostError."""
+    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
+    # folder: a `launcher` package of the user's working directory must not be taken for ours.
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
+        raise HostError("this machine", reason) from error
+
+
+class LocalStream:
+    """An agent on this machine, at the other end of two pipes. A `Stream`."""
+
+    our_address: str | None = None
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._process = start_agent(command, env)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
+        self._stderr = self._process.stderr
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._words = b""
+        self._listener = threading.Thread(target=self._listen, name="agent's stderr", daemon=True)
+        self._listener.start()
+
+    def read(self) -> bytes:
+        # Not read(): it takes room for all that there could be, whose pieces glibc then keeps between small ones.
+        with broken_by():
+            read = 0 if self._stdout.closed else os.readv(self._stdout.fileno(), [self._buffer])
+        if read == 0:
+            self._stdout.close()
+        return bytes(self._buffer[:read])
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with broken_by():
+            while view:
+                view = view[self._stdin.write(view) or 0 :]
+
+    def end(self) -> None:
+        with broken_by():
+            self._stdin.close()
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        try:
+            status: int | None = self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
+            self._process.wait()
+            status = None
+        self._listener.join(1.0)
+        return status, self._words.decode("utf-8", "replace")
+
+    def _listen(self) -> None:
+        """Keep the last that the agent said on stderr, and never let it wait for a reader."""
+        with self._stderr:
+            while words := self._stderr.read(READ_BYTES):
+                self._words = (self._words + words)[-READ_BYTES:]

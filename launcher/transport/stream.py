@@ -1,0 +1,51 @@
+"""The seam between controller and agents: one byte stream a host, whatever carries it.
+
+`connect` (connect.py) opens one: a pair of pipes (local.py), an `srun` (srun.py), an SSH channel
+(ssh/stream.py), or the connection of a node started by hand (tcp/). A stream is read by one thread,
+written and ended by another, and finished by any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from launcher.errors import StreamError
+
+__all__ = ["Stream", "broken_by"]
+
+
+class Stream(Protocol):
+    """A connection to one agent. `our_address` is this machine's address as the host sees it, if it is remote."""
+
+    our_address: str | None
+
+    def read(self) -> bytes:
+        """Block until there is something to read and return it; b"" at the end. Raises StreamError."""
+
+    def write(self, data: bytes) -> None:
+        """Write everything; may block. Raises StreamError when the other end is gone."""
+
+    def end(self) -> None:
+        """End our direction; the agent takes that as the order to stop. Its words can still be read.
+
+        Raises StreamError.
+        """
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        """Wait for the agent's end, then give it up and release everything; a blocked `read` returns.
+
+        Returns its exit status (None if it did not end in time) and what its stderr said. May be called again.
+        """
+
+
+@contextmanager
+def broken_by(*kinds: type[Exception]) -> Iterator[None]:
+    """Have what breaks a stream raised as StreamError: OSError, EOFError, and these kinds of the library below."""
+    broken: tuple[type[Exception], ...] = (OSError, EOFError, *kinds)
+    try:
+        yield
+    except broken as error:
+        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise StreamError(f"the connection broke: {words}") from error
