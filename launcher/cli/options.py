@@ -89,69 +89,84 @@ class Options:
     hosts: str | None = _option(
         "Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16].", "A[:SLOTS],B,...", cls=Listed
     )
-    hostfile: str | None = _option("Hosts from a file as Open MPI, MPICH, PBS and DeepSpeed have them.", "FILE")
-    include: str | None = _option("Of these hosts, only those; of these slots (GPUs), only those.", "A[:SLOT,...]@B")
-    exclude: str | None = _option("... all but those.", "A[:SLOT,...]@B")
-    hosts_script: str | None = _option("A program that prints the hosts there are now; asked again and again.", "CMD")
+    hostfile: str | None = _option("Read the hosts from a file of Open MPI, MPICH, PBS or DeepSpeed.", "FILE")
+    include: str | None = _option("Use only these of the hosts, and of their slots (GPUs).", "A[:SLOT,...]@B")
+    exclude: str | None = _option("Use all of them but these.", "A[:SLOT,...]@B")
+    hosts_script: str | None = _option("Run this program again and again to learn which hosts there are.", "CMD")
     simulate: bool = _flag("Divide this machine's GPUs and cores between --nnodes hosts.")
-    node_rank: int | None = _option("This is node K: the command is typed on every node.", "K")
-    master_addr: str | None = _option("The first host's address for the others.  [default: found]", "ADDR")
-    master_port: int | None = _option("The store's port.  [default: 29500, or a free one]", "PORT")
+    node_rank: int | None = _option("Take part as node K; type the command on every node.", "K")
+    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: found]", "ADDR")
+    master_port: int | None = _option("Port of the rendezvous store.  [default: 29500, or a free one]", "PORT")
     role: tuple[str, ...] = _several(
-        "Processes beside the workers, over all hosts; or a name for the workers.", "NAME[:COUNT[:COMMAND]]"
+        "Start COUNT processes of this role beside the workers, over all hosts; or name the workers.",
+        "NAME[:COUNT[:COMMAND]]",
     )
     ends_with: str | None = _option(
-        "The run ends with these roles; others are stopped.  [default: all]", "ROLE,...", cls=Listed
+        "End the run when these roles have ended; stop the others.  [default: all]", "ROLE,...", cls=Listed
     )
-    chief: bool = _flag("The first worker is TensorFlow's chief.")
-    ps: int = _option("N parameter servers, of ddp.strategy's or TensorFlow's.", "N", default=0)
-    evaluator: bool = _flag("One evaluator of TensorFlow's.")
+    chief: bool = _flag("Make the first worker TensorFlow's chief.")
+    ps: int = _option("Start N parameter servers, of ddp.strategy or TensorFlow.", "N", default=0)
+    evaluator: bool = _flag("Start one evaluator of TensorFlow.")
     env_for: str | None = _option(
-        "Variables of these launchers for the workers, too.", "tf,mpi,deepspeed,horovod", cls=Listed
+        "Also set the variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
     )
     gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
     oversubscribe: bool = _flag("Allow more workers than GPUs.")
     virtual_local_rank: bool = _flag("Let each worker see its own GPU only, and LOCAL_RANK 0.")
-    pass_local_rank: bool = _flag("Give the script --local-rank=N, as torch.distributed.launch did.")
+    pass_local_rank: bool = _flag("Pass --local-rank=N to the script, as torch.distributed.launch did.")
     module: bool = _flag("SCRIPT is a module's name, as for python -m.", short="-m", env=False)
     no_python: bool = _flag("SCRIPT is any program.", env=False)
 
     # ---- how they run, and what is shown ----
-    export: tuple[str, ...] = _several("A variable for the workers; globs too.", "NAME[=VALUE]", short="-x")
+    export: tuple[str, ...] = _several(
+        "Set a variable for the workers, or pass on those of this name or glob.", "NAME[=VALUE]", short="-x"
+    )
     workdir: str | None = _option("The workers' working directory.  [default: this one]", "DIR")
     python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
-    log_dir: str = _option("Where the output is kept.", "DIR", default=str(JobSpec.log_dir))
+    log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
     run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
-    start_timeout_s: float = _option("Until all workers run.", default=JobSpec.start_timeout_s)
-    grace_s: float = _option("From asking workers to end to KILL.", default=JobSpec.grace_s)
+    start_timeout_s: float = _option("Seconds until all workers must be running.", default=JobSpec.start_timeout_s)
+    grace_s: float = _option("Seconds between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
     max_restarts: int = _option(
-        "How often all workers are started again after a failure, or one alone that the others can do without.",
+        "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
         "N",
         default=JobSpec.max_restarts,
         show_default=True,
     )
-    grow: bool = _flag("With --nnodes MIN:MAX: start again as soon as another host has come.")
+    grow: bool = _flag("With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined.")
     heartbeat_timeout_s: float = _option(
-        "A host that is silent for so long is lost; by then it has ended its workers by itself.",
+        "Seconds without a sign of life after which a host is lost. It has ended its workers by then.",
         default=JobSpec.heartbeat_timeout_s,
     )
-    stall_timeout_s: float | None = _option("A run without any output or step for so long has failed.")
-    error_json: str | None = _option("Where to write how the run ended, for programs.", "FILE")
-    interface: str | None = _option(
-        "The network interface to use, the first that a host has up.", "NAME,...", cls=Listed
+    stall_timeout_s: float | None = _option(
+        "Seconds without any output or training step after which the run has failed."
     )
-    token_file: str | None = _option("The secret that nodes started by hand share; or DTRAIN_TOKEN.", "FILE")
+    error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
+    interface: str | None = _option(
+        "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
+    )
+    token_file: str | None = _option(
+        "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
+    )
     numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
-    requeue: bool = _flag("In SLURM: after USR1, end once a checkpoint is saved, and queue again.")
-    ssh_config: str | None = _option("As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE")
-    accept_new_host_keys: bool = _flag("Trust hosts that are in no known_hosts file, from now on.")
+    requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
+    ssh_config: str | None = _option(
+        "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
+    )
+    accept_new_host_keys: bool = _flag("Accept and store keys of hosts that are in no known_hosts file.")
     only_rank: str | None = _option("Show only the output of these ranks; all of it is kept.", "R,R", cls=Listed)
-    redirects: str | None = _option("Keep off the terminal: 1 stdout, 2 stderr, 3 both; or 0:3,1:1.", "STD", short="-r")
-    tee: str | None = _option("... but not these.", "STD", short="-t")
+    redirects: str | None = _option(
+        "Keep streams off the terminal: 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:N,... such as 0:3,1:1.",
+        "STD",
+        short="-r",
+    )
+    tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
     local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
     print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
-    quiet: bool = _flag("Nothing of dtrain's own but errors.", short="-q", env=False)
-    verbose: bool = _flag("Also say what was run, for how long, and where its output is.", short="-v", env=False)
+    quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
+    verbose: bool = _flag(
+        "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
+    )
 
     # ---- torchrun's ----
     rdzv_backend: str | None = _torchrun_word()
