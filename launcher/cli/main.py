@@ -161,7 +161,7 @@ def sbatch(words: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--no-allreduce", is_flag=True, help="Leave out the all-reduce, which takes as long as torch to import.")
 def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
-    """Check whether `dtrain run` would start on all hosts, how fast they reach each other, and what to mend.
+    """Check whether `dtrain run` would start on all hosts, how fast they reach each other, and what to fix.
 
     Takes every option of `dtrain run`; without SCRIPT, only the hosts are checked. Exit code 0: a run would start.
     """

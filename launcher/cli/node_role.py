@@ -81,7 +81,7 @@ def _place_typed(options: Options, nodes: tuple[int, int], nproc: int | str | No
         raise UsageError(f"--node-rank is {node_rank}; with --nnodes {nodes[1]} it must be 0 to {nodes[1] - 1}")
     address = options.master_addr or (_LOOPBACK if options.as_torchrun or nodes[1] == 1 else None)
     if address is None:
-        raise UsageError("where do the nodes meet? Name an address of node 0 with --master-addr, on every node")
+        raise UsageError("the address of node 0 is missing; write --master-addr ADDR on every node")
     port = 0 if options.any_port else options.master_port or DEFAULT_PORT
     return Place(
         node_rank=node_rank,

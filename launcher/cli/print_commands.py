@@ -21,9 +21,7 @@ def commands(options: Options) -> str:
     hosts = listed_hosts(options)
     nodes = options.nnodes[1] if options.nnodes else len(hosts)
     if nodes < 2:
-        raise UsageError(
-            "--print-commands says what to type on each of several nodes: how many? --nnodes N, or --hosts"
-        )
+        raise UsageError("--print-commands needs the number of nodes, 2 or more; write --nnodes N, or --hosts")
     words = _typed_words(options)
     if not (options.nnodes and "nnodes" in options.typed):
         words = ["--nnodes", str(nodes), *words]

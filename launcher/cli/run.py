@@ -107,18 +107,19 @@ def _control(request: Request, talk: Talk) -> int:
     from launcher.machine.processes import raise_file_limit
     from launcher.output.console import Console
     from launcher.output.logfiles import LogFiles, set_aside
+    from launcher.output.report import report
     from launcher.output.writer import OutputThread
 
     raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not talk.quiet:
-        talk.say(f"there was a run {spec.run_id} before; its files are in {moved} now")
+        talk.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, lambda reason: console.say(reason))
     output = OutputThread(console, logs, shown=request.shown)
     output.start()
     try:
-        with _door(place, spec, output) as door:
+        with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as door:
             controller = Controller(
                 spec if door is None else replace(spec, master_addr=door.address),
                 output,
@@ -129,33 +130,18 @@ def _control(request: Request, talk: Talk) -> int:
             )
             outcome = controller.run()
             if door is not None:
-                door.close(outcome.exit_code, _told(outcome))
+                line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
+                door.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
     _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None)
     return _requeue(outcome, talk) if outcome.preempted else outcome.exit_code
 
 
-@contextlib.contextmanager
-def _door(place: Place | None, spec: JobSpec, output: OutputThread) -> Iterator[Door | None]:
-    """Open the door, if others join this run, and let them know where it is."""
-    if place is None:
-        yield None
-        return
-    from launcher.cli.run_node import open_door
+def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Door]:
+    from launcher.cli.run_node import open_door  # cryptography is slow to import
 
-    with open_door(place, spec, output.say) as door:
-        if place.by_hand and place.nodes[1] > 1:
-            others = place.nodes[1] - 1
-            output.say(f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {door.address}:{door.port}")
-        yield door
-
-
-def _told(outcome: Outcome) -> str:
-    """Return in a line what the other nodes are told of the end."""
-    from launcher.output.report import report
-
-    return report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
+    return open_door(place, spec, tell)
 
 
 def _tell(
@@ -193,8 +179,8 @@ def _requeue(outcome: Outcome, talk: Talk) -> int:
     from launcher.hosts.slurm_allocation import is_cancelled, requeue
 
     if outcome.signum is not None and is_cancelled(os.environ):
-        talk.say("the job was cancelled, and is not queued again")
+        talk.say("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
     problem = requeue(os.environ)
-    talk.say("the job is queued again, and goes on from there" if problem is None else problem)
+    talk.say("the job is queued again and resumes from its checkpoint" if problem is None else problem)
     return outcome.exit_code

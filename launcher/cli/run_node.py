@@ -12,7 +12,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from launcher.cli.node_role import Place, is_loopback
@@ -58,14 +58,13 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
         if taken and place.node_rank is None:
             raise PlaceTakenError(str(error)) from error
         raise
-    with door:
-        if token is not None:
-            yield door
-            return
-        assert place.folder is not None
-        place.folder.mkdir(parents=True, exist_ok=True)
-        with publish(place.folder, place.name, Meeting(door.address, door.port, secret)):
-            yield door
+    with door, ExitStack() as published:
+        if token is None and place.folder is not None:
+            place.folder.mkdir(parents=True, exist_ok=True)
+            published.enter_context(publish(place.folder, place.name, Meeting(door.address, door.port, secret)))
+        if place.by_hand and (others := place.nodes[1] - 1):
+            tell(f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {door.address}:{door.port}")
+        yield door
 
 
 def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
@@ -90,10 +89,8 @@ def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
     except JoinError as error:
         if place.by_hand or place.folder is None:
             raise
-        shared = (
-            f"the tasks of a step find each other in {place.folder.absolute()} (--log-dir), which they have to share"
-        )
-        raise JoinError(f"{error}; {shared}, unless there is DTRAIN_TOKEN and --master-addr") from error
+        shared = f"the tasks of a step must share the folder {place.folder.absolute()} (--log-dir)"
+        raise JoinError(f"{error}; {shared}, or have DTRAIN_TOKEN and --master-addr") from error
 
 
 def join(
@@ -178,9 +175,9 @@ def _shared_token(place: Place) -> bytes | None:
     token = find_token(os.environ, place.token_file) if place.by_hand or place.folder is None else None
     if token is None and place.folder is None:
         raise UsageError(
-            "nodes that are started by hand prove to each other that they belong together, and there is no token: make "
-            "one by `(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy "
-            "that file to every node, or set DTRAIN_TOKEN; see dtrain run --print-commands"
+            "there is no token, by which nodes started by hand authenticate each other. Make one by "
+            "`(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that "
+            "file to every node, or set DTRAIN_TOKEN; see dtrain run --print-commands"
         )
     return token
 

@@ -37,8 +37,7 @@ class Group(click.Group):
         settings = self.read_settings()
         ctx.default_map = {name: _defaults(command, settings, ctx) for name, command in self.commands.items()}
         if ctx.obj:
-            flags = {p.name: p.is_flag for p in self.commands["run"].params if isinstance(p, click.Option) and p.name}
-            ctx.default_map["run"] = torchrun.defaults(os.environ, flags, ctx.default_map["run"])
+            ctx.default_map["run"] = torchrun.defaults(os.environ, ctx.default_map["run"])
         return super().invoke(ctx)
 
     def read_settings(self) -> Settings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from launcher.cli.options import Options
@@ -31,16 +31,13 @@ _SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are wai
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
-def defaults(environment: Mapping[str, str], known: Mapping[str, bool], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's.
-
-    `known` are the names of the options, and whether each is a flag.
-    """
+def defaults(environment: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's."""
     values: dict[str, Any] = {"nproc_per_node": "1", **settings}
-    for variable, value in environment.items():
-        name = variable.removeprefix("PET_").lower()
-        if variable.startswith("PET_") and name in known and name != "export":  # which is none of torchrun's
-            values[name] = value == "1" if known[name] else [value] if name == "role" else value
+    for name, is_flag in ((f.name, f.type == "bool") for f in fields(Options) if f.metadata):
+        value = environment.get(f"PET_{name.upper()}")
+        if value is not None and name != "export":  # which is none of torchrun's
+            values[name] = value == "1" if is_flag else [value] if name == "role" else value
     return values
 
 

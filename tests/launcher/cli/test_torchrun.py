@@ -124,7 +124,6 @@ def test_wrong_words_are_errors(given: dict[str, object], message: str) -> None:
 
 
 def test_variables_come_before_a_file_and_a_file_before_the_defaults() -> None:
-    known = {"nproc_per_node": False, "standalone": True, "max_restarts": False}
-    env = {"PET_MAX_RESTARTS": "2", "PET_STANDALONE": "1", "PET_OTHER": "x"}
-    found = defaults(env, known, {"max_restarts": "1", "nproc_per_node": "4"})
+    env = {"PET_MAX_RESTARTS": "2", "PET_STANDALONE": "1", "PET_OTHER": "x", "PET_COMMAND": "y"}
+    found = defaults(env, {"max_restarts": "1", "nproc_per_node": "4"})
     assert found == {"nproc_per_node": "4", "max_restarts": "2", "standalone": True}
