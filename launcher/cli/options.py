@@ -55,7 +55,7 @@ class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
 _TYPES: Mapping[str, Mapping[str, Any]] = {
     "bool": {"is_flag": True},
     "int": {"type": int},
-    "float": {"type": float},
+    "float": {"type": float, "metavar": "SECONDS"},
     "str": {},
     "tuple[int, int]": {"type": _Nnodes()},
     "tuple[str, ...]": {"cls": _Several, "multiple": True},
@@ -66,7 +66,9 @@ def _option(
     text: str = "", metavar: str | None = None, *, default: Any = None, short: str = "", env: bool = True, **more: Any
 ) -> Any:
     """Declare an option with its help; `more` is click's."""
-    attributes = {"help": text, "metavar": metavar, "show_default": bool(default), **more}
+    attributes = {"help": text, "show_default": bool(default), **more}
+    if metavar is not None:
+        attributes["metavar"] = metavar
     if default is not None and default is not False:
         attributes["default"] = default
     return field(default=default, metadata={"short": short, "env": env, "click": attributes})
@@ -125,8 +127,8 @@ class Options:
     python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
     log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
     run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
-    start_timeout_s: float = _option("Seconds until all workers must be running.", default=JobSpec.start_timeout_s)
-    grace_s: float = _option("Seconds between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
+    start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
+    grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
     max_restarts: int = _option(
         "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
         "N",
@@ -135,12 +137,10 @@ class Options:
     )
     grow: bool = _flag("With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined.")
     heartbeat_timeout_s: float = _option(
-        "Seconds without a sign of life after which a host is lost. It has ended its workers by then.",
+        "Time without a sign of life after which a host is lost. It has ended its workers by then.",
         default=JobSpec.heartbeat_timeout_s,
     )
-    stall_timeout_s: float | None = _option(
-        "Seconds without any output or training step after which the run has failed."
-    )
+    stall_timeout_s: float | None = _option("Time without any output or training step after which the run has failed.")
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
     interface: str | None = _option(
         "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
