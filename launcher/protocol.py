@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from launcher.errors import ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Prepare:
     script: str | None  # a file that must be readable from workdir; None for modules and programs
     program: str | None  # with --no-python: must be found in PATH
     export: dict[str, str]
-    grace_s: float  # for the workers when the controller is gone without a word
+    grace_s: float  # between a signal that ends the workers and SIGKILL
     lease_s: float  # without a heartbeat for so long, the host has been given up: kill everything; 0: no such limit
     clean: list[str]
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
@@ -126,12 +126,11 @@ class Collect:
 
 @dataclass(frozen=True)
 class EndAttempt:
-    """Send `signum` to the workers that still run, KILL after `grace_s`, sweep, close the store; answer with Swept."""
+    """Send `signum` to the workers, SIGKILL after the grace period, sweep, close the store; answer with Swept."""
 
     kind: ClassVar[str] = "end_attempt"
     attempt: int
     signum: int
-    grace_s: float
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,6 @@ class Stop:
 
     kind: ClassVar[str] = "stop"
     signum: int
-    grace_s: float
 
 
 # ---- agent to controller -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Two rules: the launcher never imports torch or ddp in its own processes, and ddp never imports the launcher."""
+"""The launcher never imports torch or ddp in its own processes, ddp never the launcher; and each only downwards."""
 
 import ast
 import json
@@ -42,6 +42,55 @@ def test_the_launcher_never_names_torch_or_ddp_but_in_the_store() -> None:
 
 def test_ddp_never_names_the_launcher() -> None:
     assert [file.name for file in DDP if "launcher" in _packages(file)] == []
+
+
+# Top down: each imports only what stands behind it.
+ORDER = (
+    "cli", "check", "controller", "transport", "agent", "output", "job", "placement", "hosts", "machine",
+    "protocol", "errors",
+)  # fmt: skip
+# Known, and to be opened.
+UPWARDS = {("launcher.job.fleet", "launcher.agent.lease")}
+CIRCLES: set[frozenset[str]] = set()
+
+
+def _launcher_modules() -> dict[str, set[str]]:
+    """Return what each module of the launcher imports of the launcher, wherever in it and for whatever purpose."""
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in LAUNCHER}
+    names = {file: name.removesuffix(".__init__") for file, name in names.items()}
+    modules = {name: set(_imports(file)) | set(_members(file)) for file, name in names.items()}
+    return {name: {one for one in imported if one in modules and one != name} for name, imported in modules.items()}
+
+
+def _members(file: Path) -> Iterator[str]:
+    """Yield every `a.b` of `from a import b`, which may be a module."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_each_package_of_the_launcher_imports_only_what_stands_below_it() -> None:
+    def height(module: str) -> int:
+        parts = module.split(".")
+        return -ORDER.index(parts[1]) if len(parts) > 1 and parts[1] in ORDER else -len(ORDER)
+
+    modules = _launcher_modules()
+    assert {module.split(".")[1] for module in modules if "." in module} == {*ORDER, "__main__"}
+    upwards = {(name, one) for name, imported in modules.items() for one in imported if height(one) > height(name)}
+    assert upwards - UPWARDS - {("launcher.__main__", "launcher.cli.main")} == set()
+
+
+def test_no_files_of_the_launcher_import_each_other_in_a_circle() -> None:
+    modules = _launcher_modules()
+    reached = {}
+    for start in modules:
+        reached[start], ahead = set[str](), [start]
+        while ahead:
+            new = modules[ahead.pop()] - reached[start]
+            reached[start] |= new
+            ahead += new
+    circles = {frozenset(one for one in reached[name] if name in reached[one]) for name in modules}
+    assert circles - CIRCLES - {frozenset()} == set()
 
 
 def test_nothing_of_the_launcher_imports_the_store() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 from launcher.agent.attempt import Attempt
 from launcher.agent.run_tag import Mark
@@ -23,13 +22,13 @@ class Ending:
     """
 
     def __init__(
-        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, grace_s: float
+        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, kill_at: float
     ) -> None:
         self.final = False  # no attempt follows: the store's process is ended as well
         self._attempt = attempt
         self._mark = mark
         self._store_process = store_process
-        self._kill_at = _kill_at(signum, grace_s)
+        self._kill_at = kill_at
         self._killed_at: float | None = None
         self._sweep: Sweep | None = None
         self._done = False
@@ -45,9 +44,9 @@ class Ending:
     def left(self) -> list[str]:
         return [] if self._sweep is None else [process.describe() for process in self._sweep.left]
 
-    def hurry(self, signum: int, grace_s: float) -> None:
+    def hurry(self, signum: int, kill_at: float) -> None:
         """Be quicker about it, if that is meant."""
-        self._kill_at = min(self._kill_at, _kill_at(signum, grace_s))
+        self._kill_at = min(self._kill_at, kill_at)
         if self._sweep is not None and signum == signal.SIGKILL:
             self._sweep.hurry()
 
@@ -84,7 +83,3 @@ class Ending:
             kill_wait_s=1.0 if stuck else KILL_WAIT_S,
             adopted=kept is None,
         )
-
-
-def _kill_at(signum: int, grace_s: float) -> float:
-    return time.monotonic() + (0.0 if signum == signal.SIGKILL else grace_s)

@@ -35,7 +35,7 @@ def guard(agent: int, mark: Mark, limits: Limits) -> int:
     os.close(controller)
     if status == 0:
         return 0
-    sweep = mark.sweep(ancestor=os.getpid(), grace_s=0)
+    sweep = mark.sweep(ancestor=os.getpid())
     while not sweep.step():
         time.sleep(sweep.pause_s)
         reap()

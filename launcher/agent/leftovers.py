@@ -120,7 +120,7 @@ class Cleaning:
                 return False
             for process in self._waits:
                 processes.send(process, signal.SIGKILL)
-            self._sweep = Sweep(self._members, grace_s=0, adopted=False, kill_all=self._kill_groups)
+            self._sweep = Sweep(self._members, adopted=False, kill_all=self._kill_groups)
         if not self._sweep.step():
             self.pause_s = self._sweep.pause_s
             return False

@@ -165,11 +165,11 @@ class Agent:
         """Do what is due, and go on with whatever goes on."""
         if now >= self._lease.end:
             self._lease.used_up(now)
-            self._exit(signal.SIGKILL, 0.0, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
+            self._exit(signal.SIGKILL, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
         if self._terminated:
             self._terminated = False
             lost = os.getppid() != self._guard
-            self._exit(signal.SIGTERM, self._grace_s, "its guard was killed" if lost else "somebody sent it SIGTERM")
+            self._exit(signal.SIGTERM, "its guard was killed" if lost else "somebody sent it SIGTERM")
         if now >= self._next_heartbeat:
             self._beat(now)
         if self._cleaning is not None and self._cleaning.step():
@@ -193,9 +193,10 @@ class Agent:
             progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
             self._outbox.send(Heartbeat(time=now, progress=progress, saved=saved))
 
-    @property
-    def _grace_s(self) -> float:
-        return 0.0 if self._prepared is None else self._prepared.grace_s
+    def _kill_at(self, signum: int) -> float:
+        """Return when workers that get this signal now are killed."""
+        grace_s = 0.0 if self._prepared is None or signum == signal.SIGKILL else self._prepared.grace_s
+        return time.monotonic() + grace_s
 
     def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -227,14 +228,14 @@ class Agent:
         if not data:
             self._selector.unregister(0)
             self._outbox.close()
-            self._exit(signal.SIGTERM, self._grace_s, "the controller is gone")
+            self._exit(signal.SIGTERM, "the controller is gone")
             return
         try:
             for message in self._decoder.feed(data):
                 self._obey(message)
         except ProtocolError as error:
             print(f"dtrain agent: {error}", file=sys.stderr)
-            self._exit(signal.SIGTERM, self._grace_s, str(error))
+            self._exit(signal.SIGTERM, str(error))
 
     def _obey(self, message: Message) -> None:
         if isinstance(message, Heartbeat):
@@ -256,7 +257,7 @@ class Agent:
         elif isinstance(message, EndAttempt):
             self._end_attempt(message)
         elif isinstance(message, Stop):
-            self._exit(message.signum, message.grace_s, "")
+            self._exit(message.signum, "")
 
     # ---- what it is told ----
 
@@ -343,25 +344,27 @@ class Agent:
             self._outbox.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
             self._ending_attempt = None
             return
-        self._end(message.signum, message.grace_s)
+        self._end(message.signum)
 
-    def _exit(self, signum: int, grace_s: float, reason: str) -> None:
+    def _exit(self, signum: int, reason: str) -> None:
         """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
         if self._reason is None:
             self._reason = reason
-        self._limits.ending_by = time.monotonic() + grace_s + ENDS_WITHIN_S
+        self._limits.ending_by = self._kill_at(signum) + ENDS_WITHIN_S
         if self._cleaning is not None:
             self._cleaning.hurry()
-        self._end(signum, grace_s)
+        self._end(signum)
 
-    def _end(self, signum: int, grace_s: float) -> None:
+    def _end(self, signum: int) -> None:
         self._inquiry.stop()
         if self._attempt is not None:
             self._attempt.succession.stop()
         if self._ending is not None:
-            self._ending.hurry(signum, grace_s)
+            self._ending.hurry(signum, self._kill_at(signum))
         else:
-            self._ending = Ending(self._attempt, self._mark, self._store_process, signum=signum, grace_s=grace_s)
+            self._ending = Ending(
+                self._attempt, self._mark, self._store_process, signum=signum, kill_at=self._kill_at(signum)
+            )
         self._ending.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
 

@@ -78,7 +78,7 @@ class Mark:
         self,
         *,
         ancestor: int,
-        grace_s: float,
+        grace_s: float = 0.0,
         spare: Iterable[int] = (),
         kill_wait_s: float = 5.0,
         adopted: bool = True,

@@ -29,7 +29,6 @@ from launcher.check.hosts import host_findings
 from launcher.check.link import HostLink
 from launcher.check.pairs import Way, pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
-from launcher.cli.request import Request
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
 from launcher.job.orders import prepare
@@ -46,15 +45,13 @@ HOSTS_AT_ONCE = 256
 T = TypeVar("T")
 
 
-def run_check(request: Request, *, as_json: bool, say: Callable[[str], None], allreduce: bool = True) -> int:
+def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allreduce: bool = True) -> int:
     """Check the hosts of a run, print what was found, and return 0 if it would start, 1 if not.
 
     Blocks; from the main thread only. 128+n where signal n ended it.
     """
-    for notice in request.notices:
-        say(notice)
     began = time.monotonic()
-    spec, findings = _from_here(request.spec)
+    spec, findings = _from_here(asked)
     findings += _log_dir(spec)
     with _Examination(spec) as examination:
         examination.run()
@@ -64,7 +61,7 @@ def run_check(request: Request, *, as_json: bool, say: Callable[[str], None], al
     well = _well(spec, examination.examined, findings)
     starts = len(well) >= spec.min_hosts
     measured: Measured | None = None
-    if allreduce and starts and spec.hosts == request.spec.hosts:
+    if allreduce and starts and spec.hosts == asked.hosts:
         facts = [one.facts for one in examination.examined if one.host in well and one.facts is not None]
         measured = measure_allreduce(*allreduce_spec(spec, well, facts))
         if measured.signum is not None:

@@ -59,15 +59,15 @@ _SETTINGS = re.compile(
 )
 
 
-def run_env(*, as_json: bool) -> int:
-    """Print the report. Blocks for a few programs that are asked for their versions."""
-    found = collect(os.environ)
+def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
+    """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
+    found = collect(os.environ, settings)
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else env_as_text(found))
     sys.stdout.flush()
     return 0
 
 
-def collect(env: Mapping[str, str]) -> dict[str, Any]:
+def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as data; `format` 1, to which fields may be added."""
     packages = find_packages()
     driver = find_cards()
@@ -102,7 +102,7 @@ def collect(env: Mapping[str, str]) -> dict[str, Any]:
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
         "variables": variables(env),
-        "settings": _settings(),
+        "settings": _harmless(settings),
     }
     cleaned: dict[str, Any] = scrub(report)
     return cleaned
@@ -181,16 +181,11 @@ def _kind(address: str) -> str:
     return f"{kind} IPv{parsed.version}"
 
 
-def _settings() -> dict[str, str]:
-    """Return the settings files' keys in force here; the values of those that are harmless."""
-    from launcher.cli.main import cli
-    from launcher.cli.settings import read_settings
-
-    known = {param.name for command in cli.commands.values() for param in command.params if param.name}
-    settings = read_settings(Path.cwd(), known)
+def _harmless(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings file's keys; the values of those that are harmless."""
     return {
         name: str(value) if _SETTINGS.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
-        for name, value in settings.values.items()
+        for name, value in settings.items()
     }
 
 

@@ -1,31 +1,35 @@
-"""The options of the command line, and where their defaults come from: flag > environment > settings file."""
+"""The options of `dtrain run`, `plan` and `check`: one dataclass. Its fields are the options.
+
+A field's name is the long flag (`grace_s`: --grace-s), the variable (DTRAIN_GRACE_S) and the key in settings files; its
+annotation is the type. A new option is one field here, and its use. An option that JobSpec has under the same name and
+type gets there by itself (request.py). Defaults that the job has are JobSpec's.
+"""
 
 from __future__ import annotations
 
-import os
+import difflib
+import functools
 import shlex
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from launcher.cli.settings import Settings, read_settings
-from launcher.cli.torchrun import AS_TORCHRUN, defaults
 from launcher.errors import UsageError
 from launcher.machine.numa import MODES
-from launcher.placement.job_spec import parse_nnodes
+from launcher.placement.job_spec import JobSpec, parse_nnodes
 
-__all__ = ["Group", "current_folder", "how", "script", "torchrun_words", "where"]
+__all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+# Variables that are no option's. The first are for the workers.
+_NO_OPTION = ("AGENT", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
+              "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE")  # fmt: skip
 
 
-def _option(*names: str, **attributes: Any) -> Callable[[F], F]:
-    """Declare an option with its environment variable: DTRAIN_ and the long name."""
-    long = next(name for name in names if name.startswith("--")).split("/")[0]
-    variable = "DTRAIN_" + long.lstrip("-").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+class Listed(click.Option):
+    """An option of which the value is a list with commas; in settings files it may be a list."""
 
 
 class _Several(click.Option):
@@ -39,15 +43,6 @@ class _Several(click.Option):
             raise UsageError(f"{self.envvar} is {value!r}, which cannot be split into words: {error}") from error
 
 
-def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
 class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in older click
     """N or MIN:MAX."""
 
@@ -57,169 +52,188 @@ class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
         return value if isinstance(value, tuple) else parse_nnodes(str(value))
 
 
-where = _all(
-    _option(
-        "--nnodes", type=_Nnodes(), metavar="N|MIN:MAX", help="How many hosts.  [default: all that are named, else 1]"
-    ),
-    _option(
-        "--nproc-per-node",
-        metavar="N|auto|gpu|cpu",
-        help="Workers on each host.  [default: the host's slots, else one for each GPU, else 1]",
-    ),
-    _option(
-        "--hosts", metavar="A[:SLOTS],B,...", help="Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16]."
-    ),
-    _option("--hostfile", metavar="FILE", help="Hosts from a file as Open MPI, MPICH, PBS and DeepSpeed have them."),
-    _option(
-        "--include", metavar="A[:SLOT,...]@B", help="Of these hosts, only those; of these slots (GPUs), only those."
-    ),
-    _option("--exclude", metavar="A[:SLOT,...]@B", help="... all but those."),
-    _option(
-        "--hosts-script", metavar="CMD", help="A program that prints the hosts there are now; asked again and again."
-    ),
-    _option("--simulate", is_flag=True, help="Divide this machine's GPUs and cores between --nnodes hosts."),
-    _option("--node-rank", type=int, metavar="K", help="This is node K: the command is typed on every node."),
-    _option("--master-addr", metavar="ADDR", help="The first host's address for the others.  [default: found]"),
-    _option("--master-port", type=int, metavar="PORT", help="The store's port.  [default: 29500, or a free one]"),
-    _option(
-        "--role",
-        cls=_Several,
-        multiple=True,
-        metavar="NAME[:COUNT[:COMMAND]]",
-        help="Processes beside the workers, over all hosts; or a name for the workers.",
-    ),
-    _option(
-        "--ends-with", metavar="ROLE,...", help="The run ends with these roles; others are stopped.  [default: all]"
-    ),
-    _option("--chief", is_flag=True, help="The first worker is TensorFlow's chief."),
-    _option("--ps", type=int, default=0, metavar="N", help="N parameter servers: ddp's; TensorFlow's with --chief."),
-    _option("--evaluator", is_flag=True, help="One evaluator of TensorFlow's."),
-    _option("--env-for", metavar="tf,mpi,deepspeed,horovod", help="Variables of these launchers for the workers, too."),
-    _option("--gpus-per-proc", type=int, metavar="K", help="Give each worker K GPUs and let it see only these."),
-    _option("--oversubscribe", is_flag=True, help="Allow more workers than GPUs."),
-    _option("--virtual-local-rank", is_flag=True, help="Let each worker see its own GPU only, and LOCAL_RANK 0."),
-    _option("--pass-local-rank", is_flag=True, help="Give the script --local-rank=N, as torch.distributed.launch did."),
-    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
-    click.option("--no-python", is_flag=True, help="SCRIPT is any program."),
-)
+_TYPES: Mapping[str, Mapping[str, Any]] = {
+    "bool": {"is_flag": True},
+    "int": {"type": int},
+    "float": {"type": float, "metavar": "SECONDS"},
+    "str": {},
+    "tuple[int, int]": {"type": _Nnodes()},
+    "tuple[str, ...]": {"cls": _Several, "multiple": True},
+}
 
-how = _all(
-    _option(
-        "-x",
-        "--export",
-        cls=_Several,
-        multiple=True,
-        metavar="NAME[=VALUE]",
-        help="A variable for the workers; globs too.",
-    ),
-    _option("--workdir", metavar="DIR", help="The workers' working directory.  [default: this one]"),
-    _option("--python", metavar="PATH", help="The Python interpreter on the hosts.  [default: this one]"),
-    _option("--log-dir", default="runs", show_default=True, metavar="DIR", help="Where the output is kept."),
-    _option("--run-id", metavar="ID", help="The name of this run.  [default: made from the time]"),
-    _option("--start-timeout-s", type=float, default=60.0, show_default=True, help="Until all workers run."),
-    _option("--grace-s", type=float, default=10.0, show_default=True, help="From asking workers to end to KILL."),
-    _option(
-        "--max-restarts",
-        type=int,
-        default=0,
+
+def _option(
+    text: str = "", metavar: str | None = None, *, default: Any = None, short: str = "", env: bool = True, **more: Any
+) -> Any:
+    """Declare an option with its help; `more` is click's."""
+    attributes = {"help": text, "show_default": bool(default), **more}
+    if metavar is not None:
+        attributes["metavar"] = metavar
+    if default is not None and default is not False:
+        attributes["default"] = default
+    return field(default=default, metadata={"short": short, "env": env, "click": attributes})
+
+
+_flag = functools.partial(_option, default=False)
+_several = functools.partial(_option, default=())
+_torchrun_word = functools.partial(_option, env=False, hidden=True)  # torchrun.py says what becomes of it
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for: flag > environment > settings file > default. request.py reads what is a text yet."""
+
+    # ---- where the workers run ----
+    nnodes: tuple[int, int] | None = _option("How many hosts.  [default: all that are named, else 1]", "N|MIN:MAX")
+    nproc_per_node: str | None = _option(
+        "Workers on each host.  [default: the host's slots, else one for each GPU, else 1]", "N|auto|gpu|cpu"
+    )
+    hosts: str | None = _option(
+        "Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16].", "A[:SLOTS],B,...", cls=Listed
+    )
+    hostfile: str | None = _option("Read the hosts from a file of Open MPI, MPICH, PBS or DeepSpeed.", "FILE")
+    include: str | None = _option("Use only these of the hosts, and of their slots (GPUs).", "A[:SLOT,...]@B")
+    exclude: str | None = _option("Use all of them but these.", "A[:SLOT,...]@B")
+    hosts_script: str | None = _option("Run this program again and again to learn which hosts there are.", "CMD")
+    simulate: bool = _flag("Divide this machine's GPUs and cores between --nnodes hosts.")
+    node_rank: int | None = _option("Take part as node K; type the command on every node.", "K")
+    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: found]", "ADDR")
+    master_port: int | None = _option("Port of the rendezvous store.  [default: 29500, or a free one]", "PORT")
+    role: tuple[str, ...] = _several(
+        "Start COUNT processes of this role beside the workers, over all hosts; or name the workers.",
+        "NAME[:COUNT[:COMMAND]]",
+    )
+    ends_with: str | None = _option(
+        "End the run when these roles have ended; stop the others.  [default: all]", "ROLE,...", cls=Listed
+    )
+    chief: bool = _flag("Make the first worker TensorFlow's chief.")
+    ps: int = _option("Start N parameter servers, of ddp.strategy; with --chief, of TensorFlow.", "N", default=0)
+    evaluator: bool = _flag("Start one evaluator of TensorFlow.")
+    env_for: str | None = _option(
+        "Also set the variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
+    )
+    gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
+    oversubscribe: bool = _flag("Allow more workers than GPUs.")
+    virtual_local_rank: bool = _flag("Let each worker see its own GPU only, and LOCAL_RANK 0.")
+    pass_local_rank: bool = _flag("Pass --local-rank=N to the script, as torch.distributed.launch did.")
+    module: bool = _flag("SCRIPT is a module's name, as for python -m.", short="-m", env=False)
+    no_python: bool = _flag("SCRIPT is any program.", env=False)
+
+    # ---- how they run, and what is shown ----
+    export: tuple[str, ...] = _several(
+        "Set a variable for the workers, or pass on those of this name or glob.", "NAME[=VALUE]", short="-x"
+    )
+    workdir: str | None = _option("The workers' working directory.  [default: this one]", "DIR")
+    python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
+    log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
+    run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
+    start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
+    grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
+    max_restarts: int = _option(
+        "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
+        "N",
+        default=JobSpec.max_restarts,
         show_default=True,
-        metavar="N",
-        help="How often all workers are started again after a failure, or one alone that the others can do without.",
-    ),
-    _option("--grow", is_flag=True, help="With --nnodes MIN:MAX: start again as soon as another host has come."),
-    _option(
-        "--heartbeat-timeout-s",
-        type=float,
-        default=30.0,
-        show_default=True,
-        help="A host that is silent for so long is lost; by then it has ended its workers by itself.",
-    ),
-    _option("--stall-timeout-s", type=float, help="A run without any output or step for so long has failed."),
-    _option("--error-json", metavar="FILE", help="Where to write how the run ended, for programs."),
-    _option("--interface", metavar="NAME,...", help="The network interface to use, the first that a host has up."),
-    _option("--token-file", metavar="FILE", help="The secret that nodes started by hand share; or DTRAIN_TOKEN."),
-    _option("--numa-binding", type=click.Choice(MODES), help="Bind each worker to processors near its GPU."),
-    _option("--requeue", is_flag=True, help="In SLURM: after USR1, end once a checkpoint is saved, and queue again."),
-    _option("--ssh-config", metavar="FILE", help="As ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]"),
-    _option(
-        "--accept-new-host-keys",
-        is_flag=True,
-        help="Trust hosts that are in no known_hosts file, from now on.",
-    ),
-    _option("--only-rank", metavar="R,R", help="Show only the output of these ranks; all of it is kept."),
-    _option("-r", "--redirects", metavar="STD", help="Keep off the terminal: 1 stdout, 2 stderr, 3 both; or 0:3,1:1."),
-    _option("-t", "--tee", metavar="STD", help="... but not these."),
-    _option("--local-ranks-filter", metavar="L,L", help="Show only the output of these local ranks."),
-    click.option("--print-commands", is_flag=True, help="Print what to type on each node, and start nothing."),
-    click.option("-q", "--quiet", is_flag=True, help="Nothing of dtrain's own but errors."),
-    click.option("-v", "--verbose", is_flag=True, help="Also say what was run, for how long, and where its output is."),
-)
+    )
+    grow: bool = _flag("With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined.")
+    heartbeat_timeout_s: float = _option(
+        "Time without a sign of life after which a host is lost. It has ended its workers by then.",
+        default=JobSpec.heartbeat_timeout_s,
+    )
+    stall_timeout_s: float | None = _option("Time without any output or training step after which the run has failed.")
+    error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
+    interface: str | None = _option(
+        "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
+    )
+    token_file: str | None = _option(
+        "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
+    )
+    numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
+    requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
+    ssh_config: str | None = _option(
+        "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
+    )
+    accept_new_host_keys: bool = _flag("Accept and store keys of hosts that are in no known_hosts file.")
+    only_rank: str | None = _option("Show only the output of these ranks; all of it is kept.", "R,R", cls=Listed)
+    redirects: str | None = _option(
+        "Keep streams off the terminal: 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:N,... such as 0:3,1:1.",
+        "STD",
+        short="-r",
+    )
+    tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
+    local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
+    print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
+    quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
+    verbose: bool = _flag(
+        "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
+    )
 
-# What else torchrun takes; launcher/torchrun.py says what becomes of it.
-torchrun_words = _all(
-    click.option("--rdzv-backend", hidden=True),
-    click.option("--rdzv-endpoint", hidden=True),
-    click.option("--rdzv-id", hidden=True),
-    click.option("--rdzv-conf", hidden=True),
-    click.option("--standalone", is_flag=True, hidden=True),
-    click.option("--run-path", is_flag=True, hidden=True),
-    click.option("--shutdown-timeout", type=float, hidden=True),
-    click.option("--signals-to-handle", hidden=True),
-    click.option("--monitor-interval", hidden=True),
-    click.option("--start-method", hidden=True),
-    click.option("--event-log-handler", hidden=True),
-    click.option("--logs-specs", hidden=True),
-    click.option("--local-addr", hidden=True),
-    click.option("--duplicate-stdout-filters", hidden=True),
-    click.option("--duplicate-stderr-filters", hidden=True),
-)
+    # ---- torchrun's ----
+    rdzv_backend: str | None = _torchrun_word()
+    rdzv_endpoint: str | None = _torchrun_word()
+    rdzv_id: str | None = _torchrun_word()
+    rdzv_conf: str | None = _torchrun_word()
+    standalone: bool = _torchrun_word(default=False)
+    run_path: bool = _torchrun_word(default=False)
+    shutdown_timeout: float | None = _torchrun_word()
+    signals_to_handle: str | None = _torchrun_word()
+    monitor_interval: str | None = _torchrun_word()
+    start_method: str | None = _torchrun_word()
+    event_log_handler: str | None = _torchrun_word()
+    logs_specs: str | None = _torchrun_word()
+    local_addr: str | None = _torchrun_word()
+    duplicate_stdout_filters: str | None = _torchrun_word()
+    duplicate_stderr_filters: str | None = _torchrun_word()
 
-script = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
-
-
-class Group(click.Group):
-    """Takes `_` for `-` in option names, and defaults from the settings file."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        ctx.default_map = {}
-        known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        settings = read_settings(current_folder(), known - {"help", "as_json"})
-        for name, command in self.commands.items():
-            ctx.default_map[name] = _defaults(command, settings, ctx)
-        if ctx.obj == AS_TORCHRUN:
-            flags = {p.name: p.is_flag for p in self.commands["run"].params if isinstance(p, click.Option) and p.name}
-            ctx.default_map["run"] = defaults(os.environ, flags, ctx.default_map["run"])
-        return super().invoke(ctx)
+    # ---- no options ----
+    command: tuple[str, ...] = ()  # SCRIPT [ARGS]
+    typed: frozenset[str] = frozenset()  # the names of the options that stand on the command line
+    as_torchrun: bool = False  # the command is dtrain-torchrun
+    # What torchrun's words may also say.
+    any_port: bool = False
+    rdzv_is_host: bool | None = None
+    last_call_s: float | None = JobSpec.last_call_s
+    signals: tuple[str, ...] = JobSpec.signals
 
 
-def _defaults(command: click.Command, settings: Settings, ctx: click.Context) -> dict[str, Any]:
-    """Check the settings that one command has options for; a wrong value is an error that names the file."""
-    defaults = {}
-    for param in command.params:
-        if param.name not in settings.values:
-            continue
-        value = settings.values[param.name]
-        if param.name in ("hosts", "only_rank", "interface", "env_for", "ends_with") and isinstance(value, list):
-            value = ",".join(map(str, value))
-        if param.multiple and isinstance(value, str):
-            value = [value]
-        try:
-            if isinstance(param, click.Option) and param.is_flag and not isinstance(value, bool):
-                raise click.BadParameter("must be true or false")
-            if isinstance(param, click.Option) and not param.is_flag and isinstance(value, bool | dict):
-                raise click.BadParameter(f"{value!r} is not a value for it")
-            if isinstance(value, list) and not param.multiple:
-                raise click.BadParameter(f"it is {value!r}; it must be one value")
-            param.type_cast_value(ctx, value if isinstance(value, list | bool) else str(value))
-        except (click.ClickException, UsageError) as error:
-            reason = error.message if isinstance(error, click.ClickException) else str(error)
-            raise UsageError(f"{settings.source}: {param.name}: {reason}") from error
-        defaults[param.name] = value if isinstance(value, list | bool) else str(value)
-    return defaults
+_DECLARED = tuple(found for found in fields(Options) if found.metadata)
 
 
-def current_folder() -> Path:
-    try:
-        return Path.cwd()
-    except FileNotFoundError as error:
-        raise UsageError("the current folder does not exist any more; change to another one") from error
+def takes_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all options and SCRIPT [ARGS]; it is called with them as Options, and with what else it takes."""
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        ours = {name: values.pop(name) for name in [*(found.name for found in _DECLARED), "command"]}
+        context = click.get_current_context()
+        typed = {name for name in ours if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        function(Options(**ours, typed=frozenset(typed), as_torchrun=bool(context.obj)), **values)
+
+    click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")(command)
+    for declared in reversed(_DECLARED):
+        _declare(declared)(command)
+    return command
+
+
+def _declare(declared: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    long = f"--{declared.name.replace('_', '-')}"
+    attributes = {**_TYPES[str(declared.type).removesuffix(" | None")], **declared.metadata["click"]}
+    if declared.metadata["env"]:
+        attributes |= {"envvar": _variable(declared), "show_envvar": True}
+    return click.option(*filter(None, (declared.metadata["short"], long)), **attributes)
+
+
+def _variable(declared: Field[Any]) -> str:
+    return f"DTRAIN_{declared.name.upper()}"
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
+    known = [_variable(declared) for declared in _DECLARED if declared.metadata["env"]]
+    unknown = [name for name in environment if name.startswith("DTRAIN_") and name not in known]
+    return [
+        f"the variable {name} is not known and does nothing; did you mean {close[0]}?"
+        for name in unknown
+        if name.removeprefix("DTRAIN_") not in _NO_OPTION
+        and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.7))
+    ]

@@ -103,17 +103,8 @@ def plan_as_table(rows: list[PlannedWorker]) -> str:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     with_roles = any(row.role != DEFAULT_ROLE for row in rows)
-    names = [
-        "rank",
-        *(["role"] if with_roles else []),
-        "host",
-        "local rank",
-        "GPU",
-        "visible to it",
-        "cores",
-        "threads",
-    ]
-    for name in names:
+    roles = ["role"] if with_roles else []
+    for name in ("rank", *roles, "host", "local rank", "GPU", "visible to it", "cores", "threads"):
         table.add_column(name)
     for row in rows:
         mark = "?" if row.assumed else ""

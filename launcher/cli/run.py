@@ -1,6 +1,6 @@
-"""One command of a run, from what is asked for to the exit code: the controller's, or that of a node that joins one.
+"""`dtrain run`, from the options to the exit code: the controller's, or that of a node that joins one.
 
-Called by main.py, for `dtrain run`.
+Called by main.py. Reads the request, opens what the run's output goes to, and hands both to the controller.
 """
 
 from __future__ import annotations
@@ -13,53 +13,93 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.node_role import Place, join_run, open_door
-from launcher.cli.request import Request
-from launcher.errors import PlaceTakenError
+from launcher.cli.node_role import Place
+from launcher.cli.options import Options, unknown_variables
+from launcher.cli.request import Request, check_here, read_request
+from launcher.errors import DtrainError, PlaceTakenError, UsageError
 from launcher.hosts.sources import in_slurm
 from launcher.placement.job_spec import JobSpec
-from launcher.transport.connect import agent_command, start_local_agents
+from launcher.transport.connect import start_local_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
     from launcher.transport.tcp.listener import Door
 
-__all__ = ["Talk", "carry_out"]
+__all__ = ["run_job"]
 
 
 @dataclass(frozen=True)
 class Talk:
-    """How much dtrain says of itself, and by what."""
+    """How much dtrain says of itself, by what, and where it writes how the run ended."""
 
     quiet: bool
     verbose: bool
     say: Callable[[str], None]
+    error_json: Path | None
 
     @property
     def progress(self) -> bool:
         return not self.quiet and os.isatty(2)
 
 
-def carry_out(request: Request, talk: Talk, *, error_json: Path | None = None) -> int:
+def run_job(options: Options, say: Callable[[str], None]) -> int:
     """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
+    talk = Talk(options.quiet, options.verbose, say, _error_file(options.error_json))
+    with _usage_error_in(talk.error_json):
+        if options.print_commands:
+            from launcher.cli.print_commands import commands
+
+            print(commands(options))
+            return 0
+        request = read_request(options, wait=True)
+        check_here(request.spec)
+    if not talk.quiet:
+        for notice in [*unknown_variables(os.environ), *request.notices]:
+            say(notice)
     spec, place = request.spec, request.place
     if in_slurm(os.environ):  # which may send them while we start
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda *_: None)
     if place is None or place.lead:
         with contextlib.suppress(PlaceTakenError):  # then another command on this machine was first
-            return _control(request, talk, error_json)
+            return _control(request, talk)
         assert place is not None
+    from launcher.cli.run_node import join_run
+
     # Under srun all tasks share one terminal, where node 0 says everything.
-    tell = talk.say if place.by_hand and not talk.quiet else lambda _: None
-    return join_run(place, spec, agent_command(spec), request.nproc, tell)
+    return join_run(place, spec, say if place.by_hand and not talk.quiet else lambda _: None)
 
 
-def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
+def _error_file(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise UsageError(f"--error-json: the folder {path.parent} does not exist; make it, or name a file elsewhere")
+    if path.is_dir():
+        raise UsageError(f"--error-json: {path} is a folder; name a file")
+    return path
+
+
+@contextlib.contextmanager
+def _usage_error_in(error_json: Path | None) -> Iterator[None]:
+    """Write the file for programs also where the run ends before it began."""
+    try:
+        yield
+    except DtrainError as error:
+        if error_json is not None:
+            from launcher.output.error_json import write_usage_error_json
+
+            with contextlib.suppress(OSError):  # the error itself is what is to be seen
+                write_usage_error_json(error_json, error, error.exit_code)
+        raise
+
+
+def _control(request: Request, talk: Talk) -> int:
     spec, place = request.spec, request.place
     if place is not None:
-        os.environ.update(place.agent_environment(request.nproc, spec.gpus_per_proc))
+        os.environ.update(place.agent_environment)
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
     opened = start_local_agents(spec) if place is None else {}
 
@@ -67,18 +107,19 @@ def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
     from launcher.machine.processes import raise_file_limit
     from launcher.output.console import Console
     from launcher.output.logfiles import LogFiles, set_aside
+    from launcher.output.report import report
     from launcher.output.writer import OutputThread
 
     raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not talk.quiet:
-        talk.say(f"there was a run {spec.run_id} before; its files are in {moved} now")
+        talk.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, lambda reason: console.say(reason))
     output = OutputThread(console, logs, shown=request.shown)
     output.start()
     try:
-        with _door(place, spec, output) as door:
+        with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as door:
             controller = Controller(
                 spec if door is None else replace(spec, master_addr=door.address),
                 output,
@@ -89,31 +130,18 @@ def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
             )
             outcome = controller.run()
             if door is not None:
-                door.close(outcome.exit_code, _told(outcome))
+                line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
+                door.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
-    _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None, error_json)
+    _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None)
     return _requeue(outcome, talk) if outcome.preempted else outcome.exit_code
 
 
-@contextlib.contextmanager
-def _door(place: Place | None, spec: JobSpec, output: OutputThread) -> Iterator[Door | None]:
-    """Open the door, if others join this run, and let them know where it is."""
-    if place is None:
-        yield None
-        return
-    with open_door(place, spec, output.say) as door:
-        if place.by_hand and place.nodes[1] > 1:
-            others = place.nodes[1] - 1
-            output.say(f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {door.address}:{door.port}")
-        yield door
+def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Door]:
+    from launcher.cli.run_node import open_door  # cryptography is slow to import
 
-
-def _told(outcome: Outcome) -> str:
-    """Return in a line what the other nodes are told of the end."""
-    from launcher.output.report import report
-
-    return report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
+    return open_door(place, spec, tell)
 
 
 def _tell(
@@ -123,18 +151,17 @@ def _tell(
     output: OutputThread,
     evidence_file: Path | None,
     folder: Path | None,
-    error_json: Path | None,
 ) -> None:
     from launcher.output.report import report
 
     spec = request.spec
-    if error_json is not None:
+    if talk.error_json is not None:
         from launcher.output.error_json import write_error_json
 
         try:
-            write_error_json(error_json, outcome, folder=folder, evidence_file=evidence_file)
+            write_error_json(talk.error_json, outcome, folder=folder, evidence_file=evidence_file)
         except OSError as error:
-            talk.say(f"--error-json: {error_json} cannot be written: {error.strerror}")
+            talk.say(f"--error-json: {talk.error_json} cannot be written: {error.strerror}")
     if talk.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         talk.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
@@ -152,8 +179,8 @@ def _requeue(outcome: Outcome, talk: Talk) -> int:
     from launcher.hosts.slurm_allocation import is_cancelled, requeue
 
     if outcome.signum is not None and is_cancelled(os.environ):
-        talk.say("the job was cancelled, and is not queued again")
+        talk.say("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
     problem = requeue(os.environ)
-    talk.say("the job is queued again, and goes on from there" if problem is None else problem)
+    talk.say("the job is queued again and resumes from its checkpoint" if problem is None else problem)
     return outcome.exit_code

@@ -1,24 +1,96 @@
-"""What `dtrain run --node-rank K` does on a node that is not node 0: it lends this node to the run.
+"""A run of which the command is typed on every node, or started there by srun: node 0 listens, the others join.
 
-Called by the command line. Dials the door of node 0, has an agent started when node 0 wants one, carries what they say
-to each other, and ends as the run ends. It decides nothing about the run.
+Called by run.py, with who we are among them (node_role.py). A node that joins dials node 0, has an agent started when
+node 0 wants one, carries what they say to each other, and ends as the run ends. It decides nothing about the run.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
+from launcher.cli.node_role import Place, is_loopback
+from launcher.errors import PlaceTakenError, UsageError
+from launcher.hosts.host import AGENT_WORKDIR
+from launcher.machine.network import choose_address
+from launcher.machine.routes import addresses, is_own
+from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError, Stopped, Verdict, dial
 from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp.listener import Door
 from launcher.transport.tcp.relay import Relay
-from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.rendezvous_file import Meeting, publish, read_meeting
 from launcher.transport.tcp.signals import Signals
+from launcher.transport.tcp.token import find_token, new_token
 
-__all__ = ["JoinError", "join"]
+__all__ = ["JoinError", "join", "join_run", "open_door"]
 
 _SECRET = "DTRAIN_TOKEN"
+
+
+@contextmanager
+def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Door]:
+    """Listen for the other nodes of a run on node 0, and let those that share a folder with it know where.
+
+    Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
+    """
+    token = _shared_token(place)
+    secret = token or new_token()  # which the others read in the file
+    try:
+        door = Door(
+            _resolved(place.address),
+            place.port,
+            secret,
+            expected=_fingerprint(place, spec),
+            places=[host.name for host in place.hosts],
+            tell=tell,
+            typed=lambda rank: f"the same command, with --node-rank {rank}",
+        )
+    except UsageError as error:
+        taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+        if taken and place.node_rank is None:
+            raise PlaceTakenError(str(error)) from error
+        raise
+    with door, ExitStack() as published:
+        if token is None and place.folder is not None:
+            place.folder.mkdir(parents=True, exist_ok=True)
+            published.enter_context(publish(place.folder, place.name, Meeting(door.address, door.port, secret)))
+        if place.by_hand and (others := place.nodes[1] - 1):
+            tell(f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {door.address}:{door.port}")
+        yield door
+
+
+def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
+    """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
+    token = _shared_token(place)
+    find: Meeting | Callable[[], Meeting | None]
+    if token is not None:
+        find = Meeting(place.address, place.port, token)
+    else:
+        assert place.folder is not None
+        find = partial(read_meeting, place.folder, place.name)
+    try:
+        return join(
+            find,
+            greeting=Greeting.ours(place.node_rank, _fingerprint(place, spec)),
+            agent_command=agent_command(spec),
+            deadline=time.monotonic() + spec.start_timeout_s,
+            rejoin_s=spec.start_timeout_s,
+            tell=tell,
+            env={**os.environ, **dict(spec.export), **place.agent_environment, AGENT_WORKDIR: str(spec.workdir)},
+        )
+    except JoinError as error:
+        if place.by_hand or place.folder is None:
+            raise
+        shared = f"the tasks of a step must share the folder {place.folder.absolute()} (--log-dir)"
+        raise JoinError(f"{error}; {shared}, or have DTRAIN_TOKEN and --master-addr") from error
 
 
 def join(
@@ -72,3 +144,59 @@ def _ended(verdict: Verdict, tell: Callable[[str], None]) -> int:
     if verdict.text:
         tell(verdict.text)
     return verdict.exit_code
+
+
+# ---- what the nodes agree on ---------------------------------------------------------------------------------
+
+
+def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
+    """Return what has to be the same on every node."""
+    command = spec.command
+    flag = {CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"], CommandKind.SCRIPT: []}[command.kind]
+    least, most = place.nodes
+    roles = [f"{role.name}:{role.count}:{shlex.join(role.command)}" for role in spec.roles.others]
+    return {
+        "command": shlex.join([*flag, command.target, *command.args]),
+        "--nnodes": str(most) if least == most else f"{least}:{most}",
+        "roles": " ".join([spec.roles.first, spec.roles.worker, *roles, "until", *spec.roles.waits_for]),
+        "--env-for": ",".join(spec.env_for),
+        "--gpus-per-proc": str(spec.gpus_per_proc or ""),
+        "--max-restarts": str(spec.max_restarts),
+        "--pass-local-rank": str(spec.pass_local_rank),
+        "--virtual-local-rank": str(spec.virtual_local_rank),
+    }
+
+
+def _shared_token(place: Place) -> bytes | None:
+    """Return the token that the user gave every node; None: node 0 makes one, and writes it where the others look.
+
+    That is so in a step, else where there is no other token. Raises UsageError where there is no such place.
+    """
+    token = find_token(os.environ, place.token_file) if place.by_hand or place.folder is None else None
+    if token is None and place.folder is None:
+        raise UsageError(
+            "there is no token, by which nodes started by hand authenticate each other. Make one by "
+            "`(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that "
+            "file to every node, or set DTRAIN_TOKEN; see dtrain run --print-commands"
+        )
+    return token
+
+
+def _resolved(address: str) -> str:
+    """Return the address of this machine that a name stands for; never a loopback one for a name that others know."""
+    if address in ("0.0.0.0", "::"):
+        raise UsageError(f"--master-addr {address} means all interfaces; name one address of this machine")
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--master-addr: DNS lookup of {address} failed: {reason}; write an address instead"
+        ) from error
+    if not is_own(address):
+        have = ", ".join(text for texts in addresses().values() for text in texts)
+        raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")
+    resolved = [str(where[0]) for *_, where in found]
+    if not is_loopback(address) and all(map(is_loopback, resolved)):  # as Debian has it: 127.0.1.1
+        return choose_address((), "", None)
+    return resolved[0]

@@ -6,22 +6,77 @@ They are defaults of the command line's options, under the same names: flag > en
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
+from launcher.cli import torchrun
+from launcher.cli.options import Listed
 from launcher.errors import UsageError
 
-__all__ = ["Settings", "nearest", "read_settings"]
+__all__ = ["Group", "Settings", "current_folder", "nearest", "read_settings"]
 
 
+@dataclass(frozen=True)
 class Settings:
     """The values of one file by option name (with `_`), and where they came from for messages."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self.values = dict(values)
-        self.source = source
+    values: Mapping[str, Any]
+    source: str
+
+
+class Group(click.Group):
+    """Commands whose options' defaults come from the settings file, and from PET_* variables for dtrain-torchrun."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        settings = self.read_settings()
+        ctx.default_map = {name: _defaults(command, settings, ctx) for name, command in self.commands.items()}
+        if ctx.obj:
+            ctx.default_map["run"] = torchrun.defaults(os.environ, ctx.default_map["run"])
+        return super().invoke(ctx)
+
+    def read_settings(self) -> Settings:
+        """Read the settings in force in the current folder."""
+        known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
+        return read_settings(current_folder(), known - {"help", "as_json"})
+
+
+def _defaults(command: click.Command, settings: Settings, ctx: click.Context) -> dict[str, Any]:
+    """Check the settings that one command has options for; a wrong value is an error that names the file."""
+    defaults = {}
+    for param in command.params:
+        if param.name not in settings.values or not isinstance(param, click.Option):
+            continue
+        value = settings.values[param.name]
+        if isinstance(param, Listed) and isinstance(value, list):
+            value = ",".join(map(str, value))
+        if param.multiple and isinstance(value, str):
+            value = [value]
+        try:
+            if param.is_flag and not isinstance(value, bool):
+                raise click.BadParameter("must be true or false")
+            if not param.is_flag and isinstance(value, bool | dict):
+                raise click.BadParameter(f"{value!r} is not a value for it")
+            if isinstance(value, list) and not param.multiple:
+                raise click.BadParameter(f"it is {value!r}; it must be one value")
+            defaults[param.name] = value if isinstance(value, list | bool) else str(value)
+            param.type_cast_value(ctx, defaults[param.name])
+        except (click.ClickException, UsageError) as error:
+            reason = error.message if isinstance(error, click.ClickException) else str(error)
+            raise UsageError(f"{settings.source}: {param.name}: {reason}") from error
+    return defaults
+
+
+def current_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder does not exist any more; change to another one") from error
 
 
 def read_settings(folder: Path, known: Collection[str]) -> Settings:

@@ -1,4 +1,4 @@
-"""torchrun's command line: what its options are here, and the command `dtrain-torchrun` with its defaults.
+"""torchrun's command line: what its options are here, and the defaults of `dtrain-torchrun` (main.py).
 
 `dtrain run` takes the same words. `dtrain-torchrun` differs from it where torchrun does: one worker a host unless said
 otherwise, several nodes are started by hand, and PET_* variables are its options' defaults.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from dataclasses import fields, replace
+from typing import Any
 
+from launcher.cli.options import Options
 from launcher.errors import UsageError
 
-__all__ = ["AS_TORCHRUN", "defaults", "main", "translate"]
-
-AS_TORCHRUN = "torchrun"  # the click context's object, in `dtrain-torchrun`
+__all__ = ["defaults", "translate"]
 
 # What has no meaning here, and why.
 _WITHOUT_MEANING = {
@@ -31,46 +31,49 @@ _SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are wai
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
-def main() -> NoReturn:
-    """Run `dtrain run` as torchrun; the entry of the console script `dtrain-torchrun`."""
-    from launcher.cli.main import main_as
-
-    main_as(AS_TORCHRUN)
-
-
-def defaults(environment: Mapping[str, str], known: Mapping[str, bool], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's.
-
-    `known` are the names of the options, and whether each is a flag.
-    """
+def defaults(environment: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's."""
     values: dict[str, Any] = {"nproc_per_node": "1", **settings}
-    for variable, value in environment.items():
-        name = variable.removeprefix("PET_").lower()
-        if variable.startswith("PET_") and name in known and name != "export":  # which is none of torchrun's
-            values[name] = value == "1" if known[name] else [value] if name == "role" else value
+    for name, is_flag in ((f.name, f.type == "bool") for f in fields(Options) if f.metadata):
+        value = environment.get(f"PET_{name.upper()}")
+        if value is not None and name != "export":  # which is none of torchrun's
+            values[name] = value == "1" if is_flag else [value] if name == "role" else value
     return values
 
 
-def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translate(options: Options) -> tuple[Options, list[str]]:
     """Return the options with torchrun's words in ours, and what is to be said once of those without a meaning."""
-    ours = dict(options)
-    said = [
+    notices = [
         f"--{name.replace('_', '-')} has no meaning here: {reason}"
         for name, reason in _WITHOUT_MEANING.items()
-        if options.get(name) is not None
+        if getattr(options, name) is not None
     ]
-    if options["standalone"]:
-        ours.update(nnodes=(1, 1), node_rank=None, rdzv_endpoint=None, rdzv_backend=None)
-        return _timeouts(ours), said
-    backend = (options["rdzv_backend"] or "static").lower()
+    if options.standalone:
+        options = replace(options, nnodes=(1, 1), node_rank=None, rdzv_endpoint=None, rdzv_backend=None)
+    else:
+        options = _rendezvous(options, notices)
+    if options.shutdown_timeout is not None:
+        options = replace(options, grace_s=options.shutdown_timeout)
+    if options.rdzv_id not in (None, "none") and not options.run_id:
+        run_id = re.sub(r"^[^A-Za-z0-9]", "rdzv-", re.sub(r"[^A-Za-z0-9._-]", "-", options.rdzv_id or ""))[:128]
+        options = replace(options, run_id=run_id)
+    if options.signals_to_handle is not None:
+        options = replace(options, signals=_signals(options.signals_to_handle))
+    return options, notices
+
+
+def _rendezvous(options: Options, notices: list[str]) -> Options:
+    """Return where the nodes meet and how long they wait, as --rdzv-endpoint and --rdzv-conf say it."""
+    backend = (options.rdzv_backend or "static").lower()
     if backend not in _BACKENDS:
         raise UsageError(f"--rdzv-backend {backend} is not there; dtrain holds the rendezvous itself: leave it out")
-    if options["rdzv_endpoint"]:
-        host, port = _endpoint(options["rdzv_endpoint"])
-        ours["master_addr"] = options["master_addr"] or host
-        ours["master_port"] = options["master_port"] or port or None
+    ours: dict[str, Any] = {}
+    if options.rdzv_endpoint:
+        host, port = _endpoint(options.rdzv_endpoint)
+        ours["master_addr"] = options.master_addr or host
+        ours["master_port"] = options.master_port or port or None
         ours["any_port"] = port == 0
-    for key, value in _conf(options["rdzv_conf"]).items():
+    for key, value in _conf(options.rdzv_conf).items():
         if key in _SECONDS:
             ours["start_timeout_s"] = _seconds(key, value)
         elif key == "is_host":
@@ -78,27 +81,20 @@ def translate(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif key == "last_call_timeout":
             ours["last_call_s"] = _seconds(key, value)
         elif key != "rank":
-            said.append(f"--rdzv-conf {key} has no meaning here")
+            notices.append(f"--rdzv-conf {key} has no meaning here")
         elif re.fullmatch("[0-9]{1,6}", value):
             ours["node_rank"] = int(value)
         else:
             raise UsageError(f"--rdzv-conf rank={value}: it must be the number of this node, from 0")
-    return _timeouts(ours), said
+    return replace(options, **ours)
 
 
-def _timeouts(options: dict[str, Any]) -> dict[str, Any]:
-    if options["shutdown_timeout"] is not None:
-        options["grace_s"] = options["shutdown_timeout"]
-    if options["rdzv_id"] not in (None, "none") and not options.get("run_id"):
-        options["run_id"] = re.sub(r"^[^A-Za-z0-9]", "rdzv-", re.sub(r"[^A-Za-z0-9._-]", "-", options["rdzv_id"]))[:128]
-    names = options["signals_to_handle"]
-    if names is not None:
-        chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())
-        for name in chosen:
-            if name not in SIGNALS:
-                raise UsageError(f"--signals-to-handle {name} is not among: {', '.join(SIGNALS)}")
-        options["signals"] = chosen
-    return options
+def _signals(text: str) -> tuple[str, ...]:
+    chosen = tuple(name.strip().upper() for name in text.split(",") if name.strip())
+    for name in chosen:
+        if name not in SIGNALS:
+            raise UsageError(f"--signals-to-handle {name} is not among: {', '.join(SIGNALS)}")
+    return chosen
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
@@ -127,7 +123,3 @@ def _seconds(key: str, value: str) -> float:
         return float(value)
     except ValueError as error:
         raise UsageError(f"--rdzv-conf {key}={value}: it must be a number of seconds") from error
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,7 @@ class Fleet:
     def dismiss(self, state: HostState) -> list[Command]:
         """Tell a host on which no worker runs to end."""
         self.move(state, HostPhase.LEAVING)
-        return [Tell(state.name, Stop(signum=signal.SIGTERM, grace_s=0.0))]
+        return [Tell(state.name, Stop(signum=signal.SIGKILL))]
 
     # ---- workers that may live there ----
 

@@ -476,7 +476,7 @@ class Job:
         attempt.stopped_at = now
         commands = self._collecting.end(self.attempt)
         self._enter(Phase.ENDING, now, self.spec.grace_s + ANSWER_S)
-        end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM, grace_s=self.spec.grace_s)
+        end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
         return [*commands, *(Tell(name, end) for name in attempt.members if self.fleet.states[name].works)]
 
     def _swept_attempt(self, state: HostState, swept: Swept) -> list[Command]:
@@ -555,7 +555,7 @@ class Job:
         commands = self._collecting.end(self.attempt)
         self._enter(Phase.STOPPING, now, NEVER)
         self._gathering.closed = True
-        self._stopping = Stopping(self.fleet, grace_s=self.spec.grace_s, now=now)
+        self._stopping = Stopping(self.fleet, until=now + self.spec.grace_s + ANSWER_S)
         return [*commands, *self._stopping.begin(signum, now)]
 
     def _end(self, now: float) -> None:

@@ -18,10 +18,9 @@ CHECK_S = 3.0  # to reach a lost host again at the end and look what is left the
 class Stopping:
     """From the order to stop until all hosts are OUT, which `until` bounds."""
 
-    def __init__(self, fleet: Fleet, *, grace_s: float, now: float) -> None:
-        self.until = now + grace_s + ANSWER_S
+    def __init__(self, fleet: Fleet, *, until: float) -> None:
+        self.until = until
         self._fleet = fleet
-        self._grace_s = grace_s
         self._hurried = False
         self._check_until: float | None = None  # when no host is left but such as were lost
 
@@ -38,7 +37,7 @@ class Stopping:
                 self._fleet.try_again(state, now)
             elif state.phase is HostPhase.READY or (state.phase is HostPhase.CHECKING and not state.dirty):
                 self._fleet.move(state, HostPhase.LEAVING)
-                commands.append(Tell(state.name, Stop(signum=signum, grace_s=self._grace_s)))
+                commands.append(Tell(state.name, Stop(signum=signum)))
             elif state.phase not in (HostPhase.LEAVING, HostPhase.OUT) and not state.dirty:
                 commands += self._give_up(state)  # it has not even greeted: the end of its stream ends it
         return [*commands, *self._fleet.retries(now), *self.advance(now)]
@@ -51,7 +50,7 @@ class Stopping:
         for state in self._fleet:
             if state.greeted:
                 self._fleet.move(state, HostPhase.LEAVING)
-                commands.append(Tell(state.name, Stop(signum=signal.SIGKILL, grace_s=0.0)))
+                commands.append(Tell(state.name, Stop(signum=signal.SIGKILL)))
             elif state.phase is not HostPhase.OUT:
                 commands += self._give_up(state)
         return commands

@@ -223,7 +223,7 @@ class Sweep:
         self,
         listing: Callable[[], list[Process]],
         *,
-        grace_s: float,
+        grace_s: float = 0.0,
         kill_wait_s: float = 5.0,
         adopted: bool = True,
         kill_all: Callable[[], None] = lambda: None,

@@ -15,7 +15,7 @@ from testbed.processes import Result, run_program
 PROGRAMS = Path(__file__).parent / "programs"
 WORKER = "torchrun_worker.py"
 TORCHRUN = "from torch.distributed.run import main; main()"
-DTRAIN_TORCHRUN = "from launcher.cli.torchrun import main; main()"
+DTRAIN_TORCHRUN = "from launcher.cli.main import torchrun; torchrun()"
 LIMIT_S = 90.0
 TWO = "--standalone --nproc-per-node 2"
 

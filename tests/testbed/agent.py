@@ -100,13 +100,13 @@ class AgentProcess:
         self.tell(OpenStore(attempt=attempt, address="127.0.0.1", towards="", port=port, exact=port != 0))
         return self.expect(StoreOpened)
 
-    def end_attempt(self, attempt: int = 0, signum: int = signal.SIGTERM, grace_s: float = 0.3) -> Swept:
-        self.tell(EndAttempt(attempt=attempt, signum=signum, grace_s=grace_s))
+    def end_attempt(self, attempt: int = 0, signum: int = signal.SIGTERM) -> Swept:
+        self.tell(EndAttempt(attempt=attempt, signum=signum))
         return self.expect(Swept)
 
-    def stop(self, signum: int = signal.SIGTERM, grace_s: float = 0.3) -> Bye:
+    def stop(self, signum: int = signal.SIGTERM) -> Bye:
         """Stop it; return its last word once it has exited with 0."""
-        self.tell(Stop(signum=signum, grace_s=grace_s))
+        self.tell(Stop(signum=signum))
         bye = self.expect(Bye)
         assert self.process.wait(60) == 0, self.errors
         return bye

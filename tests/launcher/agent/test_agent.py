@@ -190,21 +190,21 @@ def test_attempts_follow_each_other_and_leave_nothing(agent: AgentProcess, famil
 
 
 def test_end_of_an_attempt_without_workers_is_answered_at_once(agent: AgentProcess) -> None:
-    agent.prepare()
-    assert agent.end_attempt(3, grace_s=60) == Swept(attempt=3, swept=0, saved=0, left=[])
+    agent.prepare(grace_s=60)
+    assert agent.end_attempt(3) == Swept(attempt=3, swept=0, saved=0, left=[])
     store = agent.open_store(4)
-    assert agent.end_attempt(4, grace_s=60).attempt == 4
+    assert agent.end_attempt(4).attempt == 4
     assert agent.open_store(5, store.port).port == store.port
     agent.stop()
     assert not [message for message in agent.seen if isinstance(message, StoreFailed)]
 
 
 def test_a_store_that_serves_is_closed_with_its_attempt_and_not_reported(agent: AgentProcess) -> None:
-    agent.prepare()
+    agent.prepare(grace_s=60)
     store = agent.open_store()
     with socket.create_connection((store.address, store.port)):
         wait_until(lambda: len(psutil.Process(agent.pid).children()) == 1, "the store's process runs")
-        assert agent.end_attempt(grace_s=60) == Swept(attempt=0, swept=0, saved=0, left=[])
+        assert agent.end_attempt() == Swept(attempt=0, swept=0, saved=0, left=[])
     assert agent.open_store(1, store.port).port == store.port
     agent.stop()
     assert not [message for message in agent.seen if isinstance(message, StoreFailed)]
@@ -215,7 +215,7 @@ def test_workers_that_obey_are_gone_in_a_moment(agent: AgentProcess, family: Fam
     for rank in range(3):
         family.start(agent, rank=rank)
     began = time.monotonic()
-    agent.end_attempt(grace_s=60)
+    agent.end_attempt()
     assert time.monotonic() - began < 30  # far from the grace period; how near to nothing is for a benchmark
     assert family.is_gone()
 
@@ -224,25 +224,24 @@ def test_stubborn_workers_have_their_grace_period_and_no_more(agent: AgentProces
     agent.prepare()
     family.start(agent, "stubborn", "ignores TERM")
     began = time.monotonic()
-    assert agent.end_attempt(grace_s=0.5).swept == 1
+    assert agent.end_attempt().swept == 1
     assert time.monotonic() - began >= 0.5
     assert [m.status for m in agent.seen if isinstance(m, Exited)] == [-signal.SIGKILL]
 
 
-@pytest.mark.parametrize("again", [EndAttempt(0, signal.SIGKILL, 0.0), EndAttempt(0, signal.SIGTERM, 0.1)])
-def test_a_second_word_only_makes_the_end_quicker(agent: AgentProcess, family: Family, again: EndAttempt) -> None:
-    agent.prepare()
+def test_a_second_word_makes_the_end_quicker(agent: AgentProcess, family: Family) -> None:
+    agent.prepare(grace_s=60)
     family.start(agent, "stubborn", "ignores TERM")
-    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM, grace_s=60), again)
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM), EndAttempt(attempt=0, signum=signal.SIGKILL))
     assert agent.expect(Swept).attempt == 0
     agent.stop()
     assert len([message for message in agent.seen if isinstance(message, Swept)]) == 1
 
 
 def test_stop_while_an_attempt_ends_is_answered_after_it(agent: AgentProcess, family: Family) -> None:
-    agent.prepare()
+    agent.prepare(grace_s=60)
     family.start(agent, "stubborn")
-    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM, grace_s=60))
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
     agent.stop(signal.SIGKILL)
     kinds = [type(message) for message in agent.seen if not isinstance(message, Heartbeat)]
     assert kinds[-3:] == [Exited, Swept, Bye]
@@ -250,7 +249,7 @@ def test_stop_while_an_attempt_ends_is_answered_after_it(agent: AgentProcess, fa
 
 
 def test_output_of_what_a_worker_leaves_is_passed_on_to_the_end(agent: AgentProcess) -> None:
-    agent.prepare()
+    agent.prepare(grace_s=5)
     agent.start(
         "import os, signal, sys, time\n"
         "if os.fork():\n    time.sleep(0.2); sys.exit(3)\n"
@@ -258,7 +257,7 @@ def test_output_of_what_a_worker_leaves_is_passed_on_to_the_end(agent: AgentProc
         "signal.signal(signal.SIGTERM, late)\ntime.sleep(600)"
     )
     assert agent.expect(Exited).status == 3
-    agent.end_attempt(grace_s=5)
+    agent.end_attempt()
     assert b"".join(message.data for message in agent.seen if isinstance(message, Output)) == b"last words\n"
 
 
@@ -470,7 +469,7 @@ def test_the_lease_holds_while_an_attempt_is_ended_and_after_the_controller_s_en
     agent.prepare(grace_s=60, lease_s=LEASE_S)
     family.start(agent, "stubborn", *CHILDREN)
     agent.beat()
-    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM, grace_s=60))
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
     agent.hang_up()
     assert agent.has_ended()
     nothing_is_left(agent, family)
@@ -564,14 +563,14 @@ def test_what_is_found_later_is_stopped_as_well(agent: AgentProcess, family: Fam
 
 
 def test_workers_of_a_suspended_run_end_as_they_like(agent: AgentProcess) -> None:
-    agent.prepare()
+    agent.prepare(grace_s=20)
     agent.start(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
         "print('up', flush=True)\ntime.sleep(600)"
     )
     agent.expect_output(b"up")
     agent.tell(Suspend(True))
-    agent.end_attempt(grace_s=20)
+    agent.end_attempt()
     assert [message.status for message in agent.seen if isinstance(message, Exited)] == [9]
     agent.stop()
 
@@ -594,7 +593,7 @@ def test_every_collection_is_answered_and_none_delays_the_end(agent: AgentProces
     agent.tell(Collect(number=1, limit_s=30.0))
     assert agent.expect(Collected).number == 1  # there is no worker
     agent.start("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\nwhile True: signal.pause()")
-    agent.tell(Collect(number=2, limit_s=30.0), Collect(number=3, limit_s=30.0), Stop(signal.SIGKILL, 0.0))
+    agent.tell(Collect(number=2, limit_s=30.0), Collect(number=3, limit_s=30.0), Stop(signal.SIGKILL))
     assert [agent.expect(Collected).number for _ in range(2)] == [2, 3]
     agent.expect(Bye)
 
@@ -625,7 +624,7 @@ def test_what_cannot_be_killed_is_named_and_the_agent_goes_on(
     (freezer / "cgroup.procs").write_text(str(worker))
     (freezer / "freezer.state").write_text("FROZEN")
     wait_until(lambda: (freezer / "freezer.state").read_text() == "FROZEN\n", "it is frozen")
-    agent.tell(EndAttempt(attempt=0, signum=signal.SIGKILL, grace_s=0.0))
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGKILL))
     (left,) = agent.expect(Swept, timeout=20).left
     assert left.startswith(f"pid {worker} (python")
     assert "state D" in left

@@ -217,7 +217,7 @@ def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: in
     (tmp_path / "show.py").write_text(SHOW)
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "show.py"]
     env = {"DTRAIN_TOKEN": TOKEN, "DTRAIN_NPROC_PER_NODE": "1"}
-    program = ["-c", "import sys; from launcher.cli.torchrun import main; main()", *words]
+    program = ["-c", "import sys; from launcher.cli.main import torchrun; torchrun()", *words]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(started(sys.executable, *program, cwd=tmp_path, env=env)) for _ in range(2)]
         ends = [_ends(node) for node in nodes]
@@ -230,13 +230,13 @@ def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: in
     [
         (["--node-rank", "1"], "say with --nnodes how many there are"),
         (["--node-rank", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"], "it must be 0 to 1"),
-        (["--node-rank", "1", "--nnodes", "2"], "Name an address of node 0 with --master-addr"),
+        (["--node-rank", "1", "--nnodes", "2"], "the address of node 0 is missing; write --master-addr"),
         (["--node-rank", "0", "--nnodes", "2", "--master-addr", "192.0.2.7"], "is not this machine"),
-        (["--node-rank", "1", "--nnodes", "2", "--master-addr", "192.0.2.7"], "there is no token: make one"),
+        (["--node-rank", "1", "--nnodes", "2", "--master-addr", "192.0.2.7"], "there is no token, by which"),
         (["--node-rank", "0", "--nnodes", "2", "--hosts", "a,b"], "leave out the hosts, or it"),
         (["--node-rank", "0", "--nnodes", "2", "--master-addr", "0.0.0.0"], "means all interfaces"),
         (["--node-rank", "0", "--nnodes", "1", "--include", "a"], "here every node is its own"),
-        (["--print-commands", "--nnodes", "1"], "how many? --nnodes N"),
+        (["--print-commands", "--nnodes", "1"], "--print-commands needs the number of nodes"),
         (["--print-commands", "--simulate", "--nnodes", "2"], "is for nodes that are started by hand"),
     ],
 )

@@ -112,8 +112,8 @@ def test_a_link_is_idle_only_when_all_that_was_told_is_written(output: OutputThr
                 assert may_pass.acquire(timeout=WAIT_S)
 
     link = opened(Slow(), queue.SimpleQueue(), output)
-    link.tell(Suspend())
-    link.tell(Suspend())
+    link.tell(Suspend(suspended=True))
+    link.tell(Suspend(suspended=True))
     for _ in range(2):
         assert begun.acquire(timeout=WAIT_S)
         assert not link.idle

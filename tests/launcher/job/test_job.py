@@ -475,7 +475,7 @@ def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
     assert messages(drive.say("a", drive.exited("a", 1, 7, at=later)), Stop) == []
     drive.say("b", drive.exited("b", 2, -signal.SIGSEGV, at=first))  # its news took longer
     commands = drive.collected()
-    assert [(stop.signum, stop.grace_s) for stop in messages(commands, Stop)] == 2 * [(signal.SIGTERM, 10.0)]
+    assert [stop.signum for stop in messages(commands, Stop)] == 2 * [signal.SIGTERM]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
     drive.say("b", drive.exited("b", 3, 0, provoked=True))
     drive.goodbye()
@@ -1256,7 +1256,7 @@ def test_a_signal_is_passed_on_and_decides_the_exit_code(signum: signal.Signals)
     drive.run()
     commands = drive.event(Signalled(signum))
     assert [(tell.host, tell.message) for tell in tells(commands)] == [
-        (name, Stop(signum=signum, grace_s=10.0)) for name in ("a", "b")
+        (name, Stop(signum=signum)) for name in ("a", "b")
     ]
     drive.say("a", drive.exited("a", 0, 1))  # the script's own answer to the signal
     drive.stop_all()
@@ -1282,7 +1282,7 @@ def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
     drive.run()
     drive.event(Signalled(signal.SIGINT))
     second = drive.event(Signalled(signal.SIGINT), after_s=1)
-    assert {(stop.signum, stop.grace_s) for stop in messages(second, Stop)} == {(signal.SIGKILL, 0.0)}
+    assert {stop.signum for stop in messages(second, Stop)} == {signal.SIGKILL}
     give_up_at = drive.now + ANSWER_S
     for _ in range(100):
         drive.event(Signalled(signal.SIGINT), after_s=0.1)

@@ -524,10 +524,10 @@ class World:
         elif isinstance(message, EndAttempt):
             self.go_on(agent)
             saved = self.chance.choice([0, 0, 1])
-            self.end_workers(agent, message.grace_s, then=Swept(message.attempt, 0, saved, self.left()))
+            self.end_workers(agent, self.spec.grace_s, then=Swept(message.attempt, 0, saved, self.left()))
         elif isinstance(message, Stop):
             self.go_on(agent)
-            grace_s = 0.0 if message.signum == signal.SIGKILL else message.grace_s
+            grace_s = 0.0 if message.signum == signal.SIGKILL else self.spec.grace_s
             self.end_workers(agent, grace_s, then=Bye(0, self.left(), ""))
         else:
             assert isinstance(message, SignalWorkers)

@@ -164,7 +164,7 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
         assert isinstance(exited, Exited)
         assert exited.status == 3
         assert process.poll() is None
-        stream.write(frame(Stop(signum=15, grace_s=0.0)))
+        stream.write(frame(Stop(signum=signal.SIGKILL)))
         while stream.read():
             pass
         assert stream.finish(60.0) == (0, "")

@@ -1,0 +1,51 @@
+"""`dtrain run --print-commands`: what to type on each node of a run that is started by hand. Called by run.py."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import fields
+
+from launcher.cli.options import Options
+from launcher.cli.request import listed_hosts, parse_command
+from launcher.errors import UsageError
+
+__all__ = ["commands"]
+
+_LEFT_OUT = {"hosts", "hostfile", "include", "exclude", "print_commands", "node_rank", "master_addr", "command"}
+
+
+def commands(options: Options) -> str:
+    """Return what to type on each node for this run. Raises UsageError."""
+    parse_command(options)
+    hosts = listed_hosts(options)
+    nodes = options.nnodes[1] if options.nnodes else len(hosts)
+    if nodes < 2:
+        raise UsageError("--print-commands needs the number of nodes, 2 or more; write --nnodes N, or --hosts")
+    words = _typed_words(options)
+    if not (options.nnodes and "nnodes" in options.typed):
+        words = ["--nnodes", str(nodes), *words]
+    address = options.master_addr or (hosts[0].name if hosts else "ADDRESS_OF_NODE_0")
+    folder = shlex.quote(os.getcwd())
+    lines = [
+        "# once, on one machine: the secret that the nodes share; copy the file to every node",
+        "(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)",
+    ]
+    for k in range(nodes):
+        name, slots = (hosts[k].name, hosts[k].slots) if k < len(hosts) else (f"node {k}", None)
+        own = [] if slots is None or options.nproc_per_node else ["--nproc-per-node", str(slots)]
+        node = ["dtrain", "run", "--node-rank", str(k), "--master-addr", address]
+        lines += [f"# on {name}", f"cd {folder} && {shlex.join([*node, *own, *words, *options.command])}"]
+    return "\n".join(lines)
+
+
+def _typed_words(options: Options) -> list[str]:
+    """Return the options that were typed, but those that say who and where the nodes are."""
+    words = []
+    for name in (found.name for found in fields(Options) if found.name in options.typed - _LEFT_OUT):
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        if name == "nnodes":
+            value = ":".join(map(str, dict.fromkeys(value)))
+        given = value if isinstance(value, tuple) else [value]
+        words += [flag] if value is True else [word for one in given for word in (flag, str(one))]
+    return words
