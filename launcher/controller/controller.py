@@ -26,11 +26,11 @@ from launcher.job.events import (
     Connected,
     Discovered,
     Event,
-    Keep,
     Lost,
     Notice,
     Open,
     Said,
+    SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
@@ -178,7 +178,7 @@ class Controller:
                 self._links[command.host].close()
             elif isinstance(command, Notice):
                 self._tell_user(command.text)
-            elif isinstance(command, Keep):
+            elif isinstance(command, SaveEvidence):
                 self._keep(command)
             else:
                 assert isinstance(command, SuspendSelf)
@@ -194,7 +194,7 @@ class Controller:
         link.open(self._opened.get(name) if first else None, self._limit, deadline)
         self._links[name] = link
 
-    def _keep(self, keep: Keep) -> None:
+    def _keep(self, keep: SaveEvidence) -> None:
         self._output.keep_evidence(keep.attempt, keep.number, write_out(keep.evidence))
         where = self._output.evidence_path(keep.attempt, keep.number)
         if keep.asked:

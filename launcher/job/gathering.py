@@ -13,22 +13,23 @@ from launcher.errors import PlacementError
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Tell
+from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
-from launcher.job.outcome import Failure, FailureKind
 from launcher.job.progress_messages import some
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place
 from launcher.protocol import Facts, Hello
 
-__all__ = ["Gathering", "Verdict", "fit", "misfits"]
+__all__ = ["Gathering", "Readiness", "fit", "misfits"]
 
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
 STRIKES = 2  # a host that ends so many attempts in a row is left out
 
 
-class Verdict(Enum):
+class Readiness(Enum):
     WAIT = auto()
     BEGIN = auto()
     TOO_FEW = auto()  # and there will not be more in time
@@ -40,23 +41,23 @@ class Gathering:
     `closed`: there will be no other attempt.
     """
 
-    def __init__(self, spec: JobSpec, fleet: Fleet, now: float) -> None:
+    def __init__(self, spec: JobSpec, fleet: Fleet, timers: Timers, now: float) -> None:
         self.problems: dict[str, str] = {}
         self.previous: tuple[str, ...] = ()
         self.closed = False
         self._spec = spec
         self._fleet = fleet
-        self._not_before = now
-        self.until = now + spec.start_timeout_s
-        self._enough_since: float | None = None
+        self._timers = timers
+        timers.set(Timer.PAUSE, now)
+        timers.set(Timer.GATHER, now + spec.start_timeout_s)
 
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
         """Begin anew, after an attempt."""
         self.previous = previous
         self.problems.clear()
-        self._not_before = now + delay_s
-        self.until = self._not_before + self._spec.start_timeout_s
-        self._enough_since = None
+        self._timers.set(Timer.PAUSE, now + delay_s)
+        self._timers.set(Timer.GATHER, now + delay_s + self._spec.start_timeout_s)
+        self._timers.cancel(Timer.LAST_CALL)
 
     @property
     def _fixed(self) -> bool:
@@ -85,11 +86,12 @@ class Gathering:
             return self.unusable(state, "; ".join([*left, *facts.problems]))
         self._fleet.checked(state, facts)
         self.problems.pop(state.name, None)
-        return self._fleet.dismiss(state) if self.closed or not state.wanted else []
+        return self._fleet.dismiss(state) if self.closed or not self._fleet.wanted(state) else []
 
     def unusable(self, state: HostState, reason: str) -> list[Command]:
         """Note why a host that has joined cannot be used; it is told to end at once."""
-        state.reason = self.problems[state.name] = reason
+        self.problems[state.name] = reason
+        self._fleet.note_reason(state, reason)
         return [*self._fleet.dismiss(state), *self.say_unusable(state, reason)]
 
     def say_unusable(self, state: HostState, reason: str) -> list[Command]:
@@ -104,11 +106,12 @@ class Gathering:
         failed |= {cause.host} if cause is not None else set()
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
-            state.strikes = state.strikes + 1 if state.name in failed else 0
-            if not state.wanted and state.phase is HostPhase.READY and state.attempt is None:
+            self._fleet.count_strike(state, failed=state.name in failed)
+            wanted = self._fleet.wanted(state)
+            if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
                 commands += self._fleet.dismiss(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-            if state.strikes >= STRIKES and state.wanted and others >= self._spec.min_hosts:
+            if state.strikes >= STRIKES and wanted and others >= self._spec.min_hosts:
                 commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
         return commands
 
@@ -117,8 +120,8 @@ class Gathering:
         if not name or name in members:
             return []
         state = self._fleet.states[name]
-        state.strikes += 1
-        if state.strikes < STRIKES or not state.wanted:
+        self._fleet.count_strike(state, failed=True)
+        if state.strikes < STRIKES or not self._fleet.wanted(state):
             return []
         return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
 
@@ -132,12 +135,12 @@ class Gathering:
 
     def _leave_out(self, state: HostState, why: str) -> list[Command]:
         self._fleet.drop(state)
-        state.reason = why
-        notice = Notice(f"{state.name} is left out from now on: {why}")
+        self._fleet.note_reason(state, why)
+        notice = Notice(f"{state.name} is excluded from further attempts: {why}")
         if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
-            return [notice, *(self._fleet.dismiss(state) if state.attempt is None else [])]
-        if state.phase is HostPhase.AWAY and not state.dirty:
-            self._fleet.move(state, HostPhase.OUT)
+            return [notice, *([] if self._fleet.works(state) else self._fleet.dismiss(state))]
+        if state.phase is HostPhase.AWAY and not self._fleet.dirty(state):
+            self._fleet.leave(state)
         return [notice]
 
     def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
@@ -147,19 +150,16 @@ class Gathering:
         named = {host.name: host for host in hosts}
         commands: list[Command] = []
         for state in list(self._fleet):
-            if state.name not in named and state.wanted:
+            if state.name not in named and self._fleet.wanted(state):
                 commands += self._leave_out(state, "it is no longer named by --hosts-script")
         for host in hosts:
             state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
             if state.link == 0:
                 commands.append(self._fleet.open(state))
                 continue
-            state.host = host  # its slots may be others
-            if not state.wanted:
-                self._fleet.want(state)
-                if state.phase in (HostPhase.OUT, HostPhase.AWAY):
-                    self._fleet.move(state, HostPhase.AWAY)
-                    self._fleet.try_again(state, now)
+            self._fleet.named_again(state, host)
+            if not self._fleet.wanted(state):
+                self._fleet.want(state, now)
         return commands
 
     # ---- when to begin ----
@@ -168,38 +168,24 @@ class Gathering:
     def _possible(self) -> int:
         return len(self._fleet) - len(self._fleet.dropped)
 
-    def decide(self, now: float) -> Verdict:
-        fleet, least = self._fleet, self._spec.min_hosts
-        if now < self._not_before:
-            return Verdict.WAIT
+    def decide(self, now: float) -> Readiness:
+        fleet, least, timers = self._fleet, self._spec.min_hosts, self._timers
+        if not timers.over(Timer.PAUSE, now):
+            return Readiness.WAIT
+        too_late = timers.over(Timer.GATHER, now)
         ready = fleet.count(HostPhase.READY)
         if self._fixed:
-            if fleet.coming and now < self.until:
-                return Verdict.WAIT
-            return Verdict.BEGIN if ready == len(fleet) else Verdict.TOO_FEW
+            if fleet.coming and not too_late:
+                return Readiness.WAIT
+            return Readiness.BEGIN if ready == len(fleet) else Readiness.TOO_FEW
         if ready < least:
-            self._enough_since = None
-            return Verdict.WAIT if self._possible >= least and now < self.until else Verdict.TOO_FEW
-        if self._enough_since is None:
-            self._enough_since = now
-        if ready == self._possible or not fleet.coming or now >= self._last_call() or self._first_choice(ready):
-            return Verdict.BEGIN
-        return Verdict.WAIT
-
-    def deadlines(self) -> list[float]:
-        return [self.until, self._not_before, self._last_call()]
-
-    def slept(self, seconds: float) -> None:
-        """Take a time out of the reckoning in which nobody listened."""
-        self.until += seconds
-        if self._enough_since is not None:
-            self._enough_since += seconds
-
-    def _last_call(self) -> float:
-        if self._enough_since is None:
-            return self.until
-        again, asked = bool(self.previous), self._spec.last_call_s
-        return min(self.until, self._enough_since + (LAST_CALL_S[again] if asked is None or again else asked))
+            timers.cancel(Timer.LAST_CALL)
+            return Readiness.WAIT if self._possible >= least and not too_late else Readiness.TOO_FEW
+        if timers.at(Timer.LAST_CALL) == NEVER:
+            again, asked = bool(self.previous), self._spec.last_call_s
+            timers.set(Timer.LAST_CALL, now + (LAST_CALL_S[again] if asked is None or again else asked))
+        nobody_more = ready == self._possible or not fleet.coming or self._first_choice(ready)
+        return Readiness.BEGIN if nobody_more or too_late or timers.over(Timer.LAST_CALL, now) else Readiness.WAIT
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""
