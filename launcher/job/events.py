@@ -10,22 +10,8 @@ from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report
 
 __all__ = [
-    "Close",
-    "Command",
-    "Connected",
-    "Discovered",
-    "Event",
-    "Lost",
-    "Notice",
-    "Open",
-    "Said",
-    "SaveEvidence",
-    "Signalled",
-    "Slept",
-    "SuspendSelf",
-    "Tell",
-    "Tick",
-    "Unread",
+    "Close", "Command", "Connected", "Discovered", "Event", "Lost", "Notice", "Open", "Said", "SaveEvidence",
+    "Signalled", "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
 ]  # fmt: skip
 
 # ---- events --------------------------------------------------------------------------------------------------
