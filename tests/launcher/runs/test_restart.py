@@ -163,7 +163,7 @@ def test_a_killed_agent_is_replaced_and_what_it_left_is_ended(
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert stdout.count(b"up") == 2
-    assert b"was lost: " in stderr
+    assert b" was lost after " in stderr
     assert b"0 processes left on " in stderr
 
 
