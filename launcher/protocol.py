@@ -20,6 +20,8 @@ PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
+HEARTBEAT_S = 1.0
+HEARTBEATS = 6  # at least so many while a lease lasts
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
 
@@ -311,6 +313,11 @@ class Heartbeat:
     time: float  # when it was sent, by the agent's clock; to an agent: not after that, and what renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
+
+
+def heartbeat_pause_s(lease_s: float) -> float:
+    """Return how often an agent speaks; on the other side, how soon its silence means something."""
+    return min(HEARTBEAT_S, lease_s / HEARTBEATS) if lease_s > 0 else HEARTBEAT_S
 
 
 Command: TypeAlias = (

@@ -50,7 +50,7 @@ ORDER = (
     "protocol", "errors",
 )  # fmt: skip
 # Known, and to be opened.
-UPWARDS = {("launcher.job.fleet", "launcher.agent.lease")}
+UPWARDS: set[tuple[str, str]] = set()
 CIRCLES: set[frozenset[str]] = set()
 
 

@@ -10,20 +10,12 @@ from __future__ import annotations
 import math
 import mmap
 
-__all__ = ["ENDS_WITHIN_S", "Lease", "Limits", "heartbeat_pause_s"]
-
-HEARTBEAT_S = 1.0
-HEARTBEATS = 6  # at least so many while a lease lasts
+__all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
 
 ENDS_WITHIN_S = 20.0  # an agent that ends, beyond the grace period: kill, sweep, last words, with all their limits
 LATE_S, LATE = 1.0, 0.1  # the guard acts so much after the agent should have; at most that part of the lease
 _UNDECIDED = math.nan
 _NONE = 0.0
-
-
-def heartbeat_pause_s(lease_s: float) -> float:
-    """Return how often an agent speaks; on the other side, how soon its silence means something."""
-    return min(HEARTBEAT_S, lease_s / HEARTBEATS) if lease_s > 0 else HEARTBEAT_S
 
 
 class Limits:

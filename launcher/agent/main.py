@@ -25,7 +25,7 @@ from launcher.agent.attempt_end import Ending
 from launcher.agent.evidence_round import Inquiry
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
-from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
+from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import Cleaning, Trace
 from launcher.agent.run_tag import Mark
 from launcher.agent.store import StoreProcess
@@ -54,6 +54,7 @@ from launcher.protocol import (
     Stop,
     Suspend,
     Swept,
+    heartbeat_pause_s,
 )
 
 FLUSH_S = 5.0

@@ -67,7 +67,7 @@ class StoreProcess:
         status = os.waitstatus_to_exitcode(wait_status)
         if status >= 0:
             return f"it ended with status {status}"
-        from launcher.job.secondary_failures import signal_name  # what it imports is no agent's business but here
+        from launcher.job.failure import signal_name  # what it imports is no agent's business but here
 
         return f"it was killed by {signal_name(-status)}"
 

@@ -25,10 +25,10 @@ from launcher.job.events import (
     Command,
     Discovered,
     Event,
-    Keep,
     Notice,
     Open,
     Said,
+    SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
@@ -169,7 +169,7 @@ class Controller:
                 self._links[command.host].close()
             elif isinstance(command, Notice):
                 self._tell_user(command.text)
-            elif isinstance(command, Keep):
+            elif isinstance(command, SaveEvidence):
                 self._keep(command)
             else:
                 assert isinstance(command, SuspendSelf)
@@ -190,7 +190,7 @@ class Controller:
         )
         link.open(lambda: opened or self._connector.connect(host, deadline))
 
-    def _keep(self, keep: Keep) -> None:
+    def _keep(self, keep: SaveEvidence) -> None:
         self._output.keep_evidence(keep.attempt, keep.number, keep.evidence, say=keep.asked)
         if not keep.asked:
             self.evidence_file = self._output.evidence_path(keep.attempt, keep.number)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.job.cause import looks_like_consequence
-from launcher.job.outcome import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
 from launcher.protocol import Evidence, Exited, PortsReserved, Started, StoreOpened
 
@@ -13,9 +14,15 @@ __all__ = ["AttemptState", "choose_members", "failure_of"]
 
 
 class AttemptState:
-    """`members` in the order of their node ranks; the first of them holds the store."""
+    """`members` in the order of their node ranks; the first of them holds the store.
 
-    def __init__(self, number: int, members: tuple[str, ...], placement: Placement, *, began: float) -> None:
+    Timer.STALL is set `stall_s` after each sign of progress.
+    """
+
+    def __init__(
+        self, number: int, members: tuple[str, ...], placement: Placement, timers: Timers, *,
+        began: float, stall_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.number = number
         self.members = members
         self.placement = placement
@@ -25,20 +32,21 @@ class AttemptState:
         self.started: set[int] = set()
         self.stopped: set[int] = set()  # ranks that ended because they were told to
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
-        self.victims: list[Failure] = []  # after that
+        self.secondary_failures: list[Failure] = []  # after that
         self.left_out: list[Failure] = []  # of processes that the others went on without
         self.evidence: tuple[Evidence, ...] = ()
         self.saved = 0  # checkpoints
-        self.progressed_at = began
         self.store: StoreOpened | None = None
         self.ports: dict[str, PortsReserved] = {}
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
+        self._timers = timers
+        self._stall_s = NEVER if stall_s is None else stall_s
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         self._ended: set[int] = set()
-        # Those that have not ended well, and are not left out.
+        # Those that have not finished successfully, and are not left out.
         self._needed = {worker.rank for worker in placement.workers if worker.needed}
         self._unfinished = dict(zip(members, placement.per_host, strict=True))
-        self._ended_well = False  # one of those that the run waits for
+        self._succeeded = False  # one of those that the run waits for
         self._restarts: dict[int, int] = {}  # of single ranks
         self._progress: dict[str, int] = {}
         self._saved: dict[str, int] = {}
@@ -56,7 +64,7 @@ class AttemptState:
     def finished(self) -> bool:
         """Whether every worker that the run waits for has ended by itself and well, or is left out.
 
-        One that was stopped has not ended well.
+        One that was stopped has not finished successfully.
         """
         return not self._needed
 
@@ -65,12 +73,12 @@ class AttemptState:
         return bool(self._ended)
 
     def needs(self, host: str) -> bool:
-        """Whether the loss of a host is one: its workers have not ended well, or it holds the store."""
+        """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
         return host in self._unfinished and (host == self.members[0] or self._unfinished[host] > 0)
 
     def take_start(self, started: Started, now: float) -> None:
         self.started.add(started.rank)
-        self.progressed_at = now
+        self.made_progress(now)
 
     def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
@@ -78,20 +86,20 @@ class AttemptState:
             return
         self.started.add(exited.rank)
         self._ended.add(exited.rank)
-        self.progressed_at = now
+        self.made_progress(now)
         if exited.provoked:
             self.stopped.add(exited.rank)
             self._provoked_at.setdefault(host, at)
         elif exited.status == 0:
-            self._ended_well |= exited.rank in self._needed
+            self._succeeded |= exited.rank in self._needed
             self._needed.discard(exited.rank)
             self._unfinished[host] -= 1
 
     # ---- single processes ----
 
     def can_go_on_without(self, rank: int) -> bool:
-        """Whether another one that the run waits for is alive, comes back, or has ended well."""
-        return self._ended_well or bool(self._needed - {rank})
+        """Whether another one that the run waits for is alive, comes back, or has finished successfully."""
+        return self._succeeded or bool(self._needed - {rank})
 
     def leave_out(self, failure: Failure) -> None:
         """Go on without a worker that has failed."""
@@ -103,16 +111,19 @@ class AttemptState:
     def start_again(self, rank: int, now: float) -> int:
         """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
         self._ended.discard(rank)
-        self.progressed_at = now
+        self.made_progress(now)
         self._restarts[rank] = self._restarts.get(rank, 0) + 1
         return self.number + self._restarts[rank]
 
     # ---- progress and failures ----
 
+    def made_progress(self, now: float) -> None:
+        self._timers.set(Timer.STALL, now + self._stall_s)
+
     def take_progress(self, host: str, progress: int, now: float) -> None:
         if self._progress.get(host) != progress:
             self._progress[host] = progress
-            self.progressed_at = now
+            self.made_progress(now)
 
     def take_saved(self, host: str, saved: int) -> bool:
         """Note how many checkpoints a host's workers have saved; return whether there are more than before."""

@@ -10,8 +10,8 @@ from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report
 
 __all__ = [
-    "Close", "Command", "Connected", "Discovered", "Event", "Keep", "Lost", "Notice", "Open", "Said", "Signalled",
-    "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
+    "Close", "Command", "Connected", "Discovered", "Event", "Lost", "Notice", "Open", "Said", "SaveEvidence",
+    "Signalled", "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
 ]  # fmt: skip
 
 # ---- events --------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Keep:
+class SaveEvidence:
     """Keep the evidence of one collection in the run's folder; `asked`: somebody wants to see it now."""
 
     attempt: int
@@ -130,4 +130,4 @@ class SuspendSelf:
     """Stop this process as Ctrl-Z does, once everything told is written."""
 
 
-Command: TypeAlias = Open | Tell | Close | Notice | Keep | SuspendSelf
+Command: TypeAlias = Open | Tell | Close | Notice | SaveEvidence | SuspendSelf

@@ -1,6 +1,6 @@
 """Where the ranks stand, asked of the hosts of an attempt before anything is stopped, or when the user wants to see.
 
-Pure; owned by job.py. At most one collection is under way; who does not answer in time is not waited for.
+Pure; owned by job.py. At most one round is under way; who does not answer in time is not waited for.
 """
 
 from __future__ import annotations
@@ -9,44 +9,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, Keep, Tell
+from launcher.job.events import Command, SaveEvidence, Tell
+from launcher.job.timers import Timer, Timers
 from launcher.protocol import Collect, Collected, Evidence
 
-__all__ = ["COLLECT_S", "Collecting"]
+__all__ = ["COLLECT_S", "EvidenceRounds"]
 
 COLLECT_S = 2.0
 
 
 @dataclass
-class _Collection:
+class _Round:
     number: int
     waiting: set[str]
-    until: float
     asked: bool
     found: dict[int, Evidence] = field(default_factory=dict)
 
 
-class Collecting:
-    """`unanswered` are the hosts that did not answer the last collection."""
+class EvidenceRounds:
+    """`unanswered` are the hosts that did not answer the last round."""
 
-    def __init__(self) -> None:
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
         self.unanswered: set[str] = set()
         self._number = 0
-        self._current: _Collection | None = None
+        self._current: _Round | None = None
 
     @property
     def under_way(self) -> bool:
         return self._current is not None
 
-    @property
-    def until(self) -> float:
-        return float("inf") if self._current is None else self._current.until
-
     def begin(self, hosts: Sequence[str], now: float, *, asked: bool) -> list[Command]:
         """Ask these hosts; `asked`: somebody wants to see it."""
         assert self._current is None
         self._number += 1
-        self._current = _Collection(self._number, set(hosts), now + COLLECT_S, asked)
+        self._current = _Round(self._number, set(hosts), asked)
+        self._timers.set(Timer.EVIDENCE, now + COLLECT_S)
         return [Tell(name, Collect(number=self._number, limit_s=0.75 * COLLECT_S)) for name in hosts]
 
     def take(self, host: str, message: Evidence | Collected) -> None:
@@ -63,11 +61,12 @@ class Collecting:
             self._current.waiting.discard(host)
 
     def over(self, now: float) -> bool:
-        return self._current is not None and (not self._current.waiting or now >= self._current.until)
+        return self._current is not None and (not self._current.waiting or self._timers.over(Timer.EVIDENCE, now))
 
     def end(self, attempt: AttemptState | None) -> list[Command]:
-        """End the collection, if there is one, and keep what was found."""
+        """End the round, if there is one, and keep what was found."""
         current, self._current = self._current, None
+        self._timers.cancel(Timer.EVIDENCE)
         if current is None or attempt is None:
             return []
         self.unanswered = current.waiting
@@ -76,9 +75,4 @@ class Collecting:
         found = tuple(evidence for _, evidence in sorted(current.found.items()))
         if not current.asked:
             attempt.evidence = found
-        return [Keep(attempt.number, current.number, found, current.asked)]
-
-    def slept(self, seconds: float) -> None:
-        """Take a time out of the reckoning in which nobody listened."""
-        if self._current is not None:
-            self._current.until += seconds
+        return [SaveEvidence(attempt.number, current.number, found, current.asked)]

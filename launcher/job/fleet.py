@@ -1,5 +1,7 @@
 """All hosts of a run: which are connected, lost, tried again, and where workers may still live. Pure; owned by job.py.
 
+What is known of a host changes here only.
+
 A remote host holds a lease: its agent kills its workers and ends when LEASE of the timeout T (--heartbeat-timeout-s) is
 over since the newest heartbeat that it has heard was sent. A heartbeat carries that time by the host's own clock, never
 later than it was (HostClock.theirs), so how long it was under way does not matter, nor how far apart the clocks are. It
@@ -19,11 +21,11 @@ import signal
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from launcher.agent.lease import heartbeat_pause_s
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Close, Command, Open, Tell
 from launcher.job.host_state import HostClock, HostPhase, HostState
-from launcher.protocol import Bye, Facts, Heartbeat, Stop, Suspend, Swept
+from launcher.job.timers import NEVER, Timer, Timers
+from launcher.protocol import Bye, Facts, Heartbeat, Hello, Report, Stop, Suspend, Swept, heartbeat_pause_s
 
 __all__ = ["Fleet"]
 
@@ -33,20 +35,19 @@ LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be 
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
 STEADY_S = 2.0  # who was ready for less is not tried at once for ever
 CONNECT_AT_ONCE = 256  # hosts over SSH: each takes a thread, and most of its time is waiting for DNS and the network
-NEVER = float("inf")
 _ON_THEIR_WAY = (HostPhase.CONNECTING, HostPhase.GREETING, HostPhase.CHECKING)
 
 
 class Fleet:
-    """`states` in the order in which the user named the hosts; `busy` are the names of those with `attempt` set."""
+    """`states` in the order in which the user named the hosts."""
 
-    def __init__(self, hosts: Iterable[Host], *, timeout_s: float, join_s: float, now: float) -> None:
+    def __init__(self, hosts: Iterable[Host], timers: Timers, *, timeout_s: float, join_s: float, now: float) -> None:
         self.states = {host.name: HostState(host, heard=now) for host in hosts}
-        self.busy: set[str] = set()
+        self.busy: set[str] = set()  # the names of those where workers of the attempt may live
         self.coming: set[str] = set()  # the names of those that are on their way at the first try to reach them
         self._untried: deque[str] = deque()  # to be tried as soon as there is a place
         self.used: set[str] = set()  # ever busy
-        self.dropped: set[str] = set()  # no longer wanted
+        self.dropped: set[str] = set()  # no longer wanted: each goes OUT once it has left
         self.left: dict[str, list[str]] = {}  # processes that could not be ended
         self.swept = 0  # processes that outlived their workers and were ended
         self.timeout_s = timeout_s
@@ -54,6 +55,9 @@ class Fleet:
         self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
         self.quiet_s = 2 * heartbeat_pause_s(self.lease_s)  # who says nothing for so long is no longer there
         self._join_s = max(join_s, timeout_s)  # for a host to be ready; a look at its devices may take long
+        self._timers = timers
+        timers.set(Timer.BEAT, now + self.beat_s)
+        timers.set(Timer.LOOK, now + self.beat_s)
         self._counts = Counter({HostPhase.AWAY: len(self.states)})
         self._retries: list[tuple[float, str]] = []  # heaps; what no longer holds is dropped when it comes up
         self._fences: list[tuple[float, str]] = []
@@ -70,11 +74,26 @@ class Fleet:
     def ready(self) -> list[HostState]:
         return [state for state in self if state.phase is HostPhase.READY]
 
-    def move(self, state: HostState, phase: HostPhase) -> None:
+    def wanted(self, state: HostState) -> bool:
+        return state.name not in self.dropped
+
+    def works(self, state: HostState) -> bool:
+        """Whether its agent was told to take part in an attempt, and has not said that it is over there."""
+        return state.phase is HostPhase.READY and state.name in self.busy
+
+    def dirty(self, state: HostState) -> bool:
+        """Whether something of the run may live there that nobody watches."""
+        return bool(state.traces) or state.name in self.busy
+
+    def workers_of(self, names: Iterable[str]) -> list[str]:
+        """Return those of the hosts whose agents take part in the attempt."""
+        return [name for name in names if self.works(self.states[name])]
+
+    def _move(self, state: HostState, phase: HostPhase) -> None:
         self._counts[state.phase] -= 1
         self._counts[phase] += 1
         state.phase = phase
-        if phase in _ON_THEIR_WAY and state.tries <= 1 and state.wanted:
+        if phase in _ON_THEIR_WAY and state.tries <= 1 and self.wanted(state):
             self.coming.add(state.name)
         else:
             self.coming.discard(state.name)
@@ -85,34 +104,59 @@ class Fleet:
         self._counts[HostPhase.AWAY] += 1
         return state
 
-    def want(self, state: HostState) -> None:
+    def named_again(self, state: HostState, host: Host) -> None:
+        """Note how the user names it now: its slots may be others."""
+        state.host = host
+
+    def want(self, state: HostState, now: float) -> None:
         """Use a host again that was dropped."""
-        state.wanted = True
-        state.strikes = state.tries = 0
         self.dropped.discard(state.name)
+        state.strikes = state.tries = 0
+        if state.phase in (HostPhase.OUT, HostPhase.AWAY):
+            self._move(state, HostPhase.AWAY)
+            self.try_again(state, now)
 
     def drop(self, state: HostState) -> None:
         """Use a host no more; it is still tried again until what it may have left is gone."""
-        state.wanted = False
         self.dropped.add(state.name)
         self.coming.discard(state.name)
 
     def dismiss(self, state: HostState) -> list[Command]:
         """Tell a host on which no worker runs to end."""
-        self.move(state, HostPhase.LEAVING)
-        return [Tell(state.name, Stop(signum=signal.SIGKILL))]
+        return self.stop(state, Stop(signum=signal.SIGKILL))
+
+    def stop(self, state: HostState, order: Stop) -> list[Command]:
+        """Tell a host to end, however far it has come."""
+        self._move(state, HostPhase.LEAVING)
+        return [Tell(state.name, order)]
+
+    def leave(self, state: HostState) -> None:
+        """Give a host up for good that has no link."""
+        self._move(state, HostPhase.OUT)
+
+    def give_up(self, state: HostState) -> list[Command]:
+        """Give a host up for good, and its link if it has one."""
+        has_link = state.phase is not HostPhase.AWAY
+        self._move(state, HostPhase.OUT)
+        return [Close(state.name)] if has_link else []
+
+    def note_reason(self, state: HostState, reason: str) -> None:
+        """Note why it cannot be used, in words."""
+        state.reason = reason
+
+    def count_strike(self, state: HostState, *, failed: bool) -> None:
+        """Count an attempt that ended through it; one that did not ends the row."""
+        state.strikes = state.strikes + 1 if failed else 0
 
     # ---- workers that may live there ----
 
-    def occupy(self, state: HostState, attempt: int) -> None:
+    def occupy(self, state: HostState) -> None:
         """Note that from now on processes of an attempt may live on a host."""
-        state.attempt = attempt
         self.busy.add(state.name)
         self.used.add(state.name)
 
-    def vacate(self, state: HostState) -> None:
+    def _vacate(self, state: HostState) -> None:
         """Note that it is certain that none do."""
-        state.attempt = None
         state.fenced_at = None
         self.busy.discard(state.name)
 
@@ -131,7 +175,7 @@ class Fleet:
         commands: list[Command] = []
         while self._untried and self._counts[HostPhase.CONNECTING] < CONNECT_AT_ONCE:
             state = self.states[self._untried.popleft()]
-            if state.link == 0 and state.phase is HostPhase.AWAY and state.wanted:
+            if state.link == 0 and state.phase is HostPhase.AWAY and self.wanted(state):
                 commands.append(self.open(state))
         return commands
 
@@ -140,17 +184,29 @@ class Fleet:
         state.tries += 1
         state.retry_at = None
         state.clock = HostClock()  # it may have been started anew
-        self.move(state, HostPhase.CONNECTING)
+        self._move(state, HostPhase.CONNECTING)
         return Open(state.name, state.link)
 
     def connected(self, state: HostState, our_address: str | None, now: float) -> None:
         state.our_address, state.heard = our_address, now
-        self.move(state, HostPhase.GREETING)
+        self._move(state, HostPhase.GREETING)
+
+    def hear(self, state: HostState, message: Report, now: float) -> None:
+        """Note that a host spoke, and what its clock says if the message carries the time of its sending."""
+        state.heard = now
+        if isinstance(message, Hello | Facts | Heartbeat):
+            state.clock.hear(message.time, now)
+            if state.rests_until is not None and state.clock.corrected(message.time) > state.rests_until:
+                state.rests_until = None
+
+    def not_read(self, state: HostState, now: float) -> None:
+        """Note that a host may have spoken, since nobody reads what it says."""
+        state.heard = now
 
     def greeted(self, state: HostState, trace: str) -> None:
         state.trace = trace
         state.rests_until = None
-        self.move(state, HostPhase.CHECKING)
+        self._move(state, HostPhase.CHECKING)
 
     def checked(self, state: HostState, facts: Facts) -> None:
         """Note that a host is ready: what lost agents had left there, this one has ended before it answered."""
@@ -159,13 +215,13 @@ class Fleet:
         state.tries = 0
         state.ready_at = state.heard
         state.reason = ""
-        self.vacate(state)
-        self.move(state, HostPhase.READY)
+        self._vacate(state)
+        self._move(state, HostPhase.READY)
 
     def said_swept(self, state: HostState, swept: Swept) -> None:
         """Take the end of an attempt on a host."""
         self.swept += swept.swept
-        self.vacate(state)
+        self._vacate(state)
         if swept.left:
             self.left[state.name] = swept.left
             self.drop(state)  # what cannot be ended must not meet the next attempt
@@ -173,43 +229,50 @@ class Fleet:
     def could_not_clean(self, state: HostState, facts: Facts) -> None:
         """Note that a new agent has looked for what lost ones left, and cannot be used."""
         state.traces.clear()
-        self.vacate(state)
+        self._vacate(state)
         if facts.left:
             self.left.setdefault(state.name, []).extend(facts.left)
             self.drop(state)
 
     def lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Give a link up; what is behind it is to be cleaned up by the next agent there, or fenced by its lease."""
-        if state.attempt is not None and state.trace:
-            state.traces.append(state.trace)
-        if state.attempt is not None and state.fenced_at is None:
-            state.fenced_at = self._fence(state, now)
-            heapq.heappush(self._fences, (state.fenced_at, state.name))
+        if state.name in self.busy:
+            if state.trace:
+                state.traces.append(state.trace)
+            if state.fenced_at is None:
+                state.fenced_at = self._fence_at(state, now)
+                heapq.heappush(self._fences, (state.fenced_at, state.name))
+                self._timers.set(Timer.FENCE, self._fences[0][0])
         return self._left(state, reason)
 
-    def _fence(self, state: HostState, now: float) -> float:
+    def _fence_at(self, state: HostState, now: float) -> float:
         if not state.leased:
             return now + LOCAL_FENCE_S
         if state.rests_until is not None:
             return NEVER
         return max(now, min(now + (LEASE + FENCE) * self.timeout_s, state.heard + self.timeout_s))
 
-    def said_bye(self, state: HostState, bye: Bye) -> list[Command]:
-        """Take the end of an agent that has swept its host."""
+    def said_bye(self, state: HostState, bye: Bye, reason: str) -> list[Command]:
+        """Take the end of an agent that has swept its host; `reason` says why it ended."""
         self.swept += bye.swept
         if bye.left:
             self.left[state.name] = bye.left
             self.drop(state)
         if not state.traces:  # otherwise it ended before it could clean up after another
-            self.vacate(state)
-        return self._left(state, bye.reason)
+            self._vacate(state)
+        return self._left(state, reason)
 
     def _left(self, state: HostState, reason: str) -> list[Command]:
         state.trace = ""
         state.reason = reason
         state.facts = None
-        self.move(state, HostPhase.AWAY)
+        self._move(state, HostPhase.AWAY)
         return [Close(state.name)]
+
+    def try_afresh(self, state: HostState, now: float) -> None:
+        """Try a host that is away again, as if it had not been tried yet."""
+        state.tries = 0
+        self.try_again(state, now)
 
     def try_again(self, state: HostState, now: float) -> None:
         """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment."""
@@ -218,27 +281,30 @@ class Fleet:
             state.ready_at = None
         state.retry_at = now + RETRIES_S[min(max(state.tries, state.flights - 1), len(RETRIES_S) - 1)]
         heapq.heappush(self._retries, (state.retry_at, state.name))
+        self._timers.set(Timer.RETRY, self._next_retry())
 
     def retries(self, now: float) -> list[Command]:
         """Try those hosts again whose time has come."""
         commands = []
-        while (at := self.next_retry()) is not None and at <= now:
+        while self._next_retry() <= now:
             commands.append(self.open(self.states[heapq.heappop(self._retries)[1]]))
+        self._timers.set(Timer.RETRY, self._next_retry())
         return commands
 
-    def next_retry(self) -> float | None:
+    def _next_retry(self) -> float:
         while self._retries:
             at, name = self._retries[0]
             state = self.states[name]
             if state.phase is HostPhase.AWAY and state.retry_at == at:
                 return at
             heapq.heappop(self._retries)
-        return None
+        return NEVER
 
     # ---- time ----
 
     def heartbeats(self, now: float) -> list[Command]:
         """Renew the leases of the hosts that answer."""
+        self._timers.set(Timer.BEAT, now + self.beat_s)
         return [
             Tell(state.name, Heartbeat(time=state.clock.theirs(now)))
             for state in self
@@ -247,6 +313,7 @@ class Fleet:
 
     def silent(self, now: float) -> list[HostState]:
         """Return the connected hosts that were not heard for too long."""
+        self._timers.set(Timer.LOOK, now + self.beat_s)
         return [
             state
             for state in self
@@ -257,19 +324,11 @@ class Fleet:
 
     def fence(self, now: float) -> None:
         """Note which lost hosts' workers are certainly gone by now. When that was remains known."""
-        while (at := self.next_fence()) is not None and at <= now:
-            state = self.states[heapq.heappop(self._fences)[1]]
-            state.attempt = None
-            self.busy.discard(state.name)
-
-    def next_fence(self) -> float | None:
-        while self._fences:
-            at, name = self._fences[0]
-            state = self.states[name]
-            if state.attempt is not None and state.fenced_at == at:
-                return at
-            heapq.heappop(self._fences)
-        return None
+        while self._fences and self._fences[0][0] <= now:
+            at, name = heapq.heappop(self._fences)
+            if self.states[name].fenced_at == at:
+                self.busy.discard(name)
+        self._timers.set(Timer.FENCE, self._fences[0][0] if self._fences else NEVER)
 
     def never_fenced(self) -> list[str]:
         """Return the lost hosts of which nothing but a look there will say that their workers are gone."""

@@ -14,26 +14,27 @@ from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Tell
-from launcher.job.fleet import NEVER, Fleet
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
-from launcher.job.outcome import Failure, FailureKind
 from launcher.job.progress_messages import some
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place
 from launcher.protocol import Facts, Hello
 
-__all__ = ["Gathering", "Verdict", "fit", "misfits"]
+__all__ = ["Gathering", "Readiness", "fit", "misfits"]
 
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
 OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run cannot start; a closed port takes 3 s
 LARGE = 16  # hosts; of fewer, nothing is said as long as they come
-SAID = 4  # reasons in that
-SAY_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
+SHOWN = 4  # reasons in that
+SHOW_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
 STRIKES = 2  # a host that ends so many attempts in a row is left out
 
 
-class Verdict(Enum):
+class Readiness(Enum):
     WAIT = auto()
     BEGIN = auto()
     TOO_FEW = auto()  # and there will not be more in time
@@ -45,26 +46,26 @@ class Gathering:
     `closed`: there will be no other attempt.
     """
 
-    def __init__(self, spec: JobSpec, fleet: Fleet, now: float) -> None:
+    def __init__(self, spec: JobSpec, fleet: Fleet, timers: Timers, now: float) -> None:
         self.problems: dict[str, str] = {}
         self.previous: tuple[str, ...] = ()
         self.closed = False
         self._spec = spec
         self._fleet = fleet
-        self._not_before = now
-        self.until = now + spec.start_timeout_s
-        self._enough_since: float | None = None
-        self._hopeless_since: float | None = None
-        self._say_at = now + SAY_S[0] if len(fleet) >= LARGE else NEVER
-        self._unsaid: dict[str, str] = {}  # why hosts cannot be used, where many are to be said as one
+        self._timers = timers
+        timers.set(Timer.PAUSE, now)
+        timers.set(Timer.GATHER, now + spec.start_timeout_s)
+        if len(fleet) >= LARGE:
+            timers.set(Timer.SHOW, now + SHOW_S[0])
+        self._not_shown: dict[str, str] = {}  # why hosts cannot be used, where many are to be shown as one
 
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
         """Begin anew, after an attempt."""
         self.previous = previous
         self.problems.clear()
-        self._not_before = now + delay_s
-        self.until = self._not_before + self._spec.start_timeout_s
-        self._enough_since = None
+        self._timers.set(Timer.PAUSE, now + delay_s)
+        self._timers.set(Timer.GATHER, now + delay_s + self._spec.start_timeout_s)
+        self._timers.cancel(Timer.LAST_CALL)
 
     @property
     def _fixed(self) -> bool:
@@ -93,19 +94,20 @@ class Gathering:
             return self.unusable(state, "; ".join([*left, *facts.problems]))
         self._fleet.checked(state, facts)
         self.problems.pop(state.name, None)
-        return self._fleet.dismiss(state) if self.closed or not state.wanted else []
+        return self._fleet.dismiss(state) if self.closed or not self._fleet.wanted(state) else []
 
     def unusable(self, state: HostState, reason: str) -> list[Command]:
         """Note why a host that has joined cannot be used; it is told to end at once."""
-        state.reason = self.problems[state.name] = reason
+        self.problems[state.name] = reason
+        self._fleet.note_reason(state, reason)
         return [*self._fleet.dismiss(state), *self.say_unusable(state, reason)]
 
     def say_unusable(self, state: HostState, reason: str) -> list[Command]:
         """Say that a host cannot be used, where the run goes on without it; once."""
         if self.closed or self._fixed or state.tries > 1:
             return []
-        if self._say_at < NEVER:
-            self._unsaid[state.name] = reason
+        if self._timers.at(Timer.SHOW) < NEVER:
+            self._not_shown[state.name] = reason
             return []
         return [Notice(f"{state.name} cannot be used for now: {reason}")]
 
@@ -115,11 +117,12 @@ class Gathering:
         failed |= {cause.host} if cause is not None else set()
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
-            state.strikes = state.strikes + 1 if state.name in failed else 0
-            if not state.wanted and state.phase is HostPhase.READY and state.attempt is None:
+            self._fleet.count_strike(state, failed=state.name in failed)
+            wanted = self._fleet.wanted(state)
+            if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
                 commands += self._fleet.dismiss(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-            if state.strikes >= STRIKES and state.wanted and others >= self._spec.min_hosts:
+            if state.strikes >= STRIKES and wanted and others >= self._spec.min_hosts:
                 commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
         return commands
 
@@ -128,8 +131,8 @@ class Gathering:
         if not name or name in members:
             return []
         state = self._fleet.states[name]
-        state.strikes += 1
-        if state.strikes < STRIKES or not state.wanted:
+        self._fleet.count_strike(state, failed=True)
+        if state.strikes < STRIKES or not self._fleet.wanted(state):
             return []
         return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
 
@@ -143,12 +146,12 @@ class Gathering:
 
     def _leave_out(self, state: HostState, why: str) -> list[Command]:
         self._fleet.drop(state)
-        state.reason = why
-        notice = Notice(f"{state.name} is left out from now on: {why}")
+        self._fleet.note_reason(state, why)
+        notice = Notice(f"{state.name} is excluded from further attempts: {why}")
         if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
-            return [notice, *(self._fleet.dismiss(state) if state.attempt is None else [])]
-        if state.phase is HostPhase.AWAY and not state.dirty:
-            self._fleet.move(state, HostPhase.OUT)
+            return [notice, *([] if self._fleet.works(state) else self._fleet.dismiss(state))]
+        if state.phase is HostPhase.AWAY and not self._fleet.dirty(state):
+            self._fleet.leave(state)
         return [notice]
 
     def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
@@ -158,19 +161,16 @@ class Gathering:
         named = {host.name: host for host in hosts}
         commands: list[Command] = []
         for state in list(self._fleet):
-            if state.name not in named and state.wanted:
+            if state.name not in named and self._fleet.wanted(state):
                 commands += self._leave_out(state, "it is no longer named by --hosts-script")
         for host in hosts:
             state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
             if state.link == 0:
                 commands.append(self._fleet.open(state))
                 continue
-            state.host = host  # its slots may be others
-            if not state.wanted:
-                self._fleet.want(state)
-                if state.phase in (HostPhase.OUT, HostPhase.AWAY):
-                    self._fleet.move(state, HostPhase.AWAY)
-                    self._fleet.try_again(state, now)
+            self._fleet.named_again(state, host)
+            if not self._fleet.wanted(state):
+                self._fleet.want(state, now)
         return commands
 
     # ---- when to begin ----
@@ -179,60 +179,39 @@ class Gathering:
     def _possible(self) -> int:
         return len(self._fleet) - len(self._fleet.dropped)
 
-    def decide(self, now: float) -> Verdict:
-        fleet, least = self._fleet, self._spec.min_hosts
-        if now < self._not_before:
-            return Verdict.WAIT
+    def decide(self, now: float) -> Readiness:
+        fleet, least, timers = self._fleet, self._spec.min_hosts, self._timers
+        if not timers.over(Timer.PAUSE, now):
+            return Readiness.WAIT
+        too_late = timers.over(Timer.GATHER, now)
         ready = fleet.count(HostPhase.READY)
         if self._fixed:
-            if self.problems and self._hopeless_since is None:  # none of those is tried again
-                self._hopeless_since = now
-            if fleet.coming and now < self._give_up_at():
-                return Verdict.WAIT
-            return Verdict.BEGIN if ready == len(fleet) else Verdict.TOO_FEW
+            if self.problems and timers.at(Timer.HOPELESS) == NEVER:  # none of those is tried again
+                timers.set(Timer.HOPELESS, now + OTHER_REASONS_S)
+            if fleet.coming and not too_late and not timers.over(Timer.HOPELESS, now):
+                return Readiness.WAIT
+            return Readiness.BEGIN if ready == len(fleet) else Readiness.TOO_FEW
         if ready < least:
-            self._enough_since = None
-            return Verdict.WAIT if self._possible >= least and now < self.until else Verdict.TOO_FEW
-        if self._enough_since is None:
-            self._enough_since = now
-        if ready == self._possible or not fleet.coming or now >= self._last_call() or self._first_choice(ready):
-            return Verdict.BEGIN
-        return Verdict.WAIT
+            timers.cancel(Timer.LAST_CALL)
+            return Readiness.WAIT if self._possible >= least and not too_late else Readiness.TOO_FEW
+        if timers.at(Timer.LAST_CALL) == NEVER:
+            again, asked = bool(self.previous), self._spec.last_call_s
+            timers.set(Timer.LAST_CALL, now + (LAST_CALL_S[again] if asked is None or again else asked))
+        nobody_more = ready == self._possible or not fleet.coming or self._first_choice(ready)
+        return Readiness.BEGIN if nobody_more or too_late or timers.over(Timer.LAST_CALL, now) else Readiness.WAIT
 
-    def deadlines(self) -> list[float]:
-        return [self._give_up_at(), self._not_before, self._last_call(), self._say_at]
-
-    def _give_up_at(self) -> float:
-        """Return when the start has failed without an answer from the rest."""
-        return self.until if self._hopeless_since is None else min(self.until, self._hopeless_since + OTHER_REASONS_S)
-
-    def say_how_far(self, progress: str, now: float) -> list[Command]:
-        """Say how far the start of a large run is, and what is wrong so far; the second also where it begins."""
-        waits = self._say_at <= now
-        if not waits and (progress or not self._unsaid):
+    def show_how_far(self, progress: str, now: float) -> list[Command]:
+        """Show how far the start of a large run is, and what is wrong so far; the second also where it begins."""
+        waits = self._timers.over(Timer.SHOW, now)
+        if not waits and (progress or not self._not_shown):
             return []
-        reasons = self._in_order(self.problems if self._fixed else self._unsaid)
+        reasons = self._in_order(self.problems if self._fixed else self._not_shown)
         lines = lines_by_reason(reasons, ": " if self._fixed else " cannot be used for now: ")
-        self._unsaid.clear()
+        self._not_shown.clear()
         if waits:
-            self._say_at = now + SAY_S[1]
-        more = [f"and {len(lines) - SAID} other reasons"] if len(lines) > SAID else []
-        return [Notice("\n".join([*([progress] if progress else []), *lines[:SAID], *more]))]
-
-    def slept(self, seconds: float) -> None:
-        """Take a time out of the reckoning in which nobody listened."""
-        self.until += seconds
-        self._say_at += seconds
-        if self._enough_since is not None:
-            self._enough_since += seconds
-        if self._hopeless_since is not None:
-            self._hopeless_since += seconds
-
-    def _last_call(self) -> float:
-        if self._enough_since is None:
-            return self.until
-        again, asked = bool(self.previous), self._spec.last_call_s
-        return min(self.until, self._enough_since + (LAST_CALL_S[again] if asked is None or again else asked))
+            self._timers.set(Timer.SHOW, now + SHOW_S[1])
+        more = [f"and {len(lines) - SHOWN} other reasons"] if len(lines) > SHOWN else []
+        return [Notice("\n".join([*([progress] if progress else []), *lines[:SHOWN], *more]))]
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""
@@ -247,7 +226,7 @@ class Gathering:
     def why_not_ready(self) -> dict[str, str]:
         """Return, by host, why the run cannot begin."""
         limit = f"within {self._spec.start_timeout_s:g} s (--start-timeout-s)"
-        if self._hopeless_since is not None and self._give_up_at() < self.until:
+        if self._timers.at(Timer.HOPELESS) < self._timers.at(Timer.GATHER):
             limit = "before the start was given up because of the other hosts"
         reasons = dict(self.problems)
         for state in self._fleet:

@@ -1,4 +1,7 @@
-"""One host as the job sees it: how far it has come, what it has, when it was heard, what may still run there."""
+"""One host as the job sees it: how far it has come, what it has, when it was heard, what may still run there.
+
+Only fleet.py changes it; everyone else reads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from enum import Enum, auto
 from launcher.hosts.host import Host
 from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer
-from launcher.protocol import Facts, Heartbeat, Hello, Report
+from launcher.protocol import Facts
 
 __all__ = ["HostClock", "HostPhase", "HostState"]
 
@@ -53,8 +56,8 @@ class HostClock:
 class HostState:
     """`link` numbers its connections, `heard` is when it last spoke.
 
-    `attempt` is the one whose workers may live there, None when it is certain that none do. `traces` are those of
-    lost agents whose processes nobody has looked for yet. Without a link, workers are certainly gone at `fenced_at`.
+    `traces` are those of lost agents whose processes nobody has looked for yet. Without a link, workers are certainly
+    gone at `fenced_at`.
     """
 
     host: Host
@@ -67,14 +70,12 @@ class HostState:
     clock: HostClock = field(default_factory=HostClock)
     trace: str = ""
     traces: list[str] = field(default_factory=list)
-    attempt: int | None = None
     fenced_at: float | None = None
     tries: int = 0  # to reach it since it was lost
     retry_at: float | None = None
     ready_at: float | None = None  # since then, or was before it was lost
     flights: int = 0  # how often in a row it was soon lost again
     strikes: int = 0  # attempts in a row that ended through it
-    wanted: bool = True  # otherwise it goes OUT once it has left
     reason: str = ""  # why it cannot be used, in words
 
     @property
@@ -91,27 +92,9 @@ class HostState:
         return self.phase in (HostPhase.CHECKING, HostPhase.READY, HostPhase.LEAVING)
 
     @property
-    def works(self) -> bool:
-        """Whether its agent was told to take part in an attempt, and has not said that it is over there."""
-        return self.phase is HostPhase.READY and self.attempt is not None
-
-    @property
     def leased(self) -> bool:
         """Whether its agent ends by itself when it hears nothing; at the end of a local pipe it always notices."""
         return self.host.remote
-
-    @property
-    def dirty(self) -> bool:
-        """Whether something of the run may live there that nobody watches."""
-        return bool(self.traces) or self.attempt is not None
-
-    def hear(self, message: Report, now: float) -> None:
-        """Note that it spoke, and what its clock says if the message carries the time of its sending."""
-        self.heard = now
-        if isinstance(message, Hello | Facts | Heartbeat):
-            self.clock.hear(message.time, now)
-            if self.rests_until is not None and self.clock.corrected(message.time) > self.rests_until:
-                self.rests_until = None
 
     def offer(self) -> HostOffer:
         """Return what it has for the job; its facts must be known."""

@@ -1,55 +1,26 @@
-"""How a run ended, as data: the job makes it, output/report.py tells it, cli/main.py ends with its exit code."""
+"""How a run ended, as data, made when every host is out. Pure.
+
+The job makes it, output/report.py tells it, cli/main.py ends with its exit code.
+"""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from launcher.errors import DtrainError
+from launcher.job.attempt import AttemptState
+from launcher.job.cause import first_cause
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.fleet import Fleet
+from launcher.job.host_state import HostState
+from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Evidence
 
-__all__ = ["Failure", "FailureKind", "Outcome"]
+__all__ = ["PREEMPTED", "Outcome", "build_outcome", "fails_by_itself"]
 
-
-class FailureKind(Enum):
-    RAISED = "raised"  # an exception that nobody caught
-    EXITED = "exited"  # another exit code than 0
-    KILLED = "killed"  # by a signal that was not ours
-    NEVER_STARTED = "never started"
-    HOST_LOST = "host lost"
-    STORE_LOST = "store lost"
-    STALLED = "stalled"  # no rank made progress
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Something that went wrong by itself; `at` is its time on the controller's monotonic clock.
-
-    `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
-    was already told to stop when it ended, although it had failed before. `killer` says who killed it, where that
-    is known; `inside` is the function in which it raised, `where` the line of the user's own code above that.
-    """
-
-    kind: FailureKind
-    host: str
-    at: float
-    ran_s: float
-    attempt: int = 0
-    rank: int | None = None
-    pid: int = 0
-    status: int = 1
-    error_type: str = ""
-    message: str = ""
-    where: str = ""
-    inside: str = ""
-    killer: str = ""
-    provoked: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        if self.kind is FailureKind.RAISED and (self.provoked or self.status == 0):
-            return 1  # it would have ended so, had it not been stopped on the way
-        return 128 - self.status if self.status < 0 else self.status
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 
 
 @dataclass(frozen=True)
@@ -61,12 +32,12 @@ class Outcome:
     error: DtrainError | None  # why no worker was started
     signum: int | None  # the signal that told dtrain to stop
     cause: Failure | None  # the first failure that was not a consequence of our stopping, and that ended the run
-    victims: tuple[Failure, ...]  # what failed after it by itself
+    secondary_failures: tuple[Failure, ...]  # what failed after it by itself
     stopped: int  # workers that ended because we stopped them
     world_size: int
     hosts: int  # that workers were started on, in any attempt
     attempts: int
-    gave_up: str  # why no further attempt was made, where one could have been; else empty
+    no_restart_reason: str  # why no further attempt was made, where one could have been; else empty
     evidence: tuple[Evidence, ...]  # where the ranks stood when the cause was noticed
     swept: int  # processes that outlived their workers and were ended
     left: tuple[tuple[str, tuple[str, ...]], ...]  # by host, the processes that could not be ended
@@ -74,4 +45,90 @@ class Outcome:
     duration_s: float
     preempted: bool = False  # it ended to make room, and is to be started again
     left_out: tuple[Failure, ...] = ()  # processes of the last attempt that the others went on without
-    lone_restarts: int = 0  # of single processes, in all attempts
+    worker_restarts: int = 0  # of single processes, in all attempts
+
+
+def fails_by_itself(cause: Failure) -> bool:
+    """Whether a worker has failed after USR1, rather than made room: by being killed by it, or by saying so."""
+    if cause.kind is FailureKind.EXITED:
+        return cause.status != PREEMPTED
+    return cause.kind in (FailureKind.RAISED, FailureKind.KILLED) and cause.status != -signal.SIGUSR1
+
+
+def build_outcome(
+    spec: JobSpec,
+    fleet: Fleet,
+    attempt: AttemptState | None,
+    *,
+    error: DtrainError | None,
+    signum: int | None,
+    no_restart_reason: str,
+    worker_restarts: int,
+    preempted: bool,
+    began: float,
+    now: float,
+) -> Outcome:
+    """`attempt` is the last one; `signum` the signal that ended the run, if one did.
+
+    `preempted`: it was told that its time is up, which is why it ended if it had not finished by itself.
+    """
+    finished = attempt is not None and attempt.finished
+    preempted = preempted and error is None and not finished
+    failures = [] if attempt is None else attempt.failures
+    cause = first_cause(failures)
+    secondary_failures = failures if attempt is None else [*failures, *attempt.secondary_failures]
+    left_out = [] if attempt is None else attempt.left_out
+    if cause is None and finished and signum is None:  # the others came to their end, but not all finished successfully
+        cause = first_cause(left_out)
+    unchecked = [state for state in fleet if fleet.dirty(state)]
+    return Outcome(
+        run_id=spec.run_id,
+        exit_code=PREEMPTED if preempted else _exit_code(error, cause, signum),
+        error=error,
+        signum=signum,
+        cause=cause,
+        secondary_failures=_secondary_failures(secondary_failures, cause),
+        stopped=0 if attempt is None else len(attempt.stopped),
+        world_size=0 if attempt is None else attempt.world_size,
+        hosts=len(fleet.used),
+        attempts=0 if attempt is None else attempt.number + 1 - spec.first_attempt,
+        no_restart_reason=no_restart_reason,
+        preempted=preempted,
+        left_out=tuple(left_out),
+        worker_restarts=worker_restarts,
+        evidence=() if attempt is None else attempt.evidence,
+        swept=fleet.swept,
+        left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
+        unchecked=tuple((state.name, _why_unchecked(state, now)) for state in unchecked),
+        duration_s=now - began,
+    )
+
+
+def _secondary_failures(failures: Sequence[Failure], cause: Failure | None) -> tuple[Failure, ...]:
+    """Return what failed beside the cause; a host that was lost and then not reached again was lost once."""
+    lost = {cause.host} if cause is not None and cause.kind is FailureKind.HOST_LOST else set()
+    secondary_failures = []
+    for failure in failures:
+        if failure is cause or (failure.kind is FailureKind.HOST_LOST and failure.host in lost):
+            continue
+        if failure.kind is FailureKind.HOST_LOST:
+            lost.add(failure.host)
+        secondary_failures.append(failure)
+    return tuple(secondary_failures)
+
+
+def _exit_code(error: DtrainError | None, cause: Failure | None, signum: int | None) -> int:
+    if error is not None:
+        return error.exit_code
+    if cause is not None:
+        return cause.exit_code
+    return 0 if signum is None else 128 + signum
+
+
+def _why_unchecked(state: HostState, now: float) -> str:
+    reason = state.reason or "it did not answer"
+    if not state.leased or state.fenced_at is None or state.fenced_at == float("inf"):
+        return reason
+    if now >= state.fenced_at:
+        return f"{reason}; having heard nothing from dtrain, it has ended its workers by itself"
+    return f"{reason}; hearing nothing from dtrain, it ends its workers within {state.fenced_at - now:.0f} s"

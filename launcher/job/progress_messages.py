@@ -1,60 +1,77 @@
-"""What the user is told while a run goes on, in words. Pure."""
+"""How far a run has come: the phase that the job is in, and what the user is told while it goes on. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from itertools import islice
 
-from launcher.job.outcome import Failure, FailureKind
-from launcher.job.secondary_failures import signal_name
+from launcher.job.attempt import AttemptState
+from launcher.job.failure import Failure, what_happened
+from launcher.job.fleet import Fleet
+from launcher.job.host_state import HostPhase
 
-__all__ = ["attempt_begins", "attempt_ended", "left_out", "some", "starts_again"]
+__all__ = ["Phase", "attempt_begins", "attempt_ended", "left_out", "progress", "some", "starts_again"]
 
-MESSAGE_CHARACTERS = 200
+
+class Phase(Enum):
+    GATHERING = auto()
+    OPENING_STORE = auto()
+    RUNNING = auto()
+    EVIDENCE_ROUND = auto()
+    ENDING = auto()  # the attempt
+    STOPPING = auto()  # the job
+    ENDED = auto()
+
+
+def progress(phase: Phase, fleet: Fleet, attempt: AttemptState | None) -> str:
+    """Say in a few words what the run is waiting for."""
+    out, ready = fleet.count(HostPhase.OUT), fleet.count(HostPhase.READY)
+    if phase is Phase.GATHERING:
+        waiting = (s.name for s in fleet if s.phase is not HostPhase.READY and s.phase is not HostPhase.OUT)
+        names = some(waiting, len(fleet) - ready - out) or "the next try"
+        again = f"attempt {attempt.number + 1}: " if attempt is not None else ""
+        return f"{again}{ready} of {len(fleet)} hosts ready; waiting for {names}"
+    if phase is Phase.OPENING_STORE:
+        return "opening the rendezvous store"
+    if phase is Phase.RUNNING and attempt is not None:
+        started, world = len(attempt.started), attempt.world_size
+        return "" if started == world else f"{started} of {world} workers started"
+    if phase is Phase.EVIDENCE_ROUND:
+        return "a worker failed; looking where the others stand"
+    if phase is Phase.ENDING and attempt is not None:
+        waiting = (name for name in attempt.members if name in fleet.busy)
+        return f"stopping; waiting for {some(waiting, len(fleet.busy))}"
+    if phase is Phase.STOPPING:
+        waiting = (state.name for state in fleet if state.phase is not HostPhase.OUT)
+        return f"stopping; waiting for {some(waiting, len(fleet) - out)}"
+    return ""
 
 
 def attempt_begins(number: int, members: Sequence[str], previous: Sequence[str]) -> str:
     now, before = set(members), set(previous)
-    changed = [*(name for name in previous if name not in now)]
+    gone = [name for name in previous if name not in now]
     come = [name for name in members if name not in before]
     hosts = f"{len(members)} host{'s' if len(members) > 1 else ''}"
-    without = f", without {some(changed)}" if changed else ""
+    without = f", without {some(gone)}" if gone else ""
     return f"attempt {number} begins on {hosts}{without}" + (f", with {some(come)}" if come else "")
 
 
 def attempt_ended(number: int, cause: Failure, delay_s: float) -> str:
     when = f"; the next one begins in {delay_s:g} s" if delay_s else ""
-    return f"attempt {number} ended after {max(0.0, cause.ran_s):.1f} s: {_what_happened(cause)}{when}"
+    return f"attempt {number} failed: {what_happened(cause)}{when}"
 
 
 def starts_again(failure: Failure, restart: str, delay_s: float) -> str:
     """Say that a process alone is started again; `restart` counts it."""
     when = f" in {delay_s:g} s" if delay_s else ""
-    return f"{_what_happened(failure)} after {failure.ran_s:.1f} s; it alone starts again{when} ({restart})"
+    return f"{what_happened(failure)}; only this worker restarts{when} ({restart})"
 
 
 def left_out(failure: Failure, reason: str) -> str:
     """Say that the others go on without a process; `reason` is why it is not started again, if that is news."""
     why = f" ({reason})" if reason else ""
-    return f"{_what_happened(failure)} after {failure.ran_s:.1f} s; the others go on without it{why}"
-
-
-def _what_happened(cause: Failure) -> str:
-    who = f"host {cause.host}" if cause.rank is None else f"rank {cause.rank} on {cause.host}"
-    said = (cause.message.splitlines() or [""])[0][:MESSAGE_CHARACTERS]
-    if cause.kind is FailureKind.STALLED:
-        return said
-    if cause.kind is FailureKind.RAISED:
-        return f"{who} raised {cause.error_type or 'an exception'}{f': {said}' if said else ''}"
-    if cause.kind is FailureKind.HOST_LOST:
-        return f"{who} was lost: {said}"
-    if cause.kind is FailureKind.STORE_LOST:
-        return f"the rendezvous store on {cause.host} was lost: {said}"
-    if cause.kind is FailureKind.NEVER_STARTED:
-        return f"{who} {said}"
-    if cause.status < 0:
-        return f"{who} was killed by {signal_name(-cause.status)}"
-    return f"{who} exited with code {cause.status}"
+    return f"{what_happened(failure)}; the other workers continue without it{why}"
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:

@@ -2,10 +2,10 @@
 
 One object. Every key is always there; what does not apply is null, an empty list or an empty string.
 
-    version         1; a new number where a key changes its meaning or goes
+    version         2; a new number where a key changes its meaning or goes
     run_id          null where the command could not be run as it was typed
     exit_code       what dtrain ends with
-    ended           "well", "failed" (see cause), "stopped" (see signal), "not started" (see error)
+    ended           "finished", "failed" (see cause), "stopped" (see signal), "not started" (see error)
     signal          the name of the signal that told dtrain to stop
     error           why no worker was started: {type, message, hosts: {name: reason}}
     cause           the first failure that was no consequence of another:
@@ -13,12 +13,14 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
                     "store lost", "stalled". exit_status is null and signal a name for what a signal killed. where:
                     "file:line in function" of the user's own code; inside: the function that raised below it
-    victims         what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
+    secondary_failures
+                    what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
-    lone_restarts   how often one process alone was started again
+    worker_restarts how often one process alone was started again
     stopped         workers that dtrain stopped
     attempts        how many were made
-    gave_up         why no further attempt was made
+    no_restart_reason
+                    why no further attempt was made
     world_size      workers of the last attempt
     hosts           how many had workers, in any attempt
     duration_s
@@ -44,13 +46,14 @@ from typing import Any
 
 from launcher.errors import DtrainError
 from launcher.hosts.folding import StartError
-from launcher.job.outcome import Failure, FailureKind, Outcome
-from launcher.job.secondary_failures import count_victims, signal_name
+from launcher.job.cause import group_secondary_failures
+from launcher.job.failure import Failure, FailureKind, signal_name
+from launcher.job.outcome import Outcome
 from launcher.output.stacks import groups
 
 __all__ = ["write_error_json", "write_usage_error_json"]
 
-VERSION = 1
+VERSION = 2
 
 
 def write_error_json(path: Path, outcome: Outcome, *, folder: Path | None, evidence_file: Path | None = None) -> None:
@@ -62,8 +65,8 @@ def write_usage_error_json(path: Path, error: DtrainError | str, exit_code: int)
     """Write that the command could not be run as it was typed or configured. Raises OSError as `write_error_json`."""
     never = Outcome(
         run_id="", exit_code=exit_code, error=error if isinstance(error, DtrainError) else DtrainError(error),
-        signum=None, cause=None, victims=(), stopped=0, world_size=0, hosts=0, attempts=0, gave_up="", evidence=(),
-        swept=0, left=(), unchecked=(), duration_s=0.0,
+        signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
+        no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=0.0,
     )  # fmt: skip
     _write(path, {**_of_outcome(never, None, None), "run_id": None})
 
@@ -77,18 +80,18 @@ def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | Non
         "signal": None if outcome.signum is None else signal_name(outcome.signum),
         "error": None if outcome.error is None else _of_error(outcome.error),
         "cause": None if outcome.cause is None else _of_cause(outcome.cause, folder),
-        "victims": {
-            "count": len(outcome.victims),
+        "secondary_failures": {
+            "count": len(outcome.secondary_failures),
             "groups": [
                 {"count": group.count, "kind": group.kind.value, "how": group.how, "ranks": list(group.ranks)}
-                for group in count_victims(outcome.victims)
+                for group in group_secondary_failures(outcome.secondary_failures)
             ],
         },
         "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
-        "lone_restarts": outcome.lone_restarts,
+        "worker_restarts": outcome.worker_restarts,
         "stopped": outcome.stopped,
         "attempts": outcome.attempts,
-        "gave_up": outcome.gave_up,
+        "no_restart_reason": outcome.no_restart_reason,
         "world_size": outcome.world_size,
         "hosts": outcome.hosts,
         "duration_s": round(outcome.duration_s, 3),
@@ -108,7 +111,7 @@ def _ended(outcome: Outcome) -> str:
         return "not started"
     if outcome.cause is not None:
         return "failed"
-    return "well" if outcome.signum is None else "stopped"
+    return "finished" if outcome.signum is None else "stopped"
 
 
 def _of_error(error: DtrainError) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.job.outcome import Failure, FailureKind, Outcome
-from launcher.job.secondary_failures import Victims, count_victims, signal_name
+from launcher.job.cause import SecondaryFailures, group_secondary_failures
+from launcher.job.failure import Failure, FailureKind, signal_name, what_happened
+from launcher.job.outcome import Outcome
 from launcher.output.console import printable
 from launcher.output.stacks import groups, odd_one_out, one_line
 from launcher.protocol import Evidence
@@ -22,18 +23,9 @@ SCREEN_LINES = 36
 TAIL_LINES = 12
 MESSAGE_LINES = 4
 GROUPS = 5
-VICTIMS = 3
+SECONDARY = 3
 HOSTS = 4
 PROCESSES = 6
-_CRASHES: dict[int, str] = {
-    signal.SIGSEGV: "segmentation fault",
-    signal.SIGBUS: "bus error",
-    signal.SIGFPE: "arithmetic error",
-    signal.SIGILL: "illegal instruction",
-    signal.SIGSYS: "forbidden system call",
-    signal.SIGTRAP: "trap",
-    signal.SIGABRT: "it aborted itself",
-}
 
 
 def report(
@@ -63,15 +55,15 @@ def report(
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
         return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
-    well = f"{_who_ended_well(outcome)} ended well after {outcome.duration_s:.1f} s"
+    well = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
         well += f", {outcome.stopped} of other roles stopped"
-    if restarts := outcome.attempts - 1 + outcome.lone_restarts:
+    if restarts := outcome.attempts - 1 + outcome.worker_restarts:
         well += f", {_count(restarts, 'restart')}"
     return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
 
 
-def _who_ended_well(outcome: Outcome) -> str:
+def _who_succeeded(outcome: Outcome) -> str:
     if outcome.stopped:
         return _count(outcome.world_size - outcome.stopped, "worker")
     return "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
@@ -90,8 +82,8 @@ def _failure(
     after = standing + consequences if cause.kind is FailureKind.STALLED else consequences + standing
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
-    if outcome.gave_up:
-        after.append(outcome.gave_up)
+    if outcome.no_restart_reason:
+        after.append(outcome.no_restart_reason)
     after += _scan(outcome)
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
@@ -104,46 +96,10 @@ def _failure(
 
 
 def _headline(outcome: Outcome, cause: Failure) -> str:
-    headline = _what_happened(cause)
+    headline = printable(what_happened(cause, in_full=True))
     if outcome.attempts > 1 or cause.attempt:
         headline = f"attempt {cause.attempt} of run {outcome.run_id}: {headline}"
     return headline
-
-
-def _what_happened(cause: Failure) -> str:
-    after = f"after {cause.ran_s:.1f} s"
-    message = printable(cause.message)
-    if cause.kind is FailureKind.STALLED:
-        return message
-    if cause.kind is FailureKind.HOST_LOST:
-        return f"host {cause.host} was lost {after}: {message}"
-    if cause.kind is FailureKind.STORE_LOST:
-        return f"the rendezvous store on {cause.host} was lost {after}: {message}"
-    who = f"rank {cause.rank} on {cause.host}"
-    if cause.kind is FailureKind.NEVER_STARTED:
-        return f"{who} {message}"
-    how = f"exited with code {cause.status}"
-    if cause.kind is FailureKind.RAISED:
-        how = "raised an exception"
-    elif cause.status < 0:
-        how = f"was killed by {signal_name(-cause.status)}"
-    if by_whom := _by_whom(cause):
-        how += f" ({by_whom})"
-    return f"{who} (pid {cause.pid}) {how} {after}"
-
-
-def _by_whom(cause: Failure) -> str:
-    if cause.kind is not FailureKind.KILLED:
-        return ""
-    if cause.killer:
-        return printable(cause.killer)
-    if (crash := _CRASHES.get(-cause.status)) is not None:
-        return crash if crash.startswith("it ") else f"it crashed: {crash}"
-    if -cause.status == signal.SIGKILL:
-        return "by somebody else, or by itself: dtrain did not send it, and no out-of-memory kill was seen"
-    if -cause.status in (signal.SIGUSR1, signal.SIGUSR2):
-        return "dtrain passes it on when it is sent one; the script has no handler for it"
-    return "by somebody else, or by itself: dtrain did not send it"
 
 
 def _exception(cause: Failure) -> list[str]:
@@ -181,10 +137,10 @@ def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[
 
 
 def _consequences(outcome: Outcome) -> list[str]:
-    counted = count_victims(outcome.victims)
+    counted = group_secondary_failures(outcome.secondary_failures)
     lines = _left_out(outcome)
-    lines += [printable(_victims(group)) for group in counted[:VICTIMS]]
-    if more := sum(group.count for group in counted[VICTIMS:]):
+    lines += [printable(_secondary_failures(group)) for group in counted[:SECONDARY]]
+    if more := sum(group.count for group in counted[SECONDARY:]):
         lines.append(f"and {more} more in other ways")
     if outcome.stopped:
         lines.append(f"{_count(outcome.stopped, 'worker')} stopped by dtrain")
@@ -197,15 +153,15 @@ def _left_out(outcome: Outcome) -> list[str]:
     cause = outcome.cause
     lines = []
     if cause is not None and any(failure is cause for failure in outcome.left_out):
-        lines.append("the others went on without it, to their end")
+        lines.append("the other workers continued without it to the end")
         ranks = [rank for rank in ranks if rank != cause.rank]
     if ranks:
         who, it = (f"rank {ranks[0]}", "it") if len(ranks) == 1 else (f"ranks {', '.join(map(str, ranks))}", "them")
-        lines.append(f"{who} failed as well, and the others went on without {it}")
+        lines.append(f"{who} failed too; the other workers continued without {it}")
     return lines
 
 
-def _victims(group: Victims) -> str:
+def _secondary_failures(group: SecondaryFailures) -> str:
     if group.kind is FailureKind.HOST_LOST:
         return f"{_count(group.count, 'other host')} {group.how}"
     if group.kind is FailureKind.STORE_LOST:
@@ -215,7 +171,7 @@ def _victims(group: Victims) -> str:
 
 def _of_others(outcome: Outcome) -> list[Evidence]:
     """Return the evidence of ranks that did not fail themselves: when looked at, those were on their way out."""
-    failed = {failure.rank for failure in outcome.victims}
+    failed = {failure.rank for failure in outcome.secondary_failures}
     return [each for each in outcome.evidence if each.rank not in failed]
 
 

@@ -47,7 +47,7 @@ def test_mirrored_workers_compute_what_one_process_does(
     result = _train(*options, MIRRORED, cwd=tmp_path)
     assert result.returncode == 0, result
     _assert_trained(result, trained, losses_alone)
-    assert f"all {len(trained)} workers ended well" in result.stderr
+    assert f"all {len(trained)} workers finished successfully" in result.stderr
 
 
 def test_over_ssh_an_evaluator_reads_the_checkpoint_and_is_stopped_at_the_end(
@@ -59,7 +59,7 @@ def test_over_ssh_an_evaluator_reads_the_checkpoint_and_is_stopped_at_the_end(
     _assert_trained(result, {"chief 0", "worker 0"}, losses_alone)
     (evaluated,) = re.findall(r"^\[node1:2\] evaluator loss ([\d.]+)$", result.stdout, re.MULTILINE)
     assert float(evaluated) < losses_alone[5]
-    assert "2 workers ended well after" in result.stderr
+    assert "2 workers finished successfully after" in result.stderr
     assert "1 of other roles stopped; 0 processes left on 2 hosts" in result.stderr
 
 
@@ -105,7 +105,7 @@ def test_a_coordinator_trains_with_servers_and_the_run_ends_with_it(
     workers = ["worker 0", "worker 1"][: 1 if len(for_servers) > 2 else 2]
     assert sorted(name for name, _ in served) == ["ps 0", "ps 1", *workers]
     assert len({at for _, at in served}) == len(served)
-    assert "1 worker ended well after" in result.stderr
+    assert "1 worker finished successfully after" in result.stderr
     assert f"{len(served)} of other roles stopped; 0 processes left" in result.stderr
 
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.job.outcome import Failure, FailureKind, Outcome
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.outcome import Outcome
 from launcher.protocol import Evidence
 
 _FAILURE = Failure(
@@ -18,8 +19,8 @@ _FAILURE = Failure(
     message="bad batch",
 )
 _OUTCOME = Outcome(
-    run_id="r1", exit_code=1, error=None, signum=None, cause=None, victims=(), stopped=0, world_size=4, hosts=2,
-    attempts=1, gave_up="", evidence=(), swept=0, left=(), unchecked=(), duration_s=1.5,
+    run_id="r1", exit_code=1, error=None, signum=None, cause=None, secondary_failures=(), stopped=0, world_size=4,
+    hosts=2, attempts=1, no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=1.5,
 )  # fmt: skip
 _TORCH = "/usr/lib/python3/site-packages/torch"
 

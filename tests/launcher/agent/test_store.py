@@ -31,7 +31,7 @@ def test_unmodified_script_meets_its_peers(tmp_path: Path) -> None:
     script = write(tmp_path, ALL_REDUCE)
     result = run_dtrain("run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", script, cwd=tmp_path)
     assert result.stdout.count("sum 10.0") == 4, result.stderr
-    assert re.fullmatch(r"dtrain: all 4 workers ended well .*\n", result.stderr)
+    assert re.fullmatch(r"dtrain: all 4 workers finished successfully .*\n", result.stderr)
 
 
 def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None:

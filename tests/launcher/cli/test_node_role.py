@@ -81,8 +81,8 @@ def test_typed_in_any_order_it_is_one_run(tmp_path: Path, port: int, order: list
     ]
     assert f"node 0 waits for 1 other node at 127.0.0.1:{port}" in err
     assert f"node1 is {socket.gethostname()} (127.0.0.1)" in err, "who it is that failed, if it does"
-    assert "all 5 workers ended well" in err
-    assert "all 5 workers ended well" in joined
+    assert "all 5 workers finished successfully" in err
+    assert "all 5 workers finished successfully" in joined
     assert TOKEN not in out + err + joined
 
 

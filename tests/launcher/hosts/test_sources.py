@@ -169,7 +169,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
     assert [c for c in found if isinstance(c, Open)] == [Open("c", 1)]
     assert [c.text for c in found if isinstance(c, Notice)] == [
-        "b is left out from now on: it is no longer named by --hosts-script"
+        "b is excluded from further attempts: it is no longer named by --hosts-script"
     ]
     grown = _ready(job, "c", now)
     assert {c.host for c in grown if isinstance(c, Tell) and isinstance(c.message, EndAttempt)} == {"a", "b"}
@@ -180,7 +180,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     assert job.attempt.world_size == 3
     assert job.fleet.states["b"].phase is HostPhase.LEAVING
     job.handle(Discovered((*hosts, Host("c", HostKind.SSH, slots=2))), now)
-    assert job.fleet.states["b"].wanted, "it is used again"
+    assert job.fleet.wanted(job.fleet.states["b"]), "it is used again"
 
 
 def test_a_host_that_the_script_names_later_joins_the_run(tmp_path: Path, ssh_hosts: SshHosts) -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job.attempt import AttemptState, choose_members, failure_of
-from launcher.job.outcome import FailureKind
+from launcher.job.failure import FailureKind
+from launcher.job.timers import Timer, Timers
 from launcher.placement.placement import HostOffer, place
 from launcher.protocol import Exited, Started
 
@@ -43,7 +44,7 @@ def test_members_are_ready_and_keep_their_places(previous: list[str], ready: lis
 
 def attempt() -> AttemptState:
     offers = [HostOffer(name, 2, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
-    return AttemptState(0, ("a", "b"), place(offers, nproc=None), began=10.0)
+    return AttemptState(0, ("a", "b"), place(offers, nproc=None), Timers(), began=10.0, stall_s=5.0)
 
 
 def exited(rank: int, status: int = 0, *, provoked: bool = False, pid: int = 1) -> Exited:
@@ -76,9 +77,9 @@ def test_progress_is_a_number_that_changes() -> None:
     state.take_start(Started(0, 0, 1, 0.0), 11.0)
     state.take_progress("a", 5, 12.0)
     state.take_progress("a", 5, 13.0)
-    assert state.progressed_at == 12.0
+    assert state._timers.at(Timer.STALL) == 17.0
     state.take_progress("a", 6, 14.0)
-    assert state.progressed_at == 14.0
+    assert state._timers.at(Timer.STALL) == 19.0
 
 
 @pytest.mark.parametrize(

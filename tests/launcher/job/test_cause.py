@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from launcher.job.cause import SLACK_S, first_cause, looks_like_consequence
-from launcher.job.outcome import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind
 
 
 def failure(at: float, kind: FailureKind = FailureKind.EXITED, **more: Any) -> Failure:

@@ -10,15 +10,16 @@ import pytest
 from launcher.agent.lease import Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Open, Tell
-from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, NEVER, RETRIES_S, STEADY_S, Fleet
+from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, RETRIES_S, STEADY_S, Fleet
 from launcher.job.host_state import HostClock, HostPhase
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
 
 T = 30.0
 
 
 def fleet_of(*names: str, kind: HostKind = HostKind.SSH, join_s: float = 60.0) -> Fleet:
-    return Fleet([Host(name, kind) for name in names], timeout_s=T, join_s=join_s, now=0.0)
+    return Fleet([Host(name, kind) for name in names], Timers(), timeout_s=T, join_s=join_s, now=0.0)
 
 
 def ready(fleet: Fleet, now: float) -> None:
@@ -86,7 +87,7 @@ class OneHost:
 
     def heard(self, message: Heartbeat) -> None:
         if self.state.connected:
-            self.state.hear(message, self.now)
+            self.fleet.hear(self.state, message, self.now)
 
     def beats(self) -> None:
         for command in self.fleet.heartbeats(self.now):
@@ -99,11 +100,11 @@ class OneHost:
         """Return how long its workers were gone when it was fenced; below 0 if they were not."""
         self.fleet.open(self.state)
         self.fleet.connected(self.state, None, 0.0)
-        self.state.hear(Hello(2, "", "", "", 1, "", self.theirs(-self.least[0])), 0.0)
+        self.fleet.hear(self.state, Hello(2, "", "", "", 1, "", self.theirs(-self.least[0])), 0.0)
         self.fleet.greeted(self.state, "a1")
         self.lease.begin(self.fleet.lease_s, self.theirs(self.least[1]))
         self.fleet.checked(self.state, Facts([], "", False, [], 1, [], 0.0))
-        self.fleet.occupy(self.state, 0)
+        self.fleet.occupy(self.state)
         self.later(self.least[1], self.speaks)
         self.beats()
         while self.fleet.busy:
@@ -129,21 +130,21 @@ def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
     fleet = fleet_of("a")
     ready(fleet, 0.0)
     state = fleet.states["a"]
-    fleet.occupy(state, 0)
+    fleet.occupy(state)
     state.heard = 99.0
     fleet.lost(state, "the connection broke", 100.0)
-    assert fleet.next_fence() == pytest.approx(100.0 + (LEASE + FENCE) * T)
+    assert fleet._timers.at(Timer.FENCE) == pytest.approx(100.0 + (LEASE + FENCE) * T)
     fleet.fence(100.0)
     assert fleet.busy == {"a"}
     fleet.fence(100.0 + (LEASE + FENCE) * T)
-    assert (fleet.busy, state.attempt, state.dirty) == (set(), None, True), "its traces are still to be looked for"
+    assert (fleet.busy, fleet.dirty(state)) == (set(), True), "its traces are still to be looked for"
 
 
 def test_a_host_that_was_silent_is_fenced_the_sooner() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
     for state, heard in zip(fleet, (100.0 - T, 85.0), strict=True):
-        fleet.occupy(state, 0)
+        fleet.occupy(state)
         state.heard = heard
         fleet.lost(state, "silent", 100.0)
     assert [state.fenced_at for state in fleet] == [100.0, 85.0 + T]
@@ -153,9 +154,9 @@ def test_on_this_machine_only_time_helps() -> None:
     fleet = fleet_of("a", kind=HostKind.SIMULATED)
     ready(fleet, 0.0)
     state = fleet.states["a"]
-    fleet.occupy(state, 0)
+    fleet.occupy(state)
     fleet.lost(state, "its agent was killed", 100.0)
-    assert fleet.next_fence() == 100.0 + LOCAL_FENCE_S
+    assert fleet._timers.at(Timer.FENCE) == 100.0 + LOCAL_FENCE_S
 
 
 def test_a_lease_that_rests_never_ends() -> None:
@@ -164,8 +165,8 @@ def test_a_lease_that_rests_never_ends() -> None:
     assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Tell)] == 2 * [Suspend(suspended=True)]
     fleet.suspend(False, 100.0)
     for state in fleet:
-        fleet.occupy(state, 0)
-    fleet.states["b"].hear(Heartbeat(106.1), 106.1)  # sent after it was told to go on
+        fleet.occupy(state)
+    fleet.hear(fleet.states["b"], Heartbeat(106.1), 106.1)  # sent after it was told to go on
     for state in fleet:
         fleet.lost(state, "the connection broke", 107.0)
     assert [state.fenced_at == NEVER for state in fleet] == [True, False]
@@ -180,7 +181,7 @@ def test_heartbeats_go_to_hosts_that_answer() -> None:
     fleet.states["a"].heard = 100.0 - ANSWERS * T
     fleet.states["b"].heard = 99.9 - ANSWERS * T
     fleet.states["c"].heard = 100.0
-    fleet.move(fleet.states["c"], HostPhase.LEAVING)
+    fleet._move(fleet.states["c"], HostPhase.LEAVING)
     beat = Heartbeat(999.5)  # when it is sent by their clock, and no later than that
     assert fleet.heartbeats(100.0) == [Tell("a", beat), Tell("c", beat)]
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
@@ -189,7 +190,7 @@ def test_heartbeats_go_to_hosts_that_answer() -> None:
 def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
-    fleet.move(fleet.states["b"], HostPhase.CHECKING)
+    fleet._move(fleet.states["b"], HostPhase.CHECKING)
     assert [state.name for state in fleet.silent(T)] == ["a"]
     assert [state.name for state in fleet.silent(60.0)] == ["a", "b"]
 
@@ -201,11 +202,10 @@ def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
     for _ in range(8):
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet.next_retry()
-        assert at is not None
+        at = fleet._timers.at(Timer.RETRY)
         assert fleet.retries(at - 0.01) == []
         assert fleet.retries(at) == [Open("a", state.link)]
-        assert fleet.next_retry() is None
+        assert fleet._timers.at(Timer.RETRY) == NEVER
         pauses.append(at - now)
         now = at
     assert pauses == [*RETRIES_S, RETRIES_S[-1], RETRIES_S[-1]]
@@ -219,8 +219,7 @@ def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> 
         now += stays_s
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet.next_retry()
-        assert at is not None
+        at = fleet._timers.at(Timer.RETRY)
         pauses.append(at - now)
     assert pauses == [0.0, 1.0, 2.0, 0.0, 0.0]
 
@@ -229,12 +228,12 @@ def test_what_lost_agents_left_is_known_until_somebody_has_looked() -> None:
     fleet = fleet_of("a")
     ready(fleet, 0.0)
     state = fleet.states["a"]
-    fleet.occupy(state, 0)
+    fleet.occupy(state)
     fleet.lost(state, "gone", 1.0)
     fleet.open(state)
     fleet.connected(state, None, 2.0)
     fleet.greeted(state, "a2")
-    fleet.said_bye(state, Bye(0, [], ""))
+    fleet.said_bye(state, Bye(0, [], ""), "")
     assert (state.traces, fleet.busy) == (["a1"], {"a"}), "it ended before it looked"
     ready(fleet, 3.0)
     assert (state.traces, fleet.busy, fleet.used) == ([], set(), {"a"})

@@ -18,11 +18,11 @@ from launcher.job.events import (
     Command,
     Connected,
     Event,
-    Keep,
     Lost,
     Notice,
     Open,
     Said,
+    SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
@@ -31,8 +31,9 @@ from launcher.job.events import (
     Unread,
 )
 from launcher.job.evidence_round import COLLECT_S
+from launcher.job.failure import FailureKind
 from launcher.job.job import ROOT_WAIT_S, Job, Phase
-from launcher.job.outcome import FailureKind, Outcome
+from launcher.job.outcome import Outcome
 from launcher.job.stopping import ANSWER_S, CHECK_S
 from launcher.placement.job_spec import Command as Program
 from launcher.placement.job_spec import CommandKind, JobSpec
@@ -324,7 +325,7 @@ def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -
     assert messages(drive.commands, StartWorker) == []
 
 
-def test_a_refused_host_that_leaves_before_the_others_answer_keeps_its_reason() -> None:
+def test_a_refused_host_that_leaves_before_the_secondary_failures_answer_keeps_its_reason() -> None:
     for leave in (Said("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
         drive = Drive("a", "b")
         drive.join()
@@ -483,7 +484,7 @@ def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.host, outcome.cause.kind) == (2, "b", FailureKind.KILLED)
     assert outcome.exit_code == 128 + signal.SIGSEGV
-    assert (len(outcome.victims), outcome.stopped) == (1, 2)
+    assert (len(outcome.secondary_failures), outcome.stopped) == (1, 2)
     assert outcome.cause.at == pytest.approx(first)
 
 
@@ -529,7 +530,7 @@ def test_workers_that_end_because_we_stopped_them_are_no_failures() -> None:
     drive.fail(0, 3)
     drive.say("a", drive.exited("a", 1, 9, provoked=True))
     drive.goodbye()
-    assert (drive.outcome.exit_code, drive.outcome.victims, drive.outcome.stopped) == (3, (), 1)
+    assert (drive.outcome.exit_code, drive.outcome.secondary_failures, drive.outcome.stopped) == (3, (), 1)
 
 
 def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> None:
@@ -547,7 +548,7 @@ def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> N
     assert (cause.rank, cause.kind, cause.error_type, cause.message, cause.where) == (
         2, FailureKind.RAISED, "ValueError", "loss is nan", "train.py:9 in step",
     )  # fmt: skip
-    assert (drive.outcome.exit_code, len(drive.outcome.victims), drive.outcome.stopped) == (1, 1, 1)
+    assert (drive.outcome.exit_code, len(drive.outcome.secondary_failures), drive.outcome.stopped) == (1, 1, 1)
 
 
 def test_a_worker_that_cannot_be_started_ends_the_run() -> None:
@@ -573,7 +574,7 @@ def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
     cause = drive.outcome.cause
     assert cause is not None
     assert (cause.kind, cause.host, cause.message) == (FailureKind.HOST_LOST, "b", "the connection broke")
-    assert (drive.outcome.exit_code, drive.outcome.victims) == (1, ())
+    assert (drive.outcome.exit_code, drive.outcome.secondary_failures) == (1, ())
 
 
 def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
@@ -624,7 +625,7 @@ def test_the_host_of_the_store_may_not_go() -> None:
     drive.run()
     drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
     drive.lose("a")
-    assert drive.job.phase is Phase.COLLECTING
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
 def test_a_store_that_cannot_be_opened_is_an_error_before_any_worker() -> None:
@@ -649,7 +650,7 @@ def test_a_store_that_ends_while_workers_run_is_the_cause() -> None:
     drive.stop_all()
     assert drive.outcome.cause is not None
     assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.STORE_LOST, "a")
-    assert (drive.outcome.exit_code, len(drive.outcome.victims)) == (1, 1)
+    assert (drive.outcome.exit_code, len(drive.outcome.secondary_failures)) == (1, 1)
 
 
 def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
@@ -668,14 +669,14 @@ def evidence(number: int, rank: int) -> Evidence:
     return Evidence(number, 0, rank, 100 + rank, "S", "", 1, 0.0, "stack")
 
 
-def test_where_the_others_stand_is_asked_before_they_are_stopped() -> None:
+def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -> None:
     drive = Drive("a", "b")
     drive.run()
     commands = drive.say("a", drive.exited("a", 0, 1))
     assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
     assert drive.say("a", evidence(1, 1), Collected(1)) == []
     commands = drive.say("b", evidence(1, 3), evidence(1, 2), Collected(1))
-    (keep,) = [command for command in commands if isinstance(command, Keep)]
+    (keep,) = [command for command in commands if isinstance(command, SaveEvidence)]
     assert [found.rank for found in keep.evidence] == [1, 2, 3]
     assert (keep.attempt, keep.asked, told(commands, Stop)) == (0, False, ["a", "b"])
     drive.stop_all()
@@ -689,7 +690,7 @@ def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive.say("a", evidence(1, 1), Collected(1))
     assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
     commands = drive.wait(0.01)
-    assert [type(command) for command in commands[:2]] == [Keep, Tell]
+    assert [type(command) for command in commands[:2]] == [SaveEvidence, Tell]
     assert told(commands, Stop) == ["a", "b"]
 
 
@@ -700,13 +701,15 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     assert drive.event(Signalled(signal.SIGQUIT)) == [], "one at a time"
     drive.say("a", evidence(1, 0), Collected(1))
     (keep,) = drive.wait(COLLECT_S, heard="ab")
-    assert isinstance(keep, Keep)
+    assert isinstance(keep, SaveEvidence)
     assert (keep.asked, len(keep.evidence)) == (True, 1)
     assert drive.job.phase is Phase.RUNNING
     assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     drive.say("a", evidence(2, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
-    assert [type(command) for command in commands] == [Keep, Tell, Tell], "what was asked for is shown, then it is anew"
+    assert [type(command) for command in commands] == [SaveEvidence, Tell, Tell], (
+        "what was asked for is shown, then it is anew"
+    )
 
 
 def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() -> None:
@@ -743,8 +746,8 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
     commands = drive.wait(2, heard="ab")
     assert told(commands, EndAttempt) == ["a", "b"], "it costs no restart: there were none"
     drive.swept("a", "b")
-    (ended, *_) = [text for text in notices(drive.commands) if "ended" in text]
-    assert ended == f"attempt 0 ended after {last - 1000:.1f} s: host c was lost: nothing was heard from it for 30 s"
+    (ended, *_) = [text for text in notices(drive.commands) if "failed" in text]
+    assert ended == f"attempt 0 failed: host c was lost after {last - 1000:.1f} s: nothing was heard from it for 30 s"
 
 
 def test_a_stall_is_a_failure_of_its_own() -> None:
@@ -774,7 +777,7 @@ def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone()
     assert drive.swept("a") == []
     commands = drive.swept("b")
     assert notices(commands) == [
-        "attempt 0 ended after 1.0 s: rank 0 on a exited with code 7",
+        "attempt 0 failed: rank 0 on a exited with code 7 after 1.0 s",
         "attempt 1 begins on 2 hosts",
     ]
     assert messages(commands, OpenStore) == [OpenStore(1, "", "b", 29500, exact=False)]
@@ -798,7 +801,7 @@ def test_restarts_are_used_up_and_the_last_cause_decides() -> None:
     drive.goodbye()
     outcome = drive.outcome
     assert (outcome.exit_code, outcome.attempts) == (5, 3)
-    assert outcome.gave_up == "all 2 restarts (--max-restarts) were used"
+    assert outcome.no_restart_reason == "all 2 restarts (--max-restarts) were used"
 
 
 def test_a_script_that_succeeds_at_the_fourth_try_succeeds() -> None:
@@ -838,7 +841,7 @@ def test_what_no_restart_can_mend_is_not_tried_again(kind: str, status: int, ran
     assert bool(messages(commands, EndAttempt)) is again
     if not again:
         drive.goodbye()
-        assert drive.outcome.gave_up == "not tried again: no restart can mend that"
+        assert drive.outcome.no_restart_reason == "not tried again: a restart cannot fix that"
         assert drive.outcome.exit_code == status
 
 
@@ -868,7 +871,10 @@ def test_a_crash_loop_without_progress_ends_early(saved: int) -> None:
         return
     assert told(commands, Stop) == ["a"]
     drive.goodbye()
-    assert drive.outcome.gave_up == "not tried again: the same failure came 5 times in a row, without any progress"
+    assert (
+        drive.outcome.no_restart_reason
+        == "not tried again: the same failure came 5 times in a row, without any progress"
+    )
     assert (drive.outcome.attempts, drive.outcome.exit_code) == (5, 1)
 
 
@@ -896,8 +902,10 @@ def test_too_few_hosts_end_the_run_with_the_last_cause() -> None:
     assert told(commands, Stop) == ["a"]
     drive.goodbye("a")
     drive.wait(CHECK_S)
-    assert drive.outcome.gave_up.startswith("1 of at least 2 hosts were ready for another attempt within 20 s")
-    assert "b: " in drive.outcome.gave_up
+    assert drive.outcome.no_restart_reason.startswith(
+        "1 of at least 2 hosts were ready for another attempt within 20 s"
+    )
+    assert "b: " in drive.outcome.no_restart_reason
     assert (drive.outcome.exit_code, drive.outcome.cause is not None) == (1, True)
 
 
@@ -935,7 +943,7 @@ def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
     assert messages(commands, OpenStore) == []
     drive.goodbye("a")
     drive.wait(CHECK_S)
-    assert drive.outcome.gave_up == "no further attempt: workers of the last one may still live on b"
+    assert drive.outcome.no_restart_reason == "no further attempt: workers of the last one may still live on b"
     assert [name for name, _ in drive.outcome.unchecked] == ["b"]
 
 
@@ -992,7 +1000,7 @@ def test_what_an_agent_says_of_an_attempt_before_it_has_cleaned_up_proves_nothin
     assert told(drive.collected("a"), EndAttempt) == ["a"], "it takes no part in the attempt"
     drive.swept("a")
     drive.swept("b")
-    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
     assert told(drive.check("b"), OpenStore) == ["a"]
 
 
@@ -1037,7 +1045,7 @@ def lose_and_leave(drive: Drive, name: str) -> None:
     """Lose a host that answers no more, and let the others begin the next attempt."""
     drive.lose(name)
     others = [member for member in drive.members if member != name]
-    if drive.job.phase is Phase.COLLECTING:
+    if drive.job.phase is Phase.EVIDENCE_ROUND:
         drive.collected(*others)
     drive.swept(*others)
     drive.event(Tick())
@@ -1048,7 +1056,7 @@ def lose_and_leave(drive: Drive, name: str) -> None:
             drive.lose(name, "connection refused")
 
 
-def test_a_lost_host_costs_no_restart_and_the_others_go_on() -> None:
+def test_a_lost_host_costs_no_restart_and_the_secondary_failures_go_on() -> None:
     drive = Drive("a", "b", "c", nnodes=(2, 3))
     drive.run()
     lose_and_leave(drive, "a")
@@ -1060,7 +1068,7 @@ def test_a_lost_host_costs_no_restart_and_the_others_go_on() -> None:
     assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.world_size) == (0, 2, 4)
 
 
-def test_a_spare_takes_the_place_of_a_lost_host_and_the_others_keep_their_ranks() -> None:
+def test_a_spare_takes_the_place_of_a_lost_host_and_the_secondary_failures_keep_their_ranks() -> None:
     drive = Drive("a", "b", "c", nnodes=(2, 2), max_restarts=0)
     drive.run()
     assert drive.members == ("a", "b")
@@ -1148,7 +1156,7 @@ def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_fail
     drive.goodbye("a")
     assert drive.outcome.cause is not None
     assert (drive.outcome.cause.kind, drive.outcome.cause.host) == (FailureKind.HOST_LOST, "b")
-    assert (drive.outcome.exit_code, drive.outcome.gave_up != "") == (1, True)
+    assert (drive.outcome.exit_code, drive.outcome.no_restart_reason != "") == (1, True)
 
 
 def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out() -> None:
@@ -1166,7 +1174,8 @@ def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out()
         assert drive.members == ("a",)
         drive.wait(4, heard="a")
     assert (
-        notices(drive.commands)[-1] == "b is left out from now on: for 2 attempts that ended for it, it was gone again"
+        notices(drive.commands)[-1]
+        == "b is excluded from further attempts: for 2 attempts that ended for it, it was gone again"
     )
     drive.begin()
     assert opened(drive.wait(60, heard="a")) == []
@@ -1180,7 +1189,7 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
     drive.begin()
     drive.fail(2, 8)
     commands = drive.swept()
-    assert "b is left out from now on: it ended 2 attempts in a row" in notices(commands)
+    assert "b is excluded from further attempts: it ended 2 attempts in a row" in notices(commands)
     assert told(commands, Stop) == ["b"]
     drive.wait(1, heard="a")
     assert drive.members == ("a",)
@@ -1223,13 +1232,13 @@ def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -
     assert told(drive.check("a"), OpenStore) == ["a"]
 
 
-def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_others_are_enough() -> None:
+def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_secondary_failures_are_enough() -> None:
     hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
     drive = Drive("a", "b", hosts=hosts, nnodes=(1, 2), nproc="gpu")
     drive.join()
     drive.say("a", drive.facts("a", gpus=["0", "1"], gpus_verified=True))
     commands = drive.check("b")
-    assert "b is left out from now on: one worker for each GPU, but it has none" in notices(commands)
+    assert "b is excluded from further attempts: one worker for each GPU, but it has none" in notices(commands)
     assert told(commands, OpenStore) == ["a"]
     assert drive.members == ("a",)
 
@@ -1444,7 +1453,7 @@ def test_what_an_older_link_still_says_is_ignored() -> None:
         Connected("b", 1),
     ):
         assert drive.event(late) == []
-    assert drive.job.fleet.states["b"].dirty
+    assert drive.job.fleet.dirty(drive.job.fleet.states["b"])
 
 
 def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
@@ -1456,7 +1465,7 @@ def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
     drive.event(Tick())
     drive.join("b")
     drive.say("b", Bye(0, [], "somebody sent it SIGTERM"))
-    assert (drive.job.phase, drive.job.fleet.states["b"].dirty) == (Phase.ENDING, True)
+    assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
     drive.wait(1, heard="a")
     drive.join("b")
     assert messages(drive.commands, Prepare)[-1].clean[0] == "b1"
@@ -1511,19 +1520,19 @@ def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> N
     commands = fails_alone(drive, 3, ran_s=12.3)
     assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
     assert notices(commands) == [
-        "rank 3 on b was killed by SIGKILL after 12.3 s; it alone starts again (restart 1 of 3)"
+        "rank 3 on b was killed by SIGKILL after 12.3 s; only this worker restarts (restart 1 of 3)"
     ]
     drive.say("b", Started(0, 3, 200, drive.time("b")))
     assert messages(fails_alone(drive, 2, standing=2, status=1), RestartWorker) == [RestartWorker(2, 0, restart=1)]
     again = fails_alone(drive, 3) + drive.wait(0.5, heard="ab")
     assert messages(again, RestartWorker) == [RestartWorker(3, 0, restart=2)]
     assert notices(again) == [
-        "rank 3 on b was killed by SIGKILL after 1.0 s; it alone starts again in 0.5 s (restart 3 of 3)"
+        "rank 3 on b was killed by SIGKILL after 1.0 s; only this worker restarts in 0.5 s (restart 3 of 3)"
     ]
     assert drive.job.phase is Phase.RUNNING
     assert messages(drive.commands, Collect) == []
     drive.end_well()
-    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 1, 3)
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.worker_restarts) == (0, 1, 3)
 
 
 def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> None:
@@ -1539,7 +1548,7 @@ def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> No
     drive.begin()
     fails_alone(drive, 3)
     drive.end_well()
-    assert (drive.outcome.exit_code, drive.outcome.lone_restarts) == (137, 0)
+    assert (drive.outcome.exit_code, drive.outcome.worker_restarts) == (137, 0)
 
 
 def test_without_such_a_thing_it_starts_again_all_the_same() -> None:
@@ -1548,16 +1557,16 @@ def test_without_such_a_thing_it_starts_again_all_the_same() -> None:
     assert messages(drive.wait(1.1, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=1)]
 
 
-def test_others_that_cannot_do_without_it_end_the_attempt_and_it_is_the_cause() -> None:
+def test_secondary_failures_that_cannot_do_without_it_end_the_attempt_and_it_is_the_cause() -> None:
     drive = running("a", "b", max_restarts=1)
     assert messages(fails_alone(drive, 3), RestartWorker) == [RestartWorker(3, 0, restart=1)]
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=0.1)
     drive.fail(0, 1, error=PEER_LOST)
     drive.swept()
-    assert notices(drive.commands)[-2].startswith("attempt 0 ended after 1.0 s: rank 3 on b was killed by SIGKILL")
+    assert notices(drive.commands)[-2].startswith("attempt 0 failed: rank 3 on b was killed by SIGKILL after 1.0 s")
     drive.begin()
     drive.end_well()
-    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.lone_restarts) == (0, 2, 0)
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.worker_restarts) == (0, 2, 0)
 
 
 def test_a_later_failure_by_itself_is_the_cause() -> None:
@@ -1570,12 +1579,12 @@ def test_a_later_failure_by_itself_is_the_cause() -> None:
     assert [failure.rank for failure in drive.outcome.left_out] == [3]
 
 
-def test_a_process_that_is_left_out_is_the_cause_once_the_others_have_ended_well() -> None:
+def test_a_process_that_is_left_out_is_the_cause_once_the_secondary_failures_have_succeeded() -> None:
     drive = running("a", "b", "c", max_restarts=0)
     for rank in (4, 5):
         commands = fails_alone(drive, rank, status=-9 - rank)
         assert tells(commands) == []
-        assert notices(commands)[0].endswith("; the others go on without it")
+        assert notices(commands)[0].endswith("; the other workers continue without it")
     assert drive.lose("c") == [Close("c")], "nothing lives there any more"
     drive.end_well()
     drive.wait(10.0)
@@ -1592,10 +1601,10 @@ def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
     drive.collected()
     drive.goodbye()
     outcome = drive.outcome
-    assert (outcome.exit_code, outcome.left_out, len(outcome.victims)) == (3, (), 1)
+    assert (outcome.exit_code, outcome.left_out, len(outcome.secondary_failures)) == (3, (), 1)
 
 
-def test_the_last_of_them_may_be_left_out_where_another_has_ended_well() -> None:
+def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
     drive = running("a", max_restarts=0)
     drive.say("a", drive.exited("a", 0))
     assert told(fails_alone(drive, 1), Stop) == ["a"]
@@ -1603,7 +1612,7 @@ def test_the_last_of_them_may_be_left_out_where_another_has_ended_well() -> None
     assert drive.outcome.exit_code == 137
 
 
-def test_one_that_the_others_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
+def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
     drive = running("a", "b", max_restarts=1)
     fails_alone(drive, 3, standing=2)
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
@@ -1611,7 +1620,10 @@ def test_one_that_the_others_wait_for_ends_the_attempt_when_no_restart_is_left()
     drive.collected()
     assert drive.job.phase is Phase.STOPPING
     drive.stop_all()
-    assert (drive.outcome.exit_code, drive.outcome.gave_up) == (139, "the one restart (--max-restarts) was used")
+    assert (drive.outcome.exit_code, drive.outcome.no_restart_reason) == (
+        139,
+        "the one restart (--max-restarts) was used",
+    )
 
 
 def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
@@ -1627,7 +1639,7 @@ def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
     assert drive.job.phase is Phase.STOPPING
     drive.stop_all()
     assert drive.outcome.exit_code == 3
-    assert "the same failure came 5 times in a row" in drive.outcome.gave_up
+    assert "the same failure came 5 times in a row" in drive.outcome.no_restart_reason
 
 
 def test_steps_are_progress_of_a_process_alone() -> None:
@@ -1666,7 +1678,7 @@ def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
     assert drive.job.phase is Phase.RUNNING
     drive.say("b", Started(0, 3, 200, drive.time("b")))
     drive.wait(1.1, heard="ab")
-    assert drive.job.phase is Phase.COLLECTING
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
 def test_time_in_which_nobody_listened_does_not_count_for_a_restart() -> None:
@@ -1695,7 +1707,7 @@ def test_a_lost_host_ends_the_attempt_whatever_its_processes_said() -> None:
 
 def test_the_run_s_key_is_in_no_text() -> None:
     drive = Drive("a")
-    drive.job._run_key = "canary"
+    drive.job._run._run_key = "canary"
     drive.run()
     starts = messages(drive.commands, StartWorker)
     assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}

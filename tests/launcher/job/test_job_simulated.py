@@ -29,11 +29,11 @@ from launcher.job.events import (
     Command,
     Connected,
     Event,
-    Keep,
     Lost,
     Notice,
     Open,
     Said,
+    SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
@@ -41,10 +41,11 @@ from launcher.job.events import (
     Tick,
     Unread,
 )
+from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
-from launcher.job.outcome import Failure, FailureKind, Outcome
+from launcher.job.outcome import Outcome
 from launcher.placement.job_spec import Command as Program
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol import (
@@ -198,7 +199,7 @@ class World:
         self.cleaning: set[tuple[str, int]] = set()  # that have not answered yet, as far as the job knows
         self.enlisted: set[tuple[str, int]] = set()  # for the attempt
         self.roots: list[Root] = []
-        self.ended_well: set[tuple[int, int]] = set()
+        self.succeeded: set[tuple[int, int]] = set()
         self.members: tuple[str, ...] = ()
         self.attempt = -1
         self.signals: list[int] = []
@@ -307,11 +308,11 @@ class World:
     def handle(self, event: Event) -> None:
         if self.trace and not (isinstance(event, Tick) or _is_beat(event)):
             self.say(f"<- {event}")
-        past, attempt = len(self.job._past), self.job.attempt
+        past, attempt = len(self.job._run.past), self.job.attempt
         commands = self.job.handle(event, self.now)
-        if len(self.job._past) > past and self.job._past[-1].rank is None:
+        if len(self.job._run.past) > past and self.job._run.past[-1].rank is None:
             assert attempt is not None
-            self.check_cause(attempt, self.job._past[-1].cause)
+            self.check_cause(attempt, self.job._run.past[-1].cause)
             self.check_strikes()
         self.obey(commands)
 
@@ -335,7 +336,7 @@ class World:
             elif isinstance(command, SuspendSelf):
                 self.suspend()
             else:
-                assert isinstance(command, Notice | Keep)
+                assert isinstance(command, Notice | SaveEvidence)
                 self.grown += isinstance(command, Notice) and "has come" in command.text
         if starts:
             self.check_starts(starts)
@@ -767,7 +768,7 @@ class World:
         if agent.kill_at < float("inf") or not agent.alive:
             return
         worker.alive = False
-        self.ended_well.add((worker.attempt, worker.rank))
+        self.succeeded.add((worker.attempt, worker.rank))
         self.exited(agent, worker, 0, provoked=False)
 
     def exited(
@@ -1038,10 +1039,10 @@ class World:
             assert min(root.at for root in same) <= first + slack, f"the cause is {cause}, not the first of {sure}"
 
     def check_left_out(self, outcome: Outcome) -> None:
-        """A run that went on to its end without some processes: those failed by themselves, all others ended well."""
+        """A run that went on to its end without some processes: those failed by themselves, all others did not."""
         assert not outcome.signum
         gone = {failure.rank for failure in outcome.left_out}
-        well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
+        well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
         assert well | gone == set(range(outcome.world_size))
         assert well
         assert not well & gone
@@ -1058,14 +1059,14 @@ class World:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
     def check_strikes(self) -> None:
-        past = [attempt for attempt in self.job._past if attempt.rank is None]
+        past = [attempt for attempt in self.job._run.past if attempt.rank is None]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
         if not second.host or first.host != second.host or first.attempt + 1 != second.attempt:
             return
         state = self.job.fleet.states[second.host]
-        if state.wanted:
+        if self.job.fleet.wanted(state):
             assert self.job.fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY) < self.spec.min_hosts
 
     def check_outcome(self, outcome: Outcome) -> None:
@@ -1079,8 +1080,8 @@ class World:
         for name, node in self.nodes.items():
             living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
-        free = sum(attempt.free for attempt in job._past)
-        assert outcome.attempts - 1 - self.grown - free + outcome.lone_restarts <= spec.max_restarts
+        free = sum(attempt.free for attempt in job._run.past)
+        assert outcome.attempts - 1 - self.grown - free + outcome.worker_restarts <= spec.max_restarts
         assert free == 0 or spec.elastic
         if outcome.error is not None:
             assert outcome.exit_code == outcome.error.exit_code != 0
@@ -1096,11 +1097,11 @@ class World:
             assert outcome.exit_code == 128 + outcome.signum
         else:
             assert outcome.exit_code == 0
-            well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
-            assert well == set(range(outcome.world_size)), "not every worker ended well"
+            well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
+            assert well == set(range(outcome.world_size)), "not every worker finished successfully"
             assert not outcome.left_out
         if outcome.world_size and outcome.exit_code:
-            well = {rank for attempt, rank in self.ended_well if attempt == self.attempt}
+            well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
             assert outcome.signum or outcome.cause or outcome.error
         if not self.roots and not self.signals and outcome.error is None and outcome.exit_code:
             assert outcome.cause is not None
@@ -1135,14 +1136,23 @@ def test_the_worlds_are_of_every_kind() -> None:
         assert outcome is not None
         cause = "" if outcome.cause is None else outcome.cause.kind.name
         ends.add(type(outcome.error).__name__ if outcome.error else cause or ("signal" if outcome.signum else "well"))
-        ends |= {name for name in ("left", "unchecked", "gave_up", "left_out") if getattr(outcome, name)}
-        ends |= {"alone and well"} if outcome.lone_restarts and not outcome.exit_code else set()
-        ends |= {"loop"} if "times in a row" in outcome.gave_up else set()
+        ends |= {name for name in ("left", "unchecked", "no_restart_reason", "left_out") if getattr(outcome, name)}
+        ends |= {"alone and well"} if outcome.worker_restarts and not outcome.exit_code else set()
+        ends |= {"loop"} if "times in a row" in outcome.no_restart_reason else set()
         ends |= {"without"} if any(failure is outcome.cause for failure in outcome.left_out) else set()
         ends |= {f"{outcome.attempts} attempts"} if outcome.attempts < 4 else set()
     kinds = {"HOST_LOST", "STORE_LOST", "RAISED", "EXITED", "KILLED", "STALLED"}
     errors = {"StartError", "StoreError", "HostError"}
-    assert ends >= {"well", "signal", "left", "unchecked", "gave_up", "1 attempts", "2 attempts", "3 attempts"}
+    assert ends >= {
+        "well",
+        "signal",
+        "left",
+        "unchecked",
+        "no_restart_reason",
+        "1 attempts",
+        "2 attempts",
+        "3 attempts",
+    }
     assert ends >= {*kinds, *errors, "left_out", "alone and well", "without", "loop"}
 
 
@@ -1226,7 +1236,7 @@ def test_ten_thousand_ranks_from_the_start_through_a_failure_and_a_restart_to_th
     outcome = large.job.outcome
     assert outcome is not None
     assert (outcome.exit_code, outcome.attempts, outcome.world_size, outcome.hosts) == (0, 2, 10_000, 1250)
-    assert [attempt.cause.rank for attempt in large.job._past] == [0]
+    assert [attempt.cause.rank for attempt in large.job._run.past] == [0]
     print(f"{large.steps} events in {time.process_time() - began:.1f} s")
 
 

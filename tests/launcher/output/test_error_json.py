@@ -13,7 +13,8 @@ from testbed.processes import wait_until
 
 from launcher.errors import UsageError
 from launcher.hosts.folding import StartError
-from launcher.job.outcome import FailureKind, Outcome
+from launcher.job.failure import FailureKind
+from launcher.job.outcome import Outcome
 from launcher.output.error_json import write_error_json, write_usage_error_json
 
 
@@ -29,15 +30,16 @@ def written(
 def test_failure_with_everything(tmp_path: Path) -> None:
     cause = failure(status=-11, kind=FailureKind.KILLED, attempt=2, error_type="", message="", at=3.0)
     closed = "[/a/pair.cc:5] Connection closed by peer [::1]:"
-    victims = tuple(failure(rank=n, inside="all_reduce", message=f"{closed}{n}", at=4.0) for n in (3, 0))
+    secondary_failures = tuple(failure(rank=n, inside="all_reduce", message=f"{closed}{n}", at=4.0) for n in (3, 0))
     end = outcome(
-        cause, victims=victims, evidence=STOOD, exit_code=139, attempts=3, gave_up="all were used", stopped=1, swept=2,
+        cause, secondary_failures=secondary_failures, evidence=STOOD, exit_code=139, attempts=3,
+        no_restart_reason="all were used", stopped=1, swept=2,
         left=(("sim1", ("pid 9 (python, state D)",)),), unchecked=(("sim0", "gone"),),
     )  # fmt: skip
     content = written(tmp_path, end, evidence_file=Path("runs/r1/attempt_2/evidence-1.txt"))
     standing = content.pop("standing")
     assert content == {
-        "version": 1,
+        "version": 2,
         "run_id": "r1",
         "exit_code": 139,
         "ended": "failed",
@@ -48,20 +50,20 @@ def test_failure_with_everything(tmp_path: Path) -> None:
             "killer": "", "error_type": "", "message": "", "where": "", "inside": "", "attempt": 2, "after_s": 1.1,
             "log_folder": "runs/r1/attempt_2/1",
         },
-        "victims": {
+        "secondary_failures": {
             "count": 2,
             "groups": [
                 {
-                    "count": 2, "kind": "raised", "how": "ended in all_reduce: connection closed by peer",
+                    "count": 2, "kind": "raised", "how": "failed in all_reduce: connection closed by peer",
                     "ranks": [0, 3],
                 }
             ],
         },
         "left_out": [],
-        "lone_restarts": 0,
+        "worker_restarts": 0,
         "stopped": 1,
         "attempts": 3,
-        "gave_up": "all were used",
+        "no_restart_reason": "all were used",
         "world_size": 4,
         "hosts": 2,
         "duration_s": 1.5,
@@ -76,7 +78,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "ended"),
     [
-        (outcome(None, exit_code=0), "well"),
+        (outcome(None, exit_code=0), "finished"),
         (outcome(failure(kind=FailureKind.EXITED, status=7), exit_code=7), "failed"),
         (outcome(None, exit_code=130, signum=signal.SIGINT), "stopped"),
         (outcome(None, error=StartError({"beta": "no Python"}, total=2), hosts=0), "not started"),
@@ -191,7 +193,7 @@ def test_pipe_is_written_and_not_replaced_and_never_waited_for(tmp_path: Path) -
 
     wait_until(wrote, "the reader has opened the pipe")
     reader.join(timeout=60)
-    assert json.loads(received[0])["ended"] == "well"
+    assert json.loads(received[0])["ended"] == "finished"
     assert path.is_fifo()
 
 

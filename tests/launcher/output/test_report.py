@@ -10,8 +10,9 @@ import pytest
 from testbed.outcomes import STOOD, evidence, failure, outcome
 
 from launcher.hosts.folding import StartError
-from launcher.job.outcome import FailureKind, Outcome
-from launcher.job.secondary_failures import count_victims, plain_message
+from launcher.job.cause import group_secondary_failures
+from launcher.job.failure import FailureKind, plain_message
+from launcher.job.outcome import Outcome
 from launcher.output.report import SCREEN_LINES, report
 
 FOLDER = Path("runs/r1")
@@ -72,7 +73,7 @@ def test_long_messages_are_cut_and_counted() -> None:
         ),
         (
             {"kind": FailureKind.KILLED, "status": -9},
-            "(by somebody else, or by itself: dtrain did not send it, and no out-of-memory kill was seen)",
+            "(by another process or by itself: dtrain did not send it, and no out-of-memory kill was seen)",
         ),
         (
             {"kind": FailureKind.KILLED, "status": -11},
@@ -81,11 +82,11 @@ def test_long_messages_are_cut_and_counted() -> None:
         ({"kind": FailureKind.KILLED, "status": -6}, "was killed by SIGABRT (it aborted itself) after 1.1 s"),
         (
             {"kind": FailureKind.KILLED, "status": -15},
-            "by SIGTERM (by somebody else, or by itself: dtrain did not send it) after",
+            "by SIGTERM (by another process or by itself: dtrain did not send it) after",
         ),
         (
             {"kind": FailureKind.KILLED, "status": -40},
-            "was killed by signal 40 (by somebody else, or by itself: dtrain",
+            "was killed by signal 40 (by another process or by itself: dtrain",
         ),
         ({"kind": FailureKind.EXITED, "status": 7}, "rank 1 on sim1 (pid 812) exited with code 7 after 1.1 s"),
         (
@@ -114,7 +115,7 @@ def test_our_own_stop_is_never_put_on_somebody_else() -> None:
 
 
 def test_attempt_and_why_there_was_no_other() -> None:
-    end = outcome(failure(attempt=3), attempts=4, gave_up="all 3 restarts (--max-restarts) were used")
+    end = outcome(failure(attempt=3), attempts=4, no_restart_reason="all 3 restarts (--max-restarts) were used")
     shown = lines(end)
     assert shown[0].startswith("attempt 3 of run r1: rank 1 on sim1 (pid 812) raised")
     assert "all 3 restarts (--max-restarts) were used" in shown
@@ -125,7 +126,7 @@ def test_what_a_worker_wrote_cannot_steer_the_terminal() -> None:
     text = report(
         outcome(
             failure(message="\x1b[2Jgone\x07", where="a\x1b]0;title.py:1"),
-            victims=(failure(message="\x1b[31mred\x08", rank=0),),
+            secondary_failures=(failure(message="\x1b[31mred\x08", rank=0),),
             left=(("sim0", ("pid 5 (\x1b[2J, state D)",)),),
         ),
         folder=FOLDER,
@@ -143,15 +144,17 @@ def test_victims_of_one_loss_are_one_line_whatever_address_they_saw() -> None:
     alike = [
         failure(rank=n, at=2.0 + n / 10, inside="all_reduce", message=gloo("pair.cc:554", 41952 + n)) for n in range(6)
     ]
-    shown = lines(outcome(failure(), victims=(*alike, failure(kind=FailureKind.KILLED, status=-6, rank=7, at=2.5))))
-    assert "6 others ended in all_reduce: connection closed by peer" in shown
+    shown = lines(
+        outcome(failure(), secondary_failures=(*alike, failure(kind=FailureKind.KILLED, status=-6, rank=7, at=2.5)))
+    )
+    assert "6 others failed in all_reduce: connection closed by peer" in shown
     assert "1 other was killed by SIGABRT" in shown
     assert not any("41952" in line or "pair.cc" in line for line in shown)
 
 
 def test_other_ways_to_fail_are_counted_only() -> None:
-    victims = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code, at=5.0 + code) for code in range(1, 7))
-    shown = lines(outcome(failure(), victims=victims))
+    others = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code, at=5.0 + code) for code in range(1, 7))
+    shown = lines(outcome(failure(), secondary_failures=others))
     assert [line for line in shown if "exited with code" in line] == [
         f"1 other exited with code {c}" for c in (1, 2, 3)
     ]
@@ -160,15 +163,15 @@ def test_other_ways_to_fail_are_counted_only() -> None:
 
 def test_victims_are_told_apart_by_what_they_were_in() -> None:
     closed = gloo("pair.cc:554", 41952)
-    victims = [failure(rank=2, inside="barrier", message=closed), failure(rank=3, inside="all_reduce", message=closed)]
-    assert [group.ranks for group in count_victims(victims)] == [(2,), (3,)]
+    others = [failure(rank=2, inside="barrier", message=closed), failure(rank=3, inside="all_reduce", message=closed)]
+    assert [group.ranks for group in group_secondary_failures(others)] == [(2,), (3,)]
     nameless = failure(rank=4, error_type="DistBackendError", message=closed)
-    assert count_victims([nameless])[0].how == "ended with DistBackendError: connection closed by peer"
+    assert group_secondary_failures([nameless])[0].how == "failed with DistBackendError: connection closed by peer"
 
 
 def test_lost_hosts_among_the_victims_are_called_hosts() -> None:
     lost = [failure(kind=FailureKind.HOST_LOST, host=name, rank=None, message="the connection closed") for name in "ab"]
-    assert "2 other hosts were lost: the connection closed" in lines(outcome(failure(), victims=tuple(lost)))
+    assert "2 other hosts were lost: the connection closed" in lines(outcome(failure(), secondary_failures=tuple(lost)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
     assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
 
 
-def test_failure_quotes_where_the_others_stood() -> None:
+def test_failure_quotes_where_the_secondary_failures_stood() -> None:
     shown = lines(outcome(failure(), evidence=STOOD))
     at = shown.index("where the others stood then:")
     assert "train.py" in shown[at + 1]
@@ -286,14 +289,14 @@ def test_lost_host_points_to_the_output_of_all() -> None:
 
 
 def test_everything_at_once_is_one_screen() -> None:
-    victims = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code) for code in range(1, 30))
+    others = tuple(failure(kind=FailureKind.EXITED, status=code, rank=code) for code in range(1, 30))
     end = outcome(
         failure(message="\n".join("abcdefghij"), where="t.py:1 in f", attempt=3),
-        victims=victims,
+        secondary_failures=others,
         evidence=[evidence(rank, "forward", line=rank) for rank in range(30)],
         stopped=5,
         attempts=4,
-        gave_up="all 3 restarts (--max-restarts) were used",
+        no_restart_reason="all 3 restarts (--max-restarts) were used",
         left=(("a", tuple(f"pid {n}" for n in range(20))), ("b", ("pid 1",))),
         unchecked=tuple((f"host{n}", "gone") for n in range(30)),
         hosts=40,
@@ -313,9 +316,9 @@ def test_everything_at_once_is_one_screen() -> None:
 
 def test_good_end_is_one_line() -> None:
     end = outcome(None, exit_code=0, duration_s=12.34, attempts=2)
-    assert lines(end) == ["all 4 workers ended well after 12.3 s, 1 restart; 0 processes left on 2 hosts"]
+    assert lines(end) == ["all 4 workers finished successfully after 12.3 s, 1 restart; 0 processes left on 2 hosts"]
     alone = dataclasses.replace(end, world_size=1, hosts=1, attempts=1)
-    assert lines(alone) == ["the worker ended well after 12.3 s; 0 processes left on 1 host"]
+    assert lines(alone) == ["the worker finished successfully after 12.3 s; 0 processes left on 1 host"]
 
 
 def test_good_end_still_names_what_is_left() -> None:

@@ -293,7 +293,7 @@ def test_a_run_ends_with_its_leaders_and_stops_the_servers(tmp_path: Path) -> No
     result = run_dtrain("run", *options, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result
     assert result.stdout.count("trained") == 2
-    assert "2 workers ended well after" in result.stderr
+    assert "2 workers finished successfully after" in result.stderr
     assert ", 2 of other roles stopped; 0 processes left on 1 host" in result.stderr
 
 

@@ -158,5 +158,5 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out(ssh_hosts: SshHosts,
         assert seen.attempt(2, 2) == {0: "node2", 1: "node3"}
         assert process.wait(60) == 0, process.stderr.read()
         stderr = process.stderr.read()
-    assert b"node1 is left out from now on" in stderr
+    assert b"node1 is excluded from further attempts" in stderr
     assert b"0 processes left on 3 hosts" in stderr

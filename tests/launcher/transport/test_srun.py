@@ -162,7 +162,7 @@ def test_tasks_that_srun_starts_take_their_places_in_one_run(
     assert result.returncode == 0, result.stderr
     shown = sorted(re.findall(r"I (.*)", result.stdout))
     assert [line[: len(place)] for line, place in zip(shown, places, strict=True)] == places
-    assert result.stderr.count("workers ended well") == 1, "only one of them speaks"
+    assert result.stderr.count("workers finished successfully") == 1, "only one of them speaks"
     assert not list((folder.path / "runs").glob(".slurm-*")), "nothing is left of how they met"
 
 

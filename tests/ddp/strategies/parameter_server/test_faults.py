@@ -150,8 +150,8 @@ def test_a_worker_and_a_server_that_are_killed_come_back_to_where_training_is(
         os.kill(run.pid("ps0"), signal.SIGKILL)
         code, stderr = run.end()
     assert code == 0, stderr
-    assert "; it alone starts again (restart 1 of 3)" in stderr
-    assert "; it alone starts again (restart 2 of 3)" in stderr
+    assert "; only this worker restarts (restart 1 of 3)" in stderr
+    assert "; only this worker restarts (restart 2 of 3)" in stderr
     snapshot = [int(step) for step in re.findall(r"goes on from the snapshot of step (\d+)", stderr)]
     assert len(snapshot) == 1
     assert reached - every <= snapshot[0] <= 100
@@ -173,7 +173,7 @@ def test_without_restarts_the_others_train_to_the_end(script: Path) -> None:
         os.kill(run.pid("worker1"), signal.SIGKILL)
         code, stderr = run.end()
     assert code == 137, stderr
-    assert "; the others go on without it" in stderr
+    assert "; the other workers continue without it" in stderr
     assert "nothing was heard of worker 1 for" in stderr
     assert run.said("ended") == [["worker0", "80", "80", "True"]]
 

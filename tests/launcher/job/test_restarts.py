@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.hosts.host import Host, HostKind
-from launcher.job.outcome import Failure, FailureKind
-from launcher.job.restart_policy import LOOP, Past, judge, judge_early, past_of
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.restarts import LOOP, FailedAttempt, failed_attempt, judge, judge_early
 from launcher.placement.job_spec import Command, CommandKind, JobSpec
 
 CRASH = Failure(kind=FailureKind.EXITED, host="a", at=5.0, ran_s=5.0, attempt=1, rank=0, status=7)
@@ -21,8 +21,8 @@ def spec(**changes: Any) -> JobSpec:
     return replace(base, **changes)
 
 
-def crashed(cause: Failure = CRASH, *, ran_s: float = 5.0, saved: int = 0) -> Past:
-    return past_of(spec(), cause, ran_s=ran_s, saved=saved)
+def crashed(cause: Failure = CRASH, *, ran_s: float = 5.0, saved: int = 0) -> FailedAttempt:
+    return failed_attempt(spec(), cause, ran_s=ran_s, saved=saved)
 
 
 def test_as_many_restarts_as_asked_for() -> None:
@@ -39,10 +39,10 @@ def test_a_run_without_restarts_has_nothing_to_say_about_them() -> None:
 
 def test_a_lost_host_is_free_where_a_run_can_do_without_it_only() -> None:
     elastic = spec(nnodes=(1, 2), max_restarts=0)
-    lost = past_of(elastic, LOST, ran_s=5.0, saved=0)
+    lost = failed_attempt(elastic, LOST, ran_s=5.0, saved=0)
     assert judge(elastic, 10 * [lost]).again_after_s is not None
     assert judge(elastic, [lost, crashed()]).again_after_s is None
-    assert not past_of(spec(), LOST, ran_s=5.0, saved=0).free
+    assert not failed_attempt(spec(), LOST, ran_s=5.0, saved=0).free
 
 
 def test_pauses_grow_with_attempts_that_made_no_progress() -> None:
@@ -65,8 +65,8 @@ def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> Non
 
 
 def test_a_process_alone_shares_the_restarts_but_is_judged_by_its_own_lives() -> None:
-    def died(rank: int, saved: int = 0) -> Past:
-        return Past(CRASH, ran_s=1.0, saved=saved, free=False, rank=rank)
+    def died(rank: int, saved: int = 0) -> FailedAttempt:
+        return FailedAttempt(CRASH, ran_s=1.0, saved=saved, free=False, rank=rank)
 
     assert judge(spec(), [crashed(), died(1), died(2)]).again_after_s == 0.0
     assert judge(spec(), [crashed(), died(1), died(2), died(3)]).reason.startswith("all 3 restarts")

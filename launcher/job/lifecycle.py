@@ -1,0 +1,300 @@
+"""The way of a run from phase to phase. Pure; job.py owns it, and tells it what has happened.
+
+    gathering hosts -> opening the store -> running -> (a round of evidence) -> ending the attempt -> gathering ...
+                                                                             -> stopping -> ended
+
+Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
+attempt.py, what the cause was in cause.py, whether there is another, and which processes fail without ending it, in
+restarts.py, how the run ends in stopping.py and outcome.py.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from launcher.errors import DtrainError, PlacementError
+from launcher.hosts.folding import StartError
+from launcher.job.attempt import AttemptState, choose_members
+from launcher.job.cause import first_cause
+from launcher.job.events import Command, Notice, Tell
+from launcher.job.evidence_round import EvidenceRounds
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.fleet import Fleet
+from launcher.job.gathering import Gathering, Readiness, fit, misfits
+from launcher.job.host_state import HostPhase, HostState
+from launcher.job.orders import open_store, reserve_ports, start_workers
+from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
+from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
+from launcher.job.restarts import FailedAttempt, RestartDecision, WorkerRestarts, failed_attempt, judge, judge_early
+from launcher.job.stopping import ANSWER_S, Stopping
+from launcher.job.timers import Timer, Timers
+from launcher.placement.job_spec import JobSpec
+from launcher.protocol import EndAttempt, Exited, PortsReserved, StoreOpened
+
+__all__ = ["ROOT_WAIT_S", "Lifecycle"]
+
+ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
+
+
+class Lifecycle:
+    """`attempt` is the newest; `past` what failed before; `stopping` is set once the run ends."""
+
+    def __init__(self, spec: JobSpec, now: float, run_key: str) -> None:
+        self.spec = spec
+        self._run_key = run_key  # for the workers' eyes only
+        self.phase = Phase.GATHERING
+        self.timers = timers = Timers()
+        self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
+        self.gathering = Gathering(spec, self.fleet, timers, now)
+        self.evidence = EvidenceRounds(timers)
+        self.past: list[FailedAttempt] = []
+        self.restarts = WorkerRestarts(spec, self.past, timers)
+        self.stopping: Stopping | None = None
+        self.attempt: AttemptState | None = None
+        self.outcome: Outcome | None = None
+        self.preempted = False  # told by USR1 that its time is nearly up, and to make room once it has saved
+        self.signum: int | None = None  # the signal that told us to stop
+        self._error: DtrainError | None = None  # why no worker was started
+        self._no_restart_reason = ""
+        self._began = now
+
+    @property
+    def current(self) -> AttemptState:
+        """The attempt, in phases that have one."""
+        assert self.attempt is not None
+        return self.attempt
+
+    def advance(self, now: float) -> list[Command]:
+        """Leave the phase if its work is done."""
+        commands: list[Command] = []
+        if self.phase is Phase.GATHERING:
+            commands = self._gather(now)
+        elif self.phase is Phase.EVIDENCE_ROUND:
+            commands = self._end_attempt_when_known(now)
+        elif self.phase is Phase.ENDING and not self.fleet.busy:
+            commands = self._attempt_over(now)
+        elif self.stopping is None and self.evidence.over(now):
+            commands = self.evidence.end(self.attempt)
+        if self.phase is Phase.RUNNING:
+            commands += self.restarts.due(self.current, now)
+        if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
+            commands += self.stopping.advance(now)
+            if self.stopping.done and self.phase is Phase.STOPPING:
+                self._end(now)
+        return commands
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.timers.cancel(Timer.PHASE, Timer.ROOT)
+
+    # ---- an attempt begins ----
+
+    def _gather(self, now: float) -> list[Command]:
+        """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
+        readiness = self.gathering.decide(now)
+        if readiness is Readiness.WAIT:
+            return self.gathering.show_how_far(progress(self.phase, self.fleet, self.attempt), now)
+        if readiness is Readiness.TOO_FEW:
+            return self._cannot_begin(now)
+        return [*self.gathering.show_how_far("", now), *self._begin(now)]
+
+    def _cannot_begin(self, now: float) -> list[Command]:
+        """End, since too few hosts are ready in time."""
+        attempt = self.attempt
+        if attempt is None:
+            return self.stop(now, error=StartError(self.gathering.why_not_ready(), len(self.fleet)))
+        if not attempt.failures:  # it had ended to grow
+            missing = next(s for s in map(self.fleet.states.__getitem__, attempt.members) if s.phase != HostPhase.READY)
+            why = missing.reason or "it did not answer"
+            attempt.take_failure(attempt.failure(FailureKind.HOST_LOST, missing.name, why, now))
+        return self.stop(now, no_restart_reason=self.gathering.why_not_again())
+
+    def _begin(self, now: float) -> list[Command]:
+        """Make the next attempt of the hosts that are ready."""
+        spec, last = self.spec, self.attempt
+        previous = self.gathering.previous
+        members = choose_members(previous, [state.name for state in self.fleet.ready()], spec.max_hosts)
+        states = [self.fleet.states[name] for name in members]
+        try:
+            placement = fit(spec, states)
+        except PlacementError as error:
+            if commands := self.gathering.leave_out_misfits(states):
+                return [*commands, *self._gather(now)]
+            if last is None or not last.failures:
+                return self.stop(now, error=error)
+            return self.stop(now, no_restart_reason=f"no further attempt: {error}")
+        number = spec.first_attempt if last is None else last.number + 1
+        commands = []
+        if last is not None:
+            commands.append(Notice(attempt_begins(number, members, previous)))
+            commands += self.gathering.count_absence(last.grown_for, members)
+        stall_s = spec.stall_timeout_s
+        self.attempt = AttemptState(number, members, placement, self.timers, began=now, stall_s=stall_s)
+        self.restarts.begin()
+        self._enter(Phase.OPENING_STORE)
+        # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
+        fixed = last is None and not spec.elastic
+        self.timers.set(Timer.PHASE, self.timers.at(Timer.GATHER) if fixed else now + spec.start_timeout_s)
+        for state in states:
+            self.fleet.occupy(state)
+        ports = reserve_ports(spec, states, placement, number)
+        self.attempt.ports_wanted = set(ports)
+        store = Tell(states[0].name, open_store(spec, states, number))
+        return [*commands, store, *(Tell(name, order) for name, order in ports.items())]
+
+    def opened(self, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
+        """Start the workers, once the store is open and all ports are known that they are to tell each other."""
+        attempt = self.current
+        if self.phase is not Phase.OPENING_STORE:
+            return []
+        if isinstance(message, StoreOpened):
+            attempt.store = message
+        else:
+            attempt.ports[host] = message
+            attempt.ports_wanted.discard(host)
+        if attempt.store is None or attempt.ports_wanted:
+            return []
+        placement, ports = attempt.placement, attempt.ports
+        try:
+            starts = [*start_workers(self.spec, placement, attempt.store, ports, attempt.number, run_key=self._run_key)]
+        except PlacementError as error:
+            return self.stop(now, error=error)
+        self.phase = Phase.RUNNING  # the time for the start goes on
+        return [*starts]
+
+    def grow_with(self, state: HostState | None, now: float) -> list[Command]:
+        """End the attempt if there is room in the next one for a host that has come."""
+        attempt = self.attempt
+        if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
+            return []
+        if not attempt.all_started or attempt.any_ended or len(attempt.members) >= self.spec.max_hosts:
+            return []
+        if state is None:
+            members = set(attempt.members)
+            state = next((s for s in self.fleet if s.phase is HostPhase.READY and s.name not in members), None)
+        if state is None or state.name in attempt.members or misfits(self.spec, [state]):
+            return []
+        attempt.grown_for = state.name
+        notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
+        return [notice, *self._end_attempt(now)]
+
+    # ---- what fails ----
+
+    def fail(self, failure: Failure, now: float) -> list[Command]:
+        """Note a failure; the first one ends the attempt, after a look at where the others stand."""
+        attempt = self.current
+        if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
+            # Told to stop by the user, or for growing, it may end as it likes; else it followed from another.
+            if self.signum is None and not attempt.grown_for:
+                attempt.secondary_failures.append(failure)
+            return []
+        attempt.take_failure(failure)
+        self.restarts.overtaken(attempt, failure)
+        if self.phase is Phase.OPENING_STORE:
+            return self._end_attempt(now)
+        if self.phase is not Phase.RUNNING:
+            return []
+        commands = self.evidence.end(attempt)
+        self._enter(Phase.EVIDENCE_ROUND)
+        self.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
+        return [*commands, *self.ask_for_evidence(now, asked=False)]
+
+    def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
+        """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
+        decision, notices = self.restarts.failed(self.current, failure, exited, now)
+        if decision is RestartDecision.ENDS:
+            return self.fail(failure, now)
+        return [*notices, *(self.stop(now) if self.current.finished else [])]
+
+    def ask_for_evidence(self, now: float, *, asked: bool) -> list[Command]:
+        """Ask where the ranks stand; `asked`: the user wants to see it."""
+        return self.evidence.begin(self.fleet.workers_of(self.current.members), now, asked=asked)
+
+    def _end_attempt_when_known(self, now: float) -> list[Command]:
+        """End the attempt once its evidence is there, and something that is no mere consequence of something else."""
+        attempt = self.current
+        if self.evidence.under_way and not self.evidence.over(now):
+            return []
+        commands = self.evidence.end(attempt)
+        if attempt.first_root_at is None:
+            if not self.timers.over(Timer.ROOT, now):
+                return commands
+            # The root may be a host of which nothing is heard since: before long it speaks, or is lost.
+            quiet = (self.fleet.states[name] for name in self.fleet.workers_of(self.evidence.unanswered))
+            if any(state.heard + ROOT_WAIT_S <= self.timers.at(Timer.ROOT) for state in quiet):
+                return commands
+        return [*commands, *self._end_attempt(now)]
+
+    # ---- an attempt ends ----
+
+    def _end_attempt(self, now: float) -> list[Command]:
+        """Have all workers ended; for good, if there can be no other attempt."""
+        attempt = self.current
+        cause = first_cause(attempt.failures)
+        if self.preempted and not (cause is not None and fails_by_itself(cause)):
+            return self.stop(now)
+        self.preempted = False  # whatever it was warned of
+        if cause is not None:
+            verdict = judge_early(self.spec, self.past, cause)
+            last_word = self.restarts.last_word(cause)
+            if verdict.again_after_s is None or last_word is not None:
+                return self.stop(now, no_restart_reason=verdict.reason if last_word is None else last_word)
+        attempt.stopped_at = now
+        commands = self.evidence.end(attempt)
+        self._enter(Phase.ENDING)
+        self.timers.set(Timer.PHASE, now + self.spec.grace_s + ANSWER_S)
+        end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
+        return [*commands, *(Tell(name, end) for name in self.fleet.workers_of(attempt.members))]
+
+    def _attempt_over(self, now: float) -> list[Command]:
+        """Decide what comes after an attempt whose workers are gone everywhere."""
+        attempt = self.current
+        cause = first_cause(attempt.failures)
+        if cause is None and attempt.finished:  # while we were about to grow
+            return self.stop(now)
+        delay_s, notices = 0.0, []
+        if cause is not None:
+            ran_s = max(0.0, cause.at - attempt.began)
+            self.past.append(failed_attempt(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
+            verdict = judge(self.spec, self.past)
+            if verdict.again_after_s is None:
+                return self.stop(now, no_restart_reason=verdict.reason)
+            delay_s = verdict.again_after_s
+            notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
+        commands = self.gathering.leave_out(attempt, cause)
+        self._enter(Phase.GATHERING)
+        self.gathering.again(attempt.members, now, delay_s)
+        return [*notices, *commands, *self._gather(now)]
+
+    # ---- the run ends ----
+
+    def stop(
+        self, now: float, signum: int = signal.SIGTERM, *,
+        error: DtrainError | None = None, no_restart_reason: str | None = None,
+    ) -> list[Command]:  # fmt: skip
+        """Have every host ended; `error`: no worker was started."""
+        self._error = error or self._error
+        if no_restart_reason is not None:
+            self._no_restart_reason = no_restart_reason
+        if self.attempt is not None and self.attempt.stopped_at is None:
+            self.attempt.stopped_at = now
+        commands = self.evidence.end(self.attempt)
+        self._enter(Phase.STOPPING)
+        self.gathering.closed = True
+        self.stopping = Stopping(self.fleet, self.timers, grace_s=self.spec.grace_s, now=now)
+        return [*commands, *self.stopping.begin(signum, now)]
+
+    def _end(self, now: float) -> None:
+        self.phase = Phase.ENDED
+        self.outcome = build_outcome(
+            self.spec,
+            self.fleet,
+            self.attempt,
+            error=self._error,
+            signum=self.signum,
+            no_restart_reason=self._no_restart_reason,
+            worker_restarts=self.restarts.count,
+            preempted=self.preempted,
+            began=self._began,
+            now=now,
+        )

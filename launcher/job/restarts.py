@@ -1,0 +1,221 @@
+"""Whether another attempt is worth while after one has failed, and when; the same for a process that fails alone. Pure.
+
+Both use up the same restarts. Whether they come to anything is judged apart: the attempts among each other, and the
+lives of each rank.
+
+A process says of itself, while it runs, how it stands (Exited.standing, ddp/progress.py): the others go on without it,
+as without a worker of an asynchronous run; or they wait for its successor, as for a parameter server. A restart of it
+is one of those that the run has (--max-restarts), as another attempt is. Without any left, the others go on without the
+first kind, and the run's end then has that failure as its cause; the second kind ends the attempt, as any failure does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from launcher.job.attempt import AttemptState
+from launcher.job.cause import SLACK_S, looks_like_consequence
+from launcher.job.events import Command, Notice, Tell
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.progress_messages import left_out, starts_again
+from launcher.job.timers import Timer, Timers
+from launcher.placement.job_spec import JobSpec
+from launcher.protocol import Exited, RestartWorker
+
+__all__ = ["RestartDecision", "WorkerRestarts", "failed_attempt", "judge", "judge_early"]
+
+FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
+PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
+LOOP = 5  # the same failure so often in a row without progress: a further attempt would end the same way
+BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+CONSEQUENCE_S = (
+    1.0  # what may only follow from another failure is started again that much later: it may end the attempt
+)
+WITHOUT_IT = 1  # of Exited.standing: the others go on
+_FUTILE_ERRORS = {
+    "SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "FileNotFoundError",
+}  # fmt: skip
+_FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argparse, the shell
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """An attempt that has failed; `free`: through a host that the job can do without, which costs no restart.
+
+    With a `rank`, a process that failed while the attempt went on.
+    """
+
+    cause: Failure
+    ran_s: float
+    saved: int  # checkpoints; for a process alone its steps as well, since the others have what came of them
+    free: bool
+    rank: int | None = None
+
+    @property
+    def progress(self) -> bool:
+        return self.saved > 0 or self.ran_s >= PROGRESS_S
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        cause = self.cause
+        return (cause.kind, cause.status, cause.error_type, cause.where)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`again_after_s` is None where there is to be no other attempt; `reason` then says why, if that is news."""
+
+    again_after_s: float | None
+    reason: str = ""
+
+
+def judge_early(spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure) -> Verdict:
+    """Decide while an attempt is about to end by this cause: as if it had made progress, which is known later only."""
+    return judge(spec, [*past, failed_attempt(spec, cause, ran_s=cause.ran_s, saved=1)])
+
+
+def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> FailedAttempt:
+    free = spec.elastic and cause.kind is FailureKind.HOST_LOST
+    return FailedAttempt(cause, ran_s, saved, free)
+
+
+def _restarts_used(past: Sequence[FailedAttempt]) -> int:
+    """Return how many restarts it takes to go on after all of these."""
+    return sum(not attempt.free for attempt in past)
+
+
+def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> Verdict:
+    """Decide after the last of the failed attempts, or of the processes that failed alone."""
+    last = past[-1]
+    if _restarts_used(past) > spec.max_restarts:
+        restarts = "the one restart (--max-restarts) was used"
+        if spec.max_restarts > 1:
+            restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
+        return Verdict(None, restarts if spec.max_restarts else "")
+    if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
+        return Verdict(None, "not tried again: a restart cannot fix that")
+    past = [other for other in past if other.rank == last.rank]
+    fruitless = 0
+    while fruitless < len(past) and not past[-1 - fruitless].progress:
+        fruitless += 1
+    recent = past[-LOOP:]
+    if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and not last.free:
+        return Verdict(None, f"not tried again: the same failure came {LOOP} times in a row, without any progress")
+    return Verdict(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
+
+
+def _is_futile(cause: Failure) -> bool:
+    if cause.ran_s > FUTILE_S:
+        return False
+    if cause.kind is FailureKind.RAISED:
+        return cause.error_type in _FUTILE_ERRORS
+    if cause.kind is FailureKind.NEVER_STARTED:
+        return True
+    return cause.kind is FailureKind.EXITED and cause.status in _FUTILE_CODES
+
+
+class RestartDecision(Enum):
+    AGAIN = auto()
+    LEFT_OUT = auto()
+    ENDS = auto()  # the attempt, and the run with it
+
+
+class WorkerRestarts:
+    """Shares `past` with the job. `count` is of restarts of single processes."""
+
+    def __init__(self, spec: JobSpec, past: list[FailedAttempt], timers: Timers) -> None:
+        self.count = 0
+        self._spec = spec
+        self._past = past
+        self._failed: list[tuple[Failure, FailedAttempt | None]] = []  # in this attempt, and what was counted for it
+        self._timers = timers
+        self._waiting: list[int] = []  # ranks that are to be started again, each at its Timer.RESTART
+        self._starting: set[int] = set()  # told to start again
+        self._last: tuple[str, list[Failure]] = ("", [])  # those that end the run, and why if that is news
+
+    def begin(self) -> None:
+        """Begin anew, with an attempt."""
+        self._cancel()
+        self._failed, self._starting = [], set()
+        self._last = ("", [])
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a process is about to be started again, for which the others may wait."""
+        return bool(self._waiting or self._starting)
+
+    def failed(
+        self, attempt: AttemptState, failure: Failure, exited: Exited, now: float
+    ) -> tuple[RestartDecision, list[Command]]:
+        """Decide on a process that has failed by itself while the attempt runs; the commands tell the user."""
+        rank = exited.rank
+        self._starting.discard(rank)
+        made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
+        verdict = judge(self._spec, [*self._past, made])
+        if verdict.again_after_s is not None:
+            self._past.append(made)
+            self._failed.append((failure, made))
+            self.count += 1
+            wait_s = max(verdict.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
+            self._timers.set((Timer.RESTART, rank), now + wait_s)
+            self._waiting.append(rank)
+            restart = f"restart {_restarts_used(self._past)} of {self._spec.max_restarts}"
+            return RestartDecision.AGAIN, [Notice(starts_again(failure, restart, wait_s))]
+        if exited.standing != WITHOUT_IT:
+            self._last = (verdict.reason, [failure])
+            return RestartDecision.ENDS, []
+        if attempt.can_go_on_without(rank):
+            attempt.leave_out(failure)
+            self._failed.append((failure, None))
+            return RestartDecision.LEFT_OUT, [Notice(left_out(failure, verdict.reason))]
+        self._last = (verdict.reason, [*attempt.left_out, failure])
+        attempt.failures += attempt.left_out  # one after the other they have ended it
+        attempt.left_out = []
+        return RestartDecision.ENDS, []
+
+    def last_word(self, cause: Failure) -> str | None:
+        """Return why there is to be no other attempt after one that ended by this cause, if that is decided."""
+        reason, failures = self._last
+        return reason if any(failure is cause for failure in failures) else None
+
+    def due(self, attempt: AttemptState, now: float) -> list[Command]:
+        """Start those again whose time has come."""
+        commands: list[Command] = []
+        for rank in [rank for rank in self._waiting if self._timers.over((Timer.RESTART, rank), now)]:
+            self._timers.cancel((Timer.RESTART, rank))
+            self._waiting.remove(rank)
+            self._starting.add(rank)
+            order = RestartWorker(rank=rank, attempt=attempt.number, restart=attempt.start_again(rank, now))
+            commands.append(Tell(attempt.placement.workers[rank].host, order))
+        return commands
+
+    def started(self, rank: int) -> None:
+        self._starting.discard(rank)
+
+    def overtaken(self, attempt: AttemptState, failure: Failure) -> None:
+        """Take a failure that ends the attempt: none of its processes is started again alone any more.
+
+        What failed alone at that time may be its cause, or another of its consequences: then it is one of the attempt's
+        failures, and no restart of its own is counted for it.
+        """
+        for alone, made in list(self._failed):
+            likely = looks_like_consequence(alone) or looks_like_consequence(failure)
+            together = likely and abs(alone.at - failure.at) <= SLACK_S
+            if together:
+                attempt.left_out = [other for other in attempt.left_out if other is not alone]
+                attempt.take_failure(alone)
+            if together or alone.rank in self._waiting:
+                self._failed.remove((alone, made))
+                self._uncount(made)
+        self._cancel()
+
+    def _uncount(self, made: FailedAttempt | None) -> None:
+        kept = [past for past in self._past if past is not made]
+        self.count -= len(self._past) - len(kept)
+        self._past[:] = kept
+
+    def _cancel(self) -> None:
+        self._timers.cancel(*((Timer.RESTART, rank) for rank in self._waiting))
+        self._waiting.clear()
