@@ -24,7 +24,7 @@ from launcher.transport.tcp.token import find_token, new_token
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
     from launcher.transport.tcp.rendezvous_file import Meeting
 
 __all__ = ["Place", "commands", "find_place", "join_run", "open_door"]
@@ -186,24 +186,24 @@ def _route(others: list[str]) -> str:
 
 
 @contextmanager
-def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Door]:
+def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Listener]:
     """Hold the door of a run open on node 0, and let the nodes that share a folder with it know.
 
     Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
     """
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
     from launcher.transport.tcp.rendezvous_file import Meeting, publish
 
     token = _token(place)
     names = [host.name for host in place.hosts]
     expected = _fingerprint(place, spec)
     try:
-        door = Door(
+        door = Listener(
             _resolved(place.address),
             place.port,
             token,
             expected=expected,
-            places=names,
+            nodes=names,
             tell=tell,
             typed=lambda rank: f"the same command, with --node-rank {rank}",
         )

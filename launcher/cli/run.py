@@ -23,7 +23,7 @@ from launcher.transport.connect import agent_command, start_local_agents
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["Talk", "carry_out"]
 
@@ -97,7 +97,7 @@ def _control(request: Request, talk: Talk, error_json: Path | None) -> int:
 
 
 @contextlib.contextmanager
-def _door(place: Place | None, spec: JobSpec, output: OutputThread) -> Iterator[Door | None]:
+def _door(place: Place | None, spec: JobSpec, output: OutputThread) -> Iterator[Listener | None]:
     """Open the door, if others join this run, and let them know where it is."""
     if place is None:
         yield None

@@ -47,7 +47,7 @@ from launcher.protocol import PREAMBLE, Bye, Decoder, Exited, Output, RestartWor
 from launcher.transport.connect import Stream, connect, end_all
 
 if TYPE_CHECKING:
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["Controller"]
 
@@ -75,7 +75,7 @@ class Controller:
         show_progress: Callable[[str], None],
         tell_user: Callable[[str], None],
         opened: Mapping[str, Stream],
-        door: Door | None = None,
+        door: Listener | None = None,
     ) -> None:
         self._spec = spec
         self._door = door
@@ -242,7 +242,7 @@ class _Link:
         spec: JobSpec,
         events: queue.SimpleQueue[Event],
         output: OutputThread,
-        door: Door | None,
+        door: Listener | None,
     ) -> None:
         self.host = host
         self._door = door

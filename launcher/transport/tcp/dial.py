@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import select
@@ -11,12 +10,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from launcher.decode import decode_json
 from launcher.errors import DtrainError, ProtocolError
 from launcher.transport.tcp import tcp
 from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
-from launcher.transport.tcp.greeting import Greeting, printable
+from launcher.transport.tcp.greeting import Greeting, Verdict, Welcome, printable
 from launcher.transport.tcp.handshake import Handshake, NotDtrain, OtherVersion, Side, WrongToken
 from launcher.transport.tcp.rendezvous_file import Meeting
 from launcher.transport.tcp.signals import Signals
@@ -35,14 +35,6 @@ class JoinError(DtrainError):
 
 class Stopped(Exception):
     """A signal told us to end while we waited."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How the run ended, as node 0 says."""
-
-    exit_code: int
-    text: str
 
 
 @dataclass
@@ -158,27 +150,17 @@ def _introduce(sock: socket.socket, token: bytes, greeting: Greeting, signals: S
         return read_verdict(first.data)
     if first.kind is Kind.REFUSAL:
         raise JoinError(f"node 0 refuses this node: {_lines(first.data)}")
-    _take_place(link, first)
+    if first.kind is not Kind.WELCOME:
+        raise ProtocolError("node 0 answers otherwise than this version of dtrain")
+    welcome = decode_json(Welcome, first.data)
+    link.place, link.node_rank, link.host = welcome.place, welcome.node_rank, welcome.host
     return link
-
-
-def _take_place(link: Link, answer: Record) -> None:
-    try:
-        if answer.kind is not Kind.WELCOME:
-            raise ValueError(answer.kind.name)
-        fields = json.loads(answer.data)
-        link.place, link.node_rank, link.host = str(fields["place"]), int(fields["node_rank"]), str(fields["host"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"node 0 answers otherwise than this version of dtrain: {error!r}") from error
 
 
 def read_verdict(data: bytes) -> Verdict:
     """Read a VERDICT's data. Raises ProtocolError."""
-    try:
-        fields = json.loads(data)
-        return Verdict(int(fields["exit_code"]), _lines(str(fields["text"]).encode()))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"node 0 does not say how the run ended: {error!r}") from error
+    verdict = decode_json(Verdict, data)
+    return replace(verdict, text=_lines(verdict.text.encode("utf-8", "replace")))
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
@@ -195,7 +177,9 @@ def _receive(sock: socket.socket, deadline: float, signals: Signals) -> bytes:
 
 
 def _lines(data: bytes) -> str:
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in data.decode().splitlines())
+    return "\n".join(
+        "".join(c if c.isprintable() else "?" for c in line) for line in data.decode("utf-8", "replace").splitlines()
+    )
 
 
 # ---- why not -------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""What node 0's terminal is told of those that knock at the door and do not get in: each kind once, then a count.
+"""What node 0's terminal shows of those that connect to the control port and do not get in: each kind, then a count.
 
-Pure. Anybody on the network can knock as often as they like, so nothing here grows with that.
+Pure. Anybody on the network can connect as often as they like, so nothing here grows with that.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections import Counter
 
 from launcher.transport.tcp.greeting import printable
 
-__all__ = ["Strangers"]
+__all__ = ["RejectedPeers"]
 
 SAY_AT_MOST = 8  # different things of one kind
 
 
-class Strangers:
-    """Counts those that were turned away; `turned_away` says what is to be told at once, if anything is."""
+class RejectedPeers:
+    """Counts those that were rejected; `reject` says what is to be shown at once, if anything is."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._said: dict[str, set[str]] = {}
 
-    def turned_away(self, kind: str, text: str) -> str | None:
-        """Note one of a `kind`, e.g. an error's class name; return `text` if it is to be told, None if it was."""
+    def reject(self, kind: str, text: str) -> str | None:
+        """Note one of a `kind`, e.g. an error's class name; return `text` if it is to be shown, None if it was."""
         self._counts[kind] += 1
         said = self._said.setdefault(kind, set())
         if text in said or len(said) >= SAY_AT_MOST:
@@ -31,13 +31,13 @@ class Strangers:
         return text
 
     def count(self, kind: str) -> None:
-        """Note one of which there is nothing to tell."""
+        """Note one of which there is nothing to show."""
         self._counts[kind] += 1
 
     def summary(self) -> str | None:
-        """Return one line about those that were not told of one by one, None if there were none."""
-        untold = {kind: count - len(self._said.get(kind, ())) for kind, count in self._counts.items()}
-        parts = [f"{count} {printable(kind)}" for kind, count in untold.items() if count > 0]
+        """Return one line about those that were not shown one by one, None if there were none."""
+        unshown = {kind: count - len(self._said.get(kind, ())) for kind, count in self._counts.items()}
+        parts = [f"{count} {printable(kind)}" for kind, count in unshown.items() if count > 0]
         if not parts:
             return None
         return f"other connections to the control port were turned away: {', '.join(parts)}"

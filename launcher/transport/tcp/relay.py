@@ -6,7 +6,6 @@ process dies, however, it sees the end of its input and ends everything.
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import time
@@ -22,6 +21,8 @@ from launcher.transport.tcp import tcp
 from launcher.transport.tcp.agent_process import END_S, AgentPipes
 from launcher.transport.tcp.dial import JoinError, Link, Verdict, read_verdict
 from launcher.transport.tcp.encrypted_records import Kind, Record
+from launcher.transport.tcp.greeting import Ended
+from launcher.transport.tcp.greeting import encode as encode_words
 from launcher.transport.tcp.signals import Signals
 
 __all__ = ["Broken", "Relay"]
@@ -197,7 +198,7 @@ class Relay:
             self._end = Broken(f"nothing was heard of node 0 for {now - self._heard:.0f} s")
 
     def _say_ended(self, status: int | None, words: str) -> None:
-        self._send(Kind.ENDED, json.dumps({"status": status, "words": words}).encode())
+        self._send(Kind.ENDED, encode_words(Ended(status, words)))
 
     # ---- the connection ----
 
