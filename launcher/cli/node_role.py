@@ -25,7 +25,7 @@ from launcher.transport.tcp.token import find_token, new_token
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
     from launcher.transport.tcp.listener import Listener
-    from launcher.transport.tcp.rendezvous_file import Meeting
+    from launcher.transport.tcp.rendezvous_file import Endpoint
 
 __all__ = ["Place", "commands", "find_place", "join_run", "open_door"]
 
@@ -192,7 +192,7 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
     Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
     """
     from launcher.transport.tcp.listener import Listener
-    from launcher.transport.tcp.rendezvous_file import Meeting, publish
+    from launcher.transport.tcp.rendezvous_file import Endpoint, publish
 
     token = _token(place)
     names = [host.name for host in place.hosts]
@@ -217,7 +217,7 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
             yield door
             return
         place.folder.mkdir(parents=True, exist_ok=True)
-        with publish(place.folder, place.name, Meeting(door.address, door.port, token)):
+        with publish(place.folder, place.name, Endpoint(door.address, door.port, token)):
             yield door
 
 
@@ -227,13 +227,13 @@ def join_run(
     """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
     from launcher.cli.run_node import JoinError, join
     from launcher.transport.tcp.greeting import Greeting
-    from launcher.transport.tcp.rendezvous_file import Meeting, read_meeting
+    from launcher.transport.tcp.rendezvous_file import Endpoint, read_endpoint
 
-    find: Meeting | Callable[[], Meeting | None]
+    find: Endpoint | Callable[[], Endpoint | None]
     if place.folder is not None and _meets_by_file(place):
-        find = partial(read_meeting, place.folder, place.name)
+        find = partial(read_endpoint, place.folder, place.name)
     else:
-        find = Meeting(place.address, place.port, _token(place))
+        find = Endpoint(place.address, place.port, _token(place))
     try:
         return join(
             find,

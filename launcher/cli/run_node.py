@@ -1,6 +1,6 @@
 """What `dtrain run --node-rank K` does on a node that is not node 0: it lends this node to the run.
 
-Called by the command line. Dials the door of node 0, has an agent started when node 0 wants one, carries what they say
+Called by the command line. Dials node 0, has an agent started when node 0 wants one, carries what they say
 to each other, and ends as the run ends. It decides nothing about the run.
 """
 
@@ -10,11 +10,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from launcher.transport.tcp.dial import JoinError, Stopped, Verdict, dial
-from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp.dial import JoinError, dial
+from launcher.transport.tcp.greeting import Greeting, Verdict
 from launcher.transport.tcp.relay import Relay
-from launcher.transport.tcp.rendezvous_file import Meeting
-from launcher.transport.tcp.signals import Signals
+from launcher.transport.tcp.rendezvous_file import Endpoint
+from launcher.transport.tcp.signals import Signals, Stopped
 
 __all__ = ["JoinError", "join"]
 
@@ -22,7 +22,7 @@ _SECRET = "DTRAIN_TOKEN"
 
 
 def join(
-    find: Meeting | Callable[[], Meeting | None],
+    find: Endpoint | Callable[[], Endpoint | None],
     *,
     greeting: Greeting,
     agent_command: Sequence[str],
@@ -38,29 +38,30 @@ def join(
     be called from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
-    certain = isinstance(find, Meeting)
-    look: Callable[[], Meeting | None] = (lambda: find) if isinstance(find, Meeting) else find
+    certain = isinstance(find, Endpoint)
+    look: Callable[[], Endpoint | None] = (lambda: find) if isinstance(find, Endpoint) else find
     broke = ""
     with Signals() as signals:
         while True:
             try:
-                link = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
+                joined = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
             except Stopped:
                 return 128 + signals.stops[0]
             except JoinError as error:
                 if not broke:
                     raise
                 raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
-            if isinstance(link, Verdict):
-                return _ended(link, tell)
-            tell(_welcome(link.host, link.node_rank, again=bool(broke)))
-            end = Relay(link, agent_command, env=environment, signals=signals).run()
+            if isinstance(joined, Verdict):
+                return _ended(joined, tell)
+            host = joined.welcome.host
+            tell(_welcome(host, joined.welcome.node_rank, again=bool(broke)))
+            end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
             if isinstance(end, Verdict):
                 return _ended(end, tell)
             broke = end.reason
-            tell(f"the connection to node 0 ({link.host}) broke: {broke}; dialling again for {rejoin_s:g} s")
+            tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
             deadline = time.monotonic() + rejoin_s
 
 

@@ -24,7 +24,7 @@ from launcher.hosts.host import own_name
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Record
 from launcher.transport.tcp.greeting import Ended, Greeting, Verdict, Welcome, encode
 from launcher.transport.tcp.handshake import HandshakeError, WrongToken
-from launcher.transport.tcp.joined_node import Connection, JoinedStream
+from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection
 from launcher.transport.tcp.node_slots import NodeSlots, Slot
 from launcher.transport.tcp.rejected_peers import RejectedPeers
 
@@ -74,9 +74,9 @@ class Listener:
         self._tell = tell
         self._typed = typed
         self._changed = threading.Condition()  # guards everything below, the slots, and the streams of connections
-        self._joining: dict[Connection, None] = {}  # the oldest first
-        self._leaving: dict[Connection, None] = {}
-        self._serving: set[Connection] = set()  # all that have a thread
+        self._joining: dict[NodeConnection, None] = {}  # the oldest first
+        self._leaving: dict[NodeConnection, None] = {}
+        self._serving: set[NodeConnection] = set()  # all that have a thread
         self._rejected = RejectedPeers()
         self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
         self._verdict: Verdict | None = None
@@ -162,7 +162,7 @@ class Listener:
         slot.waiter = None
         return stream
 
-    def _give_up(self, connection: Connection, stream: JoinedStream) -> None:
+    def _give_up(self, connection: NodeConnection, stream: JoinedStream) -> None:
         """End an agent that nobody listens to any more; its node stays, for the next one."""
         with self._changed:
             if connection.stream is stream:
@@ -170,7 +170,7 @@ class Listener:
                 if not connection.post(Kind.END):
                     connection.shut("it was given up")
 
-    def _say_verdict(self, connection: Connection) -> None:
+    def _say_verdict(self, connection: NodeConnection) -> None:
         """Tell a node how the run ended, and let it go."""
         assert self._verdict is not None
         if connection.stream is not None:
@@ -206,7 +206,7 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         """Take a new connection among those that have to prove themselves."""
-        connection = Connection(sock, self._token)
+        connection = NodeConnection(sock, self._token)
         with self._changed:
             if self._closed.is_set():
                 raise ConnectionError
@@ -219,7 +219,7 @@ class Listener:
             self._joining[connection] = None
             self._serving.add(connection)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: NodeConnection) -> None:
         """Let a node in and receive from it until it ends, or reject it; in a thread of its own."""
         why = ""
         try:
@@ -248,7 +248,7 @@ class Listener:
                 self._serving.discard(connection)
                 self._changed.notify_all()
 
-    def _let_in(self, connection: Connection) -> None:
+    def _let_in(self, connection: NodeConnection) -> None:
         deadline = time.monotonic() + JOIN_S
         connection.shake_hands(deadline)
         record = connection.receive(deadline)
@@ -267,7 +267,7 @@ class Listener:
             connection.post(Kind.REFUSAL, str(refusal).encode()[:MAX_DATA_BYTES])
             self._drain(connection)
 
-    def _obey(self, connection: Connection, record: Record) -> None:
+    def _obey(self, connection: NodeConnection, record: Record) -> None:
         stream = connection.stream
         if connection.leaving:
             return
@@ -292,7 +292,7 @@ class Listener:
 
     # ---- slots ----
 
-    def _claim(self, connection: Connection, greeting: Greeting) -> None:
+    def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
         """Give a node its slot. Raises _Refused; ConnectionError where it may be of another run."""
         connection.look()  # there may have been no time for it
         if self._verdict is None:
@@ -315,7 +315,7 @@ class Listener:
             own.connection = connection  # it has dialled again
         self._say_verdict(connection)
 
-    def _challenge(self, slot: Slot, connection: Connection) -> None:
+    def _challenge(self, slot: Slot, connection: NodeConnection) -> None:
         """See whether the node in a slot is still there before another gets it. Raises _Refused, ConnectionError."""
         holder = slot.connection
         assert holder is not None
@@ -349,7 +349,7 @@ class Listener:
 
     # ---- those that do not get in ----
 
-    def _reject(self, connection: Connection, error: HandshakeError) -> None:
+    def _reject(self, connection: NodeConnection, error: HandshakeError) -> None:
         kind, text = "that were no dtrain", f"{connection.peer} connected to the control port: {error}"
         if isinstance(error, WrongToken):
             kind = "with another token"
@@ -359,7 +359,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 self._drain(connection)
 
-    def _drain(self, connection: Connection) -> None:
+    def _drain(self, connection: NodeConnection) -> None:
         """Wait for one that was sent its last word to go. Raises OSError then, or when its time is up."""
         # Not closed at once: with unread bytes here, the other end's kernel could drop what it has not read yet.
         self._leave(connection)
@@ -367,7 +367,7 @@ class Listener:
         while True:
             connection.receive_raw(deadline)
 
-    def _leave(self, connection: Connection) -> None:
+    def _leave(self, connection: NodeConnection) -> None:
         """Have nothing that it says count any more; its last word was sent."""
         with self._changed:
             connection.leaving = True
@@ -382,7 +382,7 @@ class Listener:
         if shown is not None:
             self._tell(shown)
 
-    def _count(self, connection: Connection, kind: str) -> None:
+    def _count(self, connection: NodeConnection, kind: str) -> None:
         with self._changed:
             if connection in self._joining:
                 self._rejected.count(kind)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher import __version__
 from launcher.protocol import PROTOCOL
 from launcher.transport.tcp.greeting import Greeting, differences, printable
-from launcher.transport.tcp.joined_node import Connection
+from launcher.transport.tcp.joined_node import NodeConnection
 
 __all__ = ["NodeSlots", "Slot"]
 
@@ -21,7 +21,7 @@ class Slot:
 
     rank: int
     name: str
-    connection: Connection | None = None
+    connection: NodeConnection | None = None
     last: Greeting | None = None
     waiter: object | None = None
     challenged: bool = False

@@ -22,7 +22,7 @@ from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, 
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.joined_node import JoinedStream
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.rendezvous_file import Meeting, publish
+from launcher.transport.tcp.rendezvous_file import Endpoint, publish
 
 TOKEN = "canary-0123456789-canary"
 JOINER = """
@@ -31,12 +31,12 @@ from pathlib import Path
 from launcher.errors import DtrainError
 from launcher.transport.tcp.greeting import Greeting
 from launcher.cli.run_node import join
-from launcher.transport.tcp.rendezvous_file import Meeting, read_meeting
+from launcher.transport.tcp.rendezvous_file import Endpoint, read_endpoint
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
 token = os.environ["DTRAIN_TOKEN"].encode()
 host, _, port = where.rpartition(":")
-find = Meeting(host, int(port), token) if host else functools.partial(read_meeting, Path(where), "run")
+find = Endpoint(host, int(port), token) if host else functools.partial(read_endpoint, Path(where), "run")
 try:
     code = join(find, greeting=Greeting.ours(1, {"command": "x"}), agent_command=command,
                 deadline=time.monotonic() + float(deadline_s), rejoin_s=float(rejoin_s),
@@ -331,15 +331,15 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
     assert "another token" in run.told[0]
 
 
-def test_a_stale_meeting_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
+def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
         foreign.settimeout(10.0)
-        stale = Meeting("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
+        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
         stack.enter_context(publish(tmp_path, "run", stale))
         process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
         with foreign.accept()[0] as sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        stack.enter_context(publish(tmp_path, "run", Meeting("127.0.0.1", run.listener.port, TOKEN.encode())))
+        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN.encode())))
         read_until(run.wait(), b"started")
         run.listener.close(0)
         assert finished(process).returncode == 0

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from testbed.processes import wait_until
 
 from launcher.errors import HostError, UsageError
-from launcher.transport.tcp import listener, tcp
-from launcher.transport.tcp.dial import JoinError, Link, dial
+from launcher.transport.tcp import connection, listener
+from launcher.transport.tcp.connection import dead
+from launcher.transport.tcp.dial import Joined, JoinError, dial
 from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
 from launcher.transport.tcp.greeting import Greeting, Verdict
 from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
 from launcher.transport.tcp.joined_node import HOLD_BYTES
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.rendezvous_file import Endpoint
 from launcher.transport.tcp.signals import Signals
 
 TOKEN = b"a token that is long enough"
@@ -45,25 +46,24 @@ class Lab:
             tell=self.told.append,
             typed=lambda rank: f"dtrain run --node-rank {rank}",
         )
-        self.links: list[Link] = []
+        self.joined: list[Joined] = []
         self.sockets: list[socket.socket] = []
         self.signals = Signals()
 
-    def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 5.0) -> Link | Verdict:
+    def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 5.0) -> Joined | Verdict:
         """Dial as a node does."""
-        meeting = Meeting("127.0.0.1", self.listener.port, token)
+        endpoint = Endpoint("127.0.0.1", self.listener.port, token)
         deadline = time.monotonic() + within_s
-        found = dial(lambda: meeting, greeting, certain=True, deadline=deadline, signals=self.signals)
-        if isinstance(found, Link):
-            found.sock.setblocking(True)
-            found.sock.settimeout(5.0)
-            self.links.append(found)
+        found = dial(lambda: endpoint, greeting, certain=True, deadline=deadline, signals=self.signals)
+        if isinstance(found, Joined):
+            found.connection.sock.settimeout(5.0)
+            self.joined.append(found)
         return found
 
     def join(self, rank: int | None = 1, **changes: Any) -> "Node":
-        link = self.dial(replace(Greeting.ours(rank, COMMAND), **changes))
-        assert isinstance(link, Link)
-        return Node(link)
+        joined = self.dial(replace(Greeting.ours(rank, COMMAND), **changes))
+        assert isinstance(joined, Joined)
+        return Node(joined)
 
     def raw(self, said: bytes = b"") -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.listener.port), 5.0)
@@ -75,30 +75,30 @@ class Lab:
         return self.listener.wait(place, time.monotonic() + within_s)
 
     def close(self) -> None:
-        for link in self.links:
-            link.sock.close()
+        for joined in self.joined:
+            joined.connection.sock.close()
         for sock in self.sockets:
             sock.close()
         self.listener.close(0, linger_s=0.0)
 
 
 class Node:
-    """The other end of a link, which speaks as the test says."""
+    """The other end of a connection, which speaks as the test says."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.sock = link.sock
+    def __init__(self, joined: Joined) -> None:
+        self.connection = joined.connection
+        self.sock = joined.connection.sock
+        self.rank = joined.welcome.node_rank
 
     def receive(self) -> Record:
-        while not self.link.records:
-            data = self.sock.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self.link.records.extend(self.link.opener.feed(data))
-        return self.link.records.popleft()
+        return self.connection.receive(time.monotonic() + 5.0)
+
+    def encrypted(self, kind: Kind, data: bytes = b"") -> bytes:
+        assert self.connection._sealer is not None
+        return self.connection._sealer.seal(kind, data)
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
-        self.sock.sendall(self.link.sealer.seal(kind, data))
+        self.sock.sendall(self.encrypted(kind, data))
 
     def ended(self, status: int | None = 0, words: str = "") -> None:
         self.send(Kind.END)
@@ -147,7 +147,7 @@ def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> None:
     node = lab.join(1, nproc="4")
-    assert (node.link.place, node.link.node_rank) == ("beta", 1)
+    assert node.rank == 1
     stream = lab.wait_for("beta")
     assert (stream.our_address, stream.greeting.nproc) == ("127.0.0.1", "4")
     assert node.receive().kind is Kind.START
@@ -186,7 +186,7 @@ def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) 
     lab.wait_for("beta")
     assert node.receive().kind is Kind.START
     node.send(Kind.PONG)
-    assert not node.link.records
+    assert not node.connection._records
 
 
 def test_a_broken_connection_is_an_error_after_what_had_arrived(lab: Lab) -> None:
@@ -249,16 +249,16 @@ def test_writing_ends_when_the_connection_does(lab: Lab) -> None:
 
 def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab: Lab) -> None:
     first = Greeting.ours(None, COMMAND)
-    link = lab.dial(first)
-    assert isinstance(link, Link)
-    assert link.node_rank == 1
-    assert lab.join(None).link.node_rank == 2
+    joined = lab.dial(first)
+    assert isinstance(joined, Joined)
+    assert joined.welcome.node_rank == 1
+    assert lab.join(None).rank == 2
     with pytest.raises(JoinError, match="all 3 nodes of the run are there already"):
         lab.join(None)
-    link.sock.close()
+    joined.connection.sock.close()
     again = lab.dial(first)
-    assert isinstance(again, Link)
-    assert again.node_rank == 1
+    assert isinstance(again, Joined)
+    assert again.welcome.node_rank == 1
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes:
             lab.join(1, **changes)
     wait_until(lambda: lab.told, "node 0 tells")
     assert len(lab.told) == 1  # once
-    assert lab.join(1).link.node_rank == 1  # the right one gets in
+    assert lab.join(1).rank == 1  # the right one gets in
 
 
 def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(lab: Lab) -> None:
@@ -312,7 +312,7 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab) -
     lab.dial(greeting)
     stream = lab.wait_for("beta")
     began = time.monotonic()
-    assert isinstance(lab.dial(greeting), Link)
+    assert isinstance(lab.dial(greeting), Joined)
     with pytest.raises(ConnectionError, match="dialled again"):
         stream.read()
     assert time.monotonic() - began < listener.CHALLENGE_S
@@ -326,9 +326,9 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     greeting = Greeting.ours(1, COMMAND)
     idle = lab.join(2)
     broken = lab.dial(greeting)
-    assert isinstance(broken, Link)
+    assert isinstance(broken, Joined)
     stream = lab.wait_for("gamma")
-    broken.sock.close()
+    broken.connection.sock.close()
     wait_until(lambda: lab.listener._slots.named("beta").connection is None, "node 0 has seen it")
     thread, results = _in_thread(lambda: lab.wait_for("beta", 10.0))
     closing, _ = _in_thread(lambda: lab.listener.close(7, "it failed", linger_s=5.0))
@@ -432,7 +432,7 @@ def test_a_node_that_turns_bad_loses_its_place_and_nothing_else(lab: Lab) -> Non
         if isinstance(said, Kind):
             node.send(said, b"[1]")
         elif said is None:
-            sealed = bytearray(node.link.sealer.seal(Kind.DATA, b"text"))
+            sealed = bytearray(node.encrypted(Kind.DATA, b"text"))
             sealed[6] ^= 4
             node.sock.sendall(sealed)
         else:
@@ -471,11 +471,11 @@ def test_no_foreign_peer_harms_the_listener(lab: Lab) -> None:
     @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=4))
     def insider(said: list[tuple[Kind, bytes]]) -> None:
         """One that knows the token, and nothing of how to behave."""
-        link = lab.dial(replace(Greeting.ours(2, COMMAND), id="insider"))
-        assert isinstance(link, Link)
-        with contextlib.closing(link.sock), contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        joined = lab.dial(replace(Greeting.ours(2, COMMAND), id="insider"))
+        assert isinstance(joined, Joined)
+        with contextlib.closing(joined.connection.sock), contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for kind, data in said:
-                Node(link).send(kind, data)
+                Node(joined).send(kind, data)
 
     foreign()
     insider()
@@ -531,7 +531,9 @@ def test_it_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None
 def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_silent_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp, "SILENCE_S", 0.3)  # shorter than the pause of the keepalives, which say that one lives
+    monkeypatch.setattr(
+        connection, "SILENCE_S", 0.3
+    )  # shorter than the pause of the keepalives, which say that one lives
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
         full, silent = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
         for _ in range(2):
@@ -540,6 +542,6 @@ def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_
         with contextlib.suppress(BlockingIOError):
             while True:
                 full.send(bytes(1 << 16))
-        assert not tcp.dead(silent)
-        wait_until(lambda: tcp.dead(silent), "it was silent for too long")
-        assert not tcp.dead(full)
+        assert not dead(silent)
+        wait_until(lambda: dead(silent), "it was silent for too long")
+        assert not dead(full)
