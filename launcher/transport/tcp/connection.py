@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
+from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.handshake import Handshake, Side
 
 __all__ = ["LOOK_S", "SILENCE_S", "Connection", "dead"]
@@ -44,8 +44,8 @@ class Connection:
         self.heard = 0.0
         self.closed_because: str | None = None
         self._joins = side is Side.JOINER
-        self._sealer: Sealer | None = None
-        self._opener: Opener | None = None
+        self._encryptor: Encryptor | None = None
+        self._decryptor: Decryptor | None = None
         self._records: deque[Record] = deque()
         self._sending = threading.Lock()
 
@@ -56,13 +56,16 @@ class Connection:
         while self.handshake.keys is None:
             if answer := self.handshake.feed(self.receive_raw(deadline)):
                 self.post_raw(answer)
-        self._sealer, self._opener = Sealer(self.handshake.keys.sending), Opener(self.handshake.keys.receiving)
+        self._encryptor, self._decryptor = (
+            Encryptor(self.handshake.keys.sending),
+            Decryptor(self.handshake.keys.receiving),
+        )
 
     def receive(self, deadline: float = float("inf")) -> Record:
         """Return the next record. Blocks until `deadline` (monotonic). Raises OSError, ProtocolError."""
-        assert self._opener is not None
+        assert self._decryptor is not None
         while not self._records:
-            self._records.extend(self._opener.feed(self.receive_raw(deadline)))
+            self._records.extend(self._decryptor.feed(self.receive_raw(deadline)))
         return self._records.popleft()
 
     def receive_raw(self, deadline: float) -> bytes:
@@ -89,11 +92,11 @@ class Connection:
 
     def post(self, kind: Kind, data: bytes = b"") -> bool:
         """Send a short record now or not at all, and hardly wait; say whether it is sent."""
-        assert self._sealer is not None
+        assert self._encryptor is not None
         if self.closed_because is not None or not self._sending.acquire(timeout=LOCKED_S):
             return False
         try:
-            return self.post_raw(self._sealer.seal(kind, data))
+            return self.post_raw(self._encryptor.encrypt(kind, data))
         finally:
             self._sending.release()
 
@@ -108,18 +111,18 @@ class Connection:
 
     def send(self, kind: Kind, data: bytes = b"", *, unless: Callable[[], bool] = lambda: False) -> None:
         """Send a record. Blocks. Raises OSError; BrokenPipeError if, once it is our turn, `unless` holds."""
-        self._send_all(lambda sealer: [sealer.seal(kind, data)], unless)
+        self._send_all(lambda encryptor: [encryptor.encrypt(kind, data)], unless)
 
     def send_write(self, data: bytes, *, unless: Callable[[], bool]) -> None:
         """Send the records of one whole write, as `send`."""
-        self._send_all(lambda sealer: sealer.seal_write(data), unless)
+        self._send_all(lambda encryptor: encryptor.encrypt_write(data), unless)
 
-    def _send_all(self, seal: Callable[[Sealer], Iterable[bytes]], unless: Callable[[], bool]) -> None:
-        assert self._sealer is not None
+    def _send_all(self, encrypt: Callable[[Encryptor], Iterable[bytes]], unless: Callable[[], bool]) -> None:
+        assert self._encryptor is not None
         with self._sending:
             if unless():
                 raise BrokenPipeError("the agent has ended")
-            for record in seal(self._sealer):
+            for record in encrypt(self._encryptor):
                 self._send(record)
 
     def _send(self, record: bytes) -> None:

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from launcher.errors import ProtocolError
 
-__all__ = ["MAX_DATA_BYTES", "Kind", "Opener", "Record", "Sealer"]
+__all__ = ["MAX_DATA_BYTES", "Decryptor", "Encryptor", "Kind", "Record"]
 
 MAX_DATA_BYTES = 1 << 16
 _HEADER = struct.Struct(">I")
@@ -45,7 +45,7 @@ class Record:
     data: bytes = field(default=b"", repr=False)
 
 
-class Sealer:
+class Encryptor:
     """Makes the records of one direction. Not for several threads at once: each record has the next number."""
 
     def __init__(self, key: bytes) -> None:
@@ -54,7 +54,7 @@ class Sealer:
         self._cipher = ChaCha20Poly1305(key)
         self._number = 0
 
-    def seal(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
+    def encrypt(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
         """Return a record of at most MAX_DATA_BYTES."""
         assert len(data) <= MAX_DATA_BYTES
         header = _HEADER.pack(kind << 24 | len(data))
@@ -62,16 +62,16 @@ class Sealer:
         self._number += 1
         return header + self._cipher.encrypt(nonce, data, header)
 
-    def seal_write(self, data: bytes) -> Iterator[bytes]:
+    def encrypt_write(self, data: bytes) -> Iterator[bytes]:
         """Yield the records of one whole write."""
         view = memoryview(data)
         while len(view) > MAX_DATA_BYTES:
-            yield self.seal(Kind.PART, view[:MAX_DATA_BYTES])
+            yield self.encrypt(Kind.PART, view[:MAX_DATA_BYTES])
             view = view[MAX_DATA_BYTES:]
-        yield self.seal(Kind.DATA, view)
+        yield self.encrypt(Kind.DATA, view)
 
 
-class Opener:
+class Decryptor:
     """Turns the bytes of one direction into records, however they were cut."""
 
     def __init__(self, key: bytes) -> None:

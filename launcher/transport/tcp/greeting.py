@@ -76,7 +76,6 @@ class Greeting:
 class Welcome:
     """What a node gets to know that was let in: which one it is, and the name of node 0's machine."""
 
-    place: str
     node_rank: int
     host: str
 

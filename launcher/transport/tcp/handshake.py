@@ -144,9 +144,9 @@ class Handshake:
         material = hashlib.sha256(self._token).digest() + shared
         derived = HKDF(algorithm=SHA256(), length=128, salt=transcript, info=_PURPOSE).derive(material)
         proofs = {Side.JOINER: derived[:32], Side.LISTENER: derived[32:64]}
-        sealing = {Side.JOINER: derived[64:96], Side.LISTENER: derived[96:]}
+        record_keys = {Side.JOINER: derived[64:96], Side.LISTENER: derived[96:]}
         self._proofs = {side: hmac.digest(key, side.value + transcript, "sha256") for side, key in proofs.items()}
-        self._keys = Keys(sending=sealing[self._side], receiving=sealing[self._side.other])
+        self._keys = Keys(sending=record_keys[self._side], receiving=record_keys[self._side.other])
 
     def _proved(self) -> bytes:
         if not hmac.compare_digest(self._buffer, self._proofs[self._side.other]):

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 from launcher.decode import decode_json
 from launcher.errors import HostError, ProtocolError, UsageError
 from launcher.hosts.host import own_name
+from launcher.transport.tcp.admission import NodeSlots, RejectedPeers, Slot
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Record
 from launcher.transport.tcp.greeting import Ended, Greeting, Verdict, Welcome, encode
 from launcher.transport.tcp.handshake import HandshakeError, WrongToken
 from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection
-from launcher.transport.tcp.node_slots import NodeSlots, Slot
-from launcher.transport.tcp.rejected_peers import RejectedPeers
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -307,7 +306,7 @@ class Listener:
             if self._verdict is None:
                 self._joining.pop(connection, None)
                 found.connection, found.last = connection, greeting
-                connection.post(Kind.WELCOME, encode(Welcome(found.name, found.rank, own_name())))
+                connection.post(Kind.WELCOME, encode(Welcome(found.rank, own_name())))
                 return
         elif (own := self._slots.last_of(greeting)) is None:
             raise ConnectionError("the run is over")  # it may be of the next run, which it finds if it dials again

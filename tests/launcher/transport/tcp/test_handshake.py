@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import ProtocolError
-from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Opener, Record, Sealer
+from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.greeting import Greeting, differences
 from launcher.transport.tcp.handshake import (
     HELLO_BYTES,
@@ -167,19 +167,19 @@ def test_whatever_a_foreign_peer_says_it_gets_no_keys_and_an_error_of_ours(
 def test_records_arrive_as_they_were_sealed_however_the_bytes_are_cut(
     records: list[tuple[Kind, bytes]], data: st.DataObject
 ) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    stream = b"".join(sealer.seal(kind, text) for kind, text in records)
+    encryptor, decryptor = Encryptor(KEY), Decryptor(KEY)
+    stream = b"".join(encryptor.encrypt(kind, text) for kind, text in records)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     arrived: list[Record] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        arrived += opener.feed(stream[begin:end])
+        arrived += decryptor.feed(stream[begin:end])
     assert [(record.kind, record.data) for record in arrived] == records
 
 
 def test_a_long_write_is_known_as_one_at_the_other_end() -> None:
     data = bytes(range(256)) * 1000
-    sealer = Sealer(KEY)
-    records = Opener(KEY).feed(b"".join([*sealer.seal_write(data), *sealer.seal_write(b"")]))
+    encryptor = Encryptor(KEY)
+    records = Decryptor(KEY).feed(b"".join([*encryptor.encrypt_write(data), *encryptor.encrypt_write(b"")]))
     assert [record.kind for record in records] == [Kind.PART] * 3 + [Kind.DATA, Kind.DATA]
     assert b"".join(record.data for record in records) == data
 
@@ -187,8 +187,8 @@ def test_a_long_write_is_known_as_one_at_the_other_end() -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3), st.data())
 def test_a_changed_bit_anywhere_is_found(texts: list[bytes], data: st.DataObject) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    sealed = [sealer.seal(Kind.DATA, text) for text in texts]
+    encryptor, decryptor = Encryptor(KEY), Decryptor(KEY)
+    sealed = [encryptor.encrypt(Kind.DATA, text) for text in texts]
     stream = bytearray(b"".join(sealed))
     bit = data.draw(st.integers(0, 8 * len(stream) - 1))
     stream[bit // 8] ^= 1 << bit % 8
@@ -196,36 +196,36 @@ def test_a_changed_bit_anywhere_is_found(texts: list[bytes], data: st.DataObject
     arrived = []
     try:
         for at in range(len(stream)):
-            arrived += opener.feed(bytes(stream[at : at + 1]))
+            arrived += decryptor.feed(bytes(stream[at : at + 1]))
     except ProtocolError:
         pass
     else:  # a length that was made greater: nothing more is believed before that much has come
         assert len(arrived) == before
         with pytest.raises(ProtocolError):
-            opener.feed(bytes(MAX_DATA_BYTES + 64))
+            decryptor.feed(bytes(MAX_DATA_BYTES + 64))
     assert [record.data for record in arrived] == texts[:before]
 
 
 def test_left_out_repeated_and_swapped_records_are_found() -> None:
-    sealer = Sealer(KEY)
-    one, two, three = (sealer.seal(Kind.DATA, text) for text in (b"1", b"2", b"3"))
+    encryptor = Encryptor(KEY)
+    one, two, three = (encryptor.encrypt(Kind.DATA, text) for text in (b"1", b"2", b"3"))
     for stream in (one + three, one + one, two + one, one + two + two):
         with pytest.raises(ProtocolError, match="not what was sent"):
-            Opener(KEY).feed(stream)
+            Decryptor(KEY).feed(stream)
     with pytest.raises(ProtocolError):
-        Opener(bytes(32)).feed(one)  # the other direction's key
+        Decryptor(bytes(32)).feed(one)  # the other direction's key
 
 
 def test_a_record_over_the_limit_is_refused_before_it_is_there() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
-        Opener(KEY).feed((Kind.DATA << 24 | MAX_DATA_BYTES + 1).to_bytes(4, "big"))
+        Decryptor(KEY).feed((Kind.DATA << 24 | MAX_DATA_BYTES + 1).to_bytes(4, "big"))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_record_and_an_error_of_ours(garbage: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        assert Opener(KEY).feed(garbage) == []
+        assert Decryptor(KEY).feed(garbage) == []
 
 
 # ---- what a node says of itself ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from launcher.errors import HostError, UsageError
 from launcher.transport.tcp import connection, listener
 from launcher.transport.tcp.connection import dead
 from launcher.transport.tcp.dial import Joined, JoinError, dial
-from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
+from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.greeting import Greeting, Verdict
 from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
 from launcher.transport.tcp.joined_node import HOLD_BYTES
@@ -94,8 +94,8 @@ class Node:
         return self.connection.receive(time.monotonic() + 5.0)
 
     def encrypted(self, kind: Kind, data: bytes = b"") -> bytes:
-        assert self.connection._sealer is not None
-        return self.connection._sealer.seal(kind, data)
+        assert self.connection._encryptor is not None
+        return self.connection._encryptor.encrypt(kind, data)
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
         self.sock.sendall(self.encrypted(kind, data))
@@ -126,6 +126,10 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
         assert more
         data += more
     return data
+
+
+def _peers() -> int:
+    return sum(thread.name == "listener's peer" for thread in threading.enumerate())
 
 
 def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -319,6 +323,23 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab) -
     lab.wait_for("beta")
 
 
+def test_a_node_whose_output_nobody_reads_keeps_its_slot_until_it_dials_again(lab: Lab) -> None:
+    greeting = Greeting.ours(1, COMMAND)
+    joined = lab.dial(greeting)
+    assert isinstance(joined, Joined)
+    node, stream = Node(joined), lab.wait_for("beta")
+    node.sock.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            node.send(Kind.DATA, bytes(1 << 16))
+    wait_until(lambda: stream.full, "no more is taken")
+    with pytest.raises(JoinError, match="already taken"):
+        lab.join(1)
+    assert isinstance(lab.dial(greeting), Joined)
+    assert stream.finish(5.0) == (None, "its node dialled again")
+    lab.wait_for("beta")
+
+
 # ---- the end -------------------------------------------------------------------------------------------------
 
 
@@ -362,6 +383,7 @@ def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab) -> None:
     began = time.monotonic()
     lab.join(1)
     assert time.monotonic() - began < listener.JOIN_S / 2  # it did not wait for any of them
+    wait_until(lambda: _peers() <= listener.JOINING + 1, "those that had to go have no thread any more")
     open_files = len(os.listdir("/proc/self/fd"))
     assert open_files < 200 + listener.JOINING + 60  # 200 are our own ends
     assert lab.told == []
@@ -407,9 +429,9 @@ def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
     real.sendall(proof)
     handshake.feed(_exactly(real, PROOF_BYTES))
     assert handshake.keys is not None
-    greeting = Sealer(handshake.keys.sending).seal(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
+    greeting = Encryptor(handshake.keys.sending).encrypt(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
     real.sendall(greeting)
-    assert Opener(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
+    assert Decryptor(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
 
     sock = lab.raw(handshake.greeting)
     _exactly(sock, HELLO_BYTES)
