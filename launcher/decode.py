@@ -23,6 +23,7 @@ from launcher.errors import ProtocolError
 __all__ = ["decode_dataclass", "decode_json", "decode_value", "parse_json"]
 
 T = TypeVar("T")
+_Field: typing.TypeAlias = tuple[Any, float | None, Callable[[Any], Any]]
 _LIMITS: dict[type, float] = {int: 2**63, float: sys.float_info.max}  # neither an overflow in C, nor infinity, nor NaN
 _parse = json.JSONDecoder().decode  # json.loads looks for options and encodings each time
 
@@ -44,18 +45,16 @@ def decode_dataclass(cls: type[T], value: object) -> T:
     """Make a dataclass of a mapping with its field names, which is left as it is. Raises ProtocolError."""
     if not isinstance(value, dict):
         raise ProtocolError(f"{cls.__name__}: expected an object, got {type(value).__name__}")
-    kinds: dict[str, Any] = _kinds(cls)  # type: ignore[arg-type]  # a class can be hashed
+    known: dict[str, _Field] = _fields(cls)  # type: ignore[arg-type]  # a class can be hashed
     made = value
     for name, item in value.items():
-        kind = kinds.get(name)
-        if type(item) is kind:  # of most fields; all else takes longer
-            limit = _LIMITS.get(kind)
-            if limit is None or -limit <= item <= limit:
-                continue
-        if kind is None:
+        if name not in known:
             raise ProtocolError(f"{cls.__name__}: it has no field of that name")
+        kind, limit, convert = known[name]
+        if type(item) is kind and (limit is None or -limit <= item <= limit):  # of most fields; all else takes longer
+            continue
         try:
-            converted = _converter(kind)(item)
+            converted = convert(item)
         except ProtocolError as error:
             raise ProtocolError(f"{cls.__name__}.{name}: {error}") from error
         if converted is not item:
@@ -73,10 +72,11 @@ def decode_value(kind: Any, value: object) -> Any:
 
 
 @cache
-def _kinds(cls: Any) -> dict[str, Any]:
-    """Return the fields' types by name."""
+def _fields(cls: Any) -> dict[str, _Field]:
+    """Return by name each field's type, its limit and what converts it: hashing a type each time would be slow."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    kinds = {field.name: hints[field.name] for field in fields(cls)}
+    return {name: (kind, _LIMITS.get(kind), _converter(kind)) for name, kind in kinds.items()}
 
 
 @cache
