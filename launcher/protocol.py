@@ -2,8 +2,8 @@
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
 4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
-only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, so that a reader can check
-a message by its field names.
+only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, by whose annotations
+decode.py checks what arrives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 
 PROTOCOL = 5
@@ -24,6 +25,7 @@ HEARTBEAT_S = 1.0
 HEARTBEATS = 6  # at least so many while a lease lasts
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
 
 
 # ---- controller to agent -------------------------------------------------------------------------------------
@@ -367,7 +369,7 @@ def encode(message: Message) -> bytes:
     fields: dict[str, Any] = dict(vars(message))
     payload: bytes = fields.pop("data", b"")
     fields["kind"] = message.kind
-    header = json.dumps(fields, separators=(",", ":")).encode()
+    header = _to_json(fields).encode()
     return b"".join((_LENGTHS.pack(len(header), len(payload)), header, payload, _END))
 
 
@@ -418,10 +420,10 @@ class Decoder:
 
 def _message(header: bytes, payload: bytes) -> Message:
     try:
-        fields = json.loads(header)
+        fields = parse_json(header)
         cls = _KINDS[fields.pop("kind")]
         if payload:
             fields["data"] = payload
-        return cls(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"a frame is not a message of protocol {PROTOCOL}: {error!r}") from error
+        return decode_dataclass(cls, fields)
+    except (ProtocolError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"a frame is not a message of protocol {PROTOCOL}: {error}") from error

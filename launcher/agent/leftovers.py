@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.agent.run_tag import Mark
+from launcher.decode import decode_json
+from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process, Sweep
@@ -43,18 +45,10 @@ class Trace:
 
     @classmethod
     def read(cls, text: str) -> Trace:
-        """Return the trace that `text` says. Raises ValueError if it is none."""
-        try:
-            fields = json.loads(text)
-            trace = cls(fields["boot"], fields["mark"], (*fields["agent"],), (*fields["guard"],), fields["cgroup"])
-        except (TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{error!r}") from error
-        texts = (trace.boot, trace.mark, trace.cgroup)
-        pids = (trace.agent, trace.guard)
-        if not all(isinstance(text, str) and "\0" not in text for text in texts):
-            raise ValueError("a text is expected")
-        if not all(len(pair) == 2 and all(type(number) is int for number in pair) for pair in pids):
-            raise ValueError("a pid and a start time are expected")
+        """Return the trace that `text` says. Raises ProtocolError if it is none."""
+        trace = decode_json(cls, text)
+        if "\0" in trace.cgroup:
+            raise ProtocolError("a path has no NUL")
         return trace
 
     def __str__(self) -> str:
@@ -85,7 +79,7 @@ class Cleaning:
             trace = Trace.read(text)
             cgroup = Cgroup.named(trace.cgroup, f"dtrain-{trace.mark[:16]}") if trace.cgroup else None
             mark = Mark(trace.mark, cgroup)
-        except ValueError as error:
+        except (ProtocolError, ValueError) as error:
             print(f"dtrain agent: no trace of an agent: {error}", file=sys.stderr)
             return
         if not trace.boot or trace.boot != _boot():

@@ -24,7 +24,7 @@ from launcher.transport.connect import start_local_agents
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["run_job"]
 
@@ -119,29 +119,29 @@ def _control(request: Request, talk: Talk) -> int:
     output = OutputThread(console, logs, shown=request.shown)
     output.start()
     try:
-        with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as door:
+        with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as listener:
             controller = Controller(
-                spec if door is None else replace(spec, master_addr=door.address),
+                spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
                 show_progress=output.show_status if talk.progress else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
-                door=door,
+                listener=listener,
             )
             outcome = controller.run()
-            if door is not None:
+            if listener is not None:
                 line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
-                door.close(outcome.exit_code, line)  # for the other nodes
+                listener.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
     _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None)
     return _requeue(outcome, talk) if outcome.preempted else outcome.exit_code
 
 
-def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Door]:
-    from launcher.cli.run_node import open_door  # cryptography is slow to import
+def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Listener]:
+    from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
-    return open_door(place, spec, tell)
+    return listen_for_nodes(place, spec, tell)
 
 
 def _tell(

@@ -22,21 +22,21 @@ from launcher.machine.network import choose_address
 from launcher.machine.routes import addresses, is_own
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command
-from launcher.transport.tcp.dial import JoinError, Stopped, Verdict, dial
-from launcher.transport.tcp.greeting import Greeting
-from launcher.transport.tcp.listener import Door
+from launcher.transport.tcp.dial import JoinError, dial
+from launcher.transport.tcp.greeting import Greeting, Verdict
+from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.relay import Relay
-from launcher.transport.tcp.rendezvous_file import Meeting, publish, read_meeting
-from launcher.transport.tcp.signals import Signals
+from launcher.transport.tcp.rendezvous_file import Endpoint, publish, read_endpoint
+from launcher.transport.tcp.signals import Signals, Stopped
 from launcher.transport.tcp.token import find_token, new_token
 
-__all__ = ["JoinError", "join", "join_run", "open_door"]
+__all__ = ["JoinError", "join", "join_run", "listen_for_nodes"]
 
 _SECRET = "DTRAIN_TOKEN"
 
 
 @contextmanager
-def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Door]:
+def listen_for_nodes(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Listener]:
     """Listen for the other nodes of a run on node 0, and let those that share a folder with it know where.
 
     Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
@@ -44,12 +44,12 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
     token = _shared_token(place)
     secret = token or new_token()  # which the others read in the file
     try:
-        door = Door(
+        listener = Listener(
             _resolved(place.address),
             place.port,
             secret,
             expected=_fingerprint(place, spec),
-            places=[host.name for host in place.hosts],
+            nodes=[host.name for host in place.hosts],
             tell=tell,
             typed=lambda rank: f"the same command, with --node-rank {rank}",
         )
@@ -58,24 +58,28 @@ def open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Itera
         if taken and place.node_rank is None:
             raise PlaceTakenError(str(error)) from error
         raise
-    with door, ExitStack() as published:
+    with listener, ExitStack() as published:
         if token is None and place.folder is not None:
             place.folder.mkdir(parents=True, exist_ok=True)
-            published.enter_context(publish(place.folder, place.name, Meeting(door.address, door.port, secret)))
+            published.enter_context(
+                publish(place.folder, place.name, Endpoint(listener.address, listener.port, secret))
+            )
         if place.by_hand and (others := place.nodes[1] - 1):
-            tell(f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {door.address}:{door.port}")
-        yield door
+            tell(
+                f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {listener.address}:{listener.port}"
+            )
+        yield listener
 
 
 def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
     """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
     token = _shared_token(place)
-    find: Meeting | Callable[[], Meeting | None]
+    find: Endpoint | Callable[[], Endpoint | None]
     if token is not None:
-        find = Meeting(place.address, place.port, token)
+        find = Endpoint(place.address, place.port, token)
     else:
         assert place.folder is not None
-        find = partial(read_meeting, place.folder, place.name)
+        find = partial(read_endpoint, place.folder, place.name)
     try:
         return join(
             find,
@@ -94,7 +98,7 @@ def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
 
 
 def join(
-    find: Meeting | Callable[[], Meeting | None],
+    find: Endpoint | Callable[[], Endpoint | None],
     *,
     greeting: Greeting,
     agent_command: Sequence[str],
@@ -110,29 +114,30 @@ def join(
     be called from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
-    certain = isinstance(find, Meeting)
-    look: Callable[[], Meeting | None] = (lambda: find) if isinstance(find, Meeting) else find
+    certain = isinstance(find, Endpoint)
+    look: Callable[[], Endpoint | None] = (lambda: find) if isinstance(find, Endpoint) else find
     broke = ""
     with Signals() as signals:
         while True:
             try:
-                link = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
+                joined = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
             except Stopped:
                 return 128 + signals.stops[0]
             except JoinError as error:
                 if not broke:
                     raise
                 raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
-            if isinstance(link, Verdict):
-                return _ended(link, tell)
-            tell(_welcome(link.host, link.node_rank, again=bool(broke)))
-            end = Relay(link, agent_command, env=environment, signals=signals).run()
+            if isinstance(joined, Verdict):
+                return _ended(joined, tell)
+            host = joined.welcome.host
+            tell(_welcome(host, joined.welcome.node_rank, again=bool(broke)))
+            end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
             if isinstance(end, Verdict):
                 return _ended(end, tell)
             broke = end.reason
-            tell(f"the connection to node 0 ({link.host}) broke: {broke}; dialling again for {rejoin_s:g} s")
+            tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
             deadline = time.monotonic() + rejoin_s
 
 

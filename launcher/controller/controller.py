@@ -45,7 +45,7 @@ from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream
 
 if TYPE_CHECKING:
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["Controller"]
 
@@ -71,7 +71,7 @@ class Controller:
         show_progress: Callable[[str], None],
         tell_user: Callable[[str], None],
         opened: Mapping[str, Stream],
-        door: Door | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self._spec = spec
         self._opened = opened
@@ -81,7 +81,7 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
-        self._connector = Connector(spec, door=door)
+        self._connector = Connector(spec, listener=listener)
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # those before, as long as they are not released
 

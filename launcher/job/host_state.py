@@ -16,6 +16,7 @@ from launcher.protocol import Facts
 __all__ = ["HostClock", "HostPhase", "HostState"]
 
 WINDOW_S = 60.0  # clocks drift apart, and stand still while a machine sleeps: old measurements are forgotten
+LONG_AGO = -1e300  # a heartbeat of that time renews no lease; infinity is in no message
 
 
 class HostPhase(Enum):
@@ -48,8 +49,8 @@ class HostClock:
         return time if offset == float("inf") else time + offset
 
     def theirs(self, now: float) -> float:
-        """Return what its clock shows: early by the least delay, never late; -inf while nothing was heard from it."""
-        return now - min(self._offset, self._earlier)
+        """Return what its clock shows: early by the least delay, never late; LONG_AGO while nothing was heard of it."""
+        return max(LONG_AGO, now - min(self._offset, self._earlier))
 
 
 @dataclass

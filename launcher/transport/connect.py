@@ -14,23 +14,23 @@ from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
 
 if TYPE_CHECKING:
-    from launcher.transport.tcp.listener import Door
+    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["AGENT", "Connector", "agent_command", "start_local_agents"]
 
 AGENT = "launcher.agent"
-DOOR_S = 0.2  # so long before the time is up the door is asked why nobody has come
+LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
 
 
 class Connector:
     """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
 
-    `door` is where the nodes come in that are started by hand.
+    `listener` is where the nodes come in that are started by hand.
     """
 
-    def __init__(self, spec: JobSpec, *, module: str = AGENT, door: Door | None = None) -> None:
+    def __init__(self, spec: JobSpec, *, module: str = AGENT, listener: Listener | None = None) -> None:
         self._spec = spec
-        self._door = door
+        self._listener = listener
         self._command = [spec.python, "-m", module]
         self._srun = None
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
@@ -41,8 +41,8 @@ class Connector:
     def connect(self, host: Host, deadline: float) -> Stream:
         """Open the stream to a host before `deadline` (monotonic). Blocks; any thread may call it. Raises HostError."""
         if host.kind is HostKind.JOINED:
-            assert self._door is not None
-            return self._door.wait(host.name, deadline - DOOR_S)
+            assert self._listener is not None
+            return self._listener.wait(host.name, deadline - LISTENER_S)
         if host.kind is HostKind.SSH:
             from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 

@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import assume, given, settings
@@ -31,7 +31,7 @@ from launcher.protocol import (
 TEXT = st.text(st.characters(), max_size=20)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63),
-    float: st.floats(allow_nan=False),
+    float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
     str: TEXT,
     bytes: st.binary(max_size=100),
@@ -178,9 +178,60 @@ def test_a_damaged_frame_is_an_error_or_another_message_but_never_anything_else(
         return
 
 
-def test_times_that_are_no_finite_numbers_survive() -> None:
-    (beat,) = _decode(encode(Heartbeat(time=math.inf)))
-    assert beat == Heartbeat(time=math.inf)
+NAMES = ["kind", "data", *dict.fromkeys(field.name for kind in KINDS for field in fields(kind))]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([10**400, -1, 2**64]) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(MESSAGES, st.data())
+def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
+    message: Message, data: st.DataObject
+) -> None:
+    names = [field.name for field in fields(message) if field.name != "data"]
+    changed = data.draw(st.dictionaries(st.sampled_from([*names, "data"]), JSON, max_size=3))
+    said = {"kind": message.kind, **{name: getattr(message, name) for name in names}, **changed}
+    try:
+        (arrived,) = _decode(_frame(json.dumps(said).encode()))
+    except ProtocolError:
+        return
+    assert type(arrived) is type(message)
+    assert _decode(encode(arrived)) == [arrived]
+    hints = get_type_hints(type(arrived))
+    for field in fields(arrived):
+        _check_type(getattr(arrived, field.name), hints[field.name])
+
+
+def _check_type(value: Any, kind: Any) -> None:
+    """Check it without the decoder's own rules."""
+    if kind is float:
+        assert type(value) is float
+        assert math.isfinite(value)
+    elif isinstance(kind, type) and not get_args(kind):
+        assert type(value) is kind
+    elif type(None) in get_args(kind):
+        if value is not None:
+            _check_type(value, get_args(kind)[0])
+    else:
+        assert type(value) is get_origin(kind)
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_type(item, get_args(kind)[-1])
+
+
+@pytest.mark.parametrize(
+    "time", ['"soon"', "null", "true", "[1]", "{}", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400]
+)
+def test_what_is_no_finite_number_is_no_time(time: str) -> None:
+    with pytest.raises(ProtocolError, match=r"Heartbeat\.time: expected float"):
+        _decode(_frame(f'{{"kind":"heartbeat","time":{time}}}'.encode()))
+
+
+def test_a_wrong_value_is_not_repeated_for_it_may_be_secret() -> None:
+    with pytest.raises(ProtocolError, match=r"StartWorker\.env: expected str, got int") as refused:
+        _decode(_frame(b'{"kind":"start_worker","env":{"KEY":"canary","N":5}}'))
+    assert "canary" not in str(refused.value)
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:

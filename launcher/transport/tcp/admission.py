@@ -1,169 +1,115 @@
-"""Those at the door who are not in yet, and those who are on their way out. Owned by listener_thread.py.
+"""Who gets in: which node has which slot of the run, and what node 0's terminal shows of those that get none.
 
-Whoever says nothing, too much, or the wrong thing costs an entry in a table of fixed size for a few seconds. A table
-that is full loses its oldest entry, since a real node needs only milliseconds to get in.
+Owned by listener.py, under its lock; does no I/O. Anybody on the network can connect as often as they like, so nothing
+here grows with that.
 """
 
 from __future__ import annotations
 
-import errno
-import socket
-import time
-from collections.abc import Callable
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from launcher.transport.tcp import tcp
-from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind
-from launcher.transport.tcp.handshake import HandshakeError, WrongToken
-from launcher.transport.tcp.joined_node import Connection
-from launcher.transport.tcp.rejected_peers import Strangers
+from launcher import __version__
+from launcher.protocol import PROTOCOL
+from launcher.transport.tcp.greeting import Greeting, differences, printable
+from launcher.transport.tcp.joined_node import NodeConnection
 
-__all__ = ["Entrance"]
+__all__ = ["NodeSlots", "RejectedPeers", "Slot"]
 
-STRANGERS = 128  # connections that have not joined, at once
-STRANGER_S = 5.0  # to join
-LEAVING = 64
-LEAVE_S = 1.0  # for the other end to read what it was told last, and to close
-ACCEPT_AT_ONCE = 32
-BREATH_S = 0.1  # without new connections, when there are no descriptors for them
+SAY_AT_MOST = 8  # different things of one kind
 
 
-class Entrance:
-    """`watch` has a connection read from, `drop` has it closed; both are the doorkeeper's."""
+@dataclass(eq=False)
+class Slot:
+    """One node of the run: who it is now, who it was last, who waits for it, and whether another claims it."""
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        token: bytes,
-        *,
-        watch: Callable[[Connection], None],
-        drop: Callable[[Connection, str], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.deaf_until = 0.0  # there were no descriptors for new connections
-        self._listening = listening
-        self._token = token
-        self._watch = watch
-        self._drop = drop
-        self._tell = tell
-        self._outside: dict[Connection, None] = {}  # the oldest first
-        self._leaving: dict[Connection, None] = {}
-        self._strangers = Strangers()
+    rank: int
+    name: str
+    connection: NodeConnection | None = None
+    last: Greeting | None = None
+    waiter: object | None = None
+    challenged: bool = False
 
-    # ---- who is here ----
 
-    @property
-    def pending(self) -> bool:
-        """Whether anybody is here whose time will be up."""
-        return bool(self._outside or self._leaving)
+class NodeSlots:
+    """The nodes of a run in the order of node ranks; the first is node 0's own."""
 
-    @property
-    def expected(self) -> bool:
-        """Whether anybody is here who may have to be told how the run ended, or is to read it."""
-        return bool(self._leaving) or any(connection.handshake.greeted for connection in self._outside)
+    def __init__(self, nodes: Sequence[str], expected: Mapping[str, str]) -> None:
+        self.all = [Slot(rank, name) for rank, name in enumerate(nodes)]
+        self._expected = dict(expected)
 
-    @property
-    def everybody(self) -> list[Connection]:
-        return [*self._outside, *self._leaving]
+    def named(self, node: str) -> Slot:
+        return next(slot for slot in self.all if slot.name == node)
 
-    def leaves(self, connection: Connection) -> bool:
-        return connection in self._leaving
+    def last_of(self, greeting: Greeting) -> Slot | None:
+        """Return the slot that this very start of a node had last."""
+        return next((slot for slot in self.all if slot.last is not None and slot.last.id == greeting.id), None)
 
-    def forget(self, connection: Connection) -> None:
-        """Note that a connection is in, or closed."""
-        self._outside.pop(connection, None)
-        self._leaving.pop(connection, None)
+    def find(self, greeting: Greeting) -> Slot | str:
+        """Return the slot that a node is to have, or why it can have none. It may be another's still."""
+        if (problem := self._mismatch(greeting)) is not None:
+            return problem
+        rank = greeting.node_rank
+        if rank is None:
+            return self._any(greeting)
+        if rank == 0:
+            return f"node rank 0 is {self.all[0].name}, where the run was started; give each node its own --node-rank"
+        if not 0 < rank < len(self.all):
+            return f"the run has {len(self.all)} nodes, so there is no node rank {rank}; see --node-rank and --nnodes"
+        return self.all[rank]
 
-    def prolong(self, connection: Connection, seconds: float) -> None:
-        """Give one more time; it counts as the youngest."""
-        connection.deadline += seconds
-        self._outside.pop(connection)
-        self._outside[connection] = None
+    def taken(self, slot: Slot) -> str:
+        """Say why a slot cannot be had by another node."""
+        assert slot.last is not None
+        return f"node rank {slot.rank} is already taken by {slot.last.who}; give each node its own --node-rank"
 
-    def expire(self, now: float) -> None:
-        """Close those whose time is up."""
-        for table in (self._outside, self._leaving):
-            while table and (oldest := next(iter(table))).deadline <= now:
-                if table is self._outside:
-                    self._strangers.count("that said nothing, or not enough in time")
-                self._drop(oldest, "")
+    def _any(self, greeting: Greeting) -> Slot | str:
+        """Return its own slot to a node that comes again; else a free one, rather one that nobody ever had."""
+        if (own := self.last_of(greeting)) is not None:
+            return own
+        free = [slot for slot in self.all[1:] if slot.connection is None]
+        if free:
+            return min(free, key=lambda slot: slot.last is not None)
+        return f"all {len(self.all)} nodes of the run are there already; see --nnodes on node 0"
 
-    def summary(self) -> None:
-        if text := self._strangers.summary():
-            self._tell(text)
+    def _mismatch(self, greeting: Greeting) -> str | None:
+        node = printable(greeting.hostname)
+        if greeting.version != __version__ or greeting.protocol != PROTOCOL:
+            fix = f"{shlex.quote(sys.executable)} -m pip install dtrain=={__version__}"
+            version = printable(greeting.version)
+            return f"{node} has dtrain {version}, node 0 has {__version__}; install the same on both: {fix}"
+        if lines := differences(self._expected, greeting):
+            return "\n  ".join([f"{node} was started with another command than node 0:", *lines])
+        return None
 
-    # ---- in ----
 
-    def accept(self) -> None:
-        for _ in range(ACCEPT_AT_ONCE):
-            try:
-                sock, _ = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self.deaf_until = time.monotonic() + BREATH_S
-                    return
-                continue  # it was gone before we came
-            self._admit(sock)
+class RejectedPeers:
+    """Counts those that were rejected; `reject` says what is to be shown at once, if anything is."""
 
-    def _admit(self, sock: socket.socket) -> None:
-        """Take a new connection among those that have to prove themselves."""
-        if len(self._outside) >= STRANGERS:
-            self._strangers.count("for which there was no time")
-            self._drop(next(iter(self._outside)), "")
-        try:
-            tcp.tune(sock)
-            connection = Connection(sock, self._token, time.monotonic() + STRANGER_S)
-        except OSError:  # gone already
-            sock.close()
-            return
-        self._outside[connection] = None
-        self._watch(connection)
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._said: dict[str, set[str]] = {}
 
-    def shake_hands(self, connection: Connection, data: bytes) -> None:
-        """Go on with the proofs; sealed records follow them. Raises HandshakeError."""
-        answer = connection.handshake.feed(data)
-        if answer and not connection.post_raw(answer):
-            self._drop(connection, "")
-        elif connection.handshake.keys is not None:
-            connection.open()
+    def reject(self, kind: str, text: str) -> str | None:
+        """Note one of a `kind`, e.g. an error's class name; return `text` if it is to be shown, None if it was."""
+        self._counts[kind] += 1
+        said = self._said.setdefault(kind, set())
+        if text in said or len(said) >= SAY_AT_MOST:
+            return None
+        said.add(text)
+        return text
 
-    # ---- out ----
+    def count(self, kind: str) -> None:
+        """Note one of which there is nothing to show."""
+        self._counts[kind] += 1
 
-    def closed(self, connection: Connection) -> None:
-        """Count one that went by itself before it was in."""
-        if connection in self._outside:
-            self._strangers.count("that were closed again")
-
-    def turn_away(self, connection: Connection, error: HandshakeError) -> None:
-        kind, text = "that were no dtrain", f"something at {connection.peer} knocked at the control port: {error}"
-        if isinstance(error, WrongToken):
-            kind = "with another token"
-            text = f"a node at {connection.peer} has another token than this one; give both the same DTRAIN_TOKEN"
-        self._tell_once(kind, text)
-        if error.answer and connection.post_raw(error.answer):
-            self.leave(connection)
-        else:
-            self._drop(connection, "")
-
-    def refuse(self, connection: Connection, reason: str) -> None:
-        """Tell a node that has proved itself why it cannot join."""
-        assert connection.greeting is not None
-        self._tell_once(
-            "nodes that cannot join", f"{connection.greeting.who} at {connection.peer} cannot join: {reason}"
-        )
-        connection.post(Kind.REFUSAL, reason.encode()[:MAX_DATA_BYTES])
-        self.leave(connection)
-
-    def leave(self, connection: Connection) -> None:
-        """Wait for one that was told its last word to go; nothing that it says counts any more."""
-        # Not closed at once: with unread bytes here, the other end's kernel could drop what it has not read yet.
-        if len(self._leaving) >= LEAVING:
-            self._drop(next(iter(self._leaving)), "")
-        self._outside.pop(connection, None)
-        connection.deadline = time.monotonic() + LEAVE_S
-        self._leaving[connection] = None
-
-    def _tell_once(self, kind: str, text: str) -> None:
-        if (told := self._strangers.turned_away(kind, text)) is not None:
-            self._tell(told)
+    def summary(self) -> str | None:
+        """Return one line about those that were not shown one by one, None if there were none."""
+        unshown = {kind: count - len(self._said.get(kind, ())) for kind, count in self._counts.items()}
+        parts = [f"{count} {printable(kind)}" for kind, count in unshown.items() if count > 0]
+        if not parts:
+            return None
+        return f"other connections to the control port were turned away: {', '.join(parts)}"

@@ -1,208 +1,116 @@
-"""How a node that was started by hand reaches the door of node 0: it dials until it is let in, or told why not."""
+"""How a node that was started by hand reaches node 0: it dials until it is let in, or hears why not."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
-import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+from launcher.decode import decode_json
 from launcher.errors import DtrainError, ProtocolError
-from launcher.transport.tcp import tcp
-from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
-from launcher.transport.tcp.greeting import Greeting, printable
-from launcher.transport.tcp.handshake import Handshake, NotDtrain, OtherVersion, Side, WrongToken
-from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.connection import Connection
+from launcher.transport.tcp.encrypted_records import Kind
+from launcher.transport.tcp.greeting import Greeting, Verdict, Welcome, printable
+from launcher.transport.tcp.handshake import NotDtrain, OtherVersion, Side, WrongToken
+from launcher.transport.tcp.rendezvous_file import Endpoint
 from launcher.transport.tcp.signals import Signals
 
-__all__ = ["JoinError", "Link", "Stopped", "Verdict", "dial", "read_verdict"]
+__all__ = ["JoinError", "Joined", "dial", "read_verdict"]
 
 FIRST_PAUSE_S, PAUSE_S = 0.05, 1.0  # between attempts
 CONNECT_S = 5.0
-ANSWER_S = 8.0  # for the whole of the handshake: node 0 may look first whether our place is still taken
-READ_BYTES = 1 << 16
+ANSWER_S = 8.0  # for the whole of the handshake: node 0 may look first whether our slot is still taken
 
 
 class JoinError(DtrainError):
     """This node cannot take part in the run; says what to do."""
 
 
-class Stopped(Exception):
-    """A signal told us to end while we waited."""
-
-
 @dataclass(frozen=True)
-class Verdict:
-    """How the run ended, as node 0 says."""
+class Joined:
+    """A connection to node 0, on which this node has been let in."""
 
-    exit_code: int
-    text: str
-
-
-@dataclass
-class Link:
-    """A connection to the door, on which this node has been let in."""
-
-    sock: socket.socket
-    sealer: Sealer
-    opener: Opener
-    place: str
-    node_rank: int
-    host: str  # node 0's name
-    records: deque[Record] = field(default_factory=deque)  # that came with the welcome
+    connection: Connection
+    welcome: Welcome
 
 
 def dial(
-    find: Callable[[], Meeting | None], greeting: Greeting, *, certain: bool, deadline: float, signals: Signals
-) -> Link | Verdict:
-    """Dial the door until it lets us in, or the run turns out to be over. Blocks until `deadline` (monotonic).
+    find: Callable[[], Endpoint | None], greeting: Greeting, *, certain: bool, deadline: float, signals: Signals
+) -> Joined | Verdict:
+    """Dial node 0 until it lets us in, or the run turns out to be over. Blocks until `deadline` (monotonic).
 
     With `certain`, what answers there is node 0 or nothing is: another token, or something that is no dtrain, is an
     error at once. Raises JoinError, Stopped.
     """
     pause_s, problem = FIRST_PAUSE_S, "no run of this user has said where it is"
-    while True:
-        if signals.stops:
-            raise Stopped
-        if (meeting := find()) is not None:
-            try:
-                return _knock(meeting, greeting, deadline, signals)
-            except (WrongToken, OtherVersion, NotDtrain) as error:
-                problem = _who_answers(meeting, error)
-                if certain:
-                    raise JoinError(problem) from error
-            except (OSError, ProtocolError) as error:
-                problem = _why(meeting, error)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise JoinError(f"node 0 was not found in time: {problem}")
-        wait_until_ready(signals, None, 0, min(left_s, pause_s * random.uniform(0.8, 1.2)))
-        pause_s = min(PAUSE_S, 1.5 * pause_s)
+    with signals.interrupting():
+        while True:
+            if (endpoint := find()) is not None:
+                try:
+                    return _join(endpoint, greeting, min(deadline, time.monotonic() + CONNECT_S))
+                except (WrongToken, OtherVersion, NotDtrain) as error:
+                    problem = _who_answers(endpoint, error)
+                    if certain:
+                        raise JoinError(problem) from error
+                except (OSError, ProtocolError) as error:
+                    problem = _why(endpoint, error)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise JoinError(f"node 0 was not found in time: {problem}")
+            time.sleep(min(left_s, pause_s * random.uniform(0.8, 1.2)))
+            pause_s = min(PAUSE_S, 1.5 * pause_s)
 
 
-def wait_until_ready(signals: Signals, sock: socket.socket | None, events: int, limit_s: float) -> bool:
-    """Wait for a socket, but no longer than that; say whether it is ready. Raises Stopped."""
-    poll = select.poll()
-    poll.register(signals, select.POLLIN)
-    if sock is not None:
-        poll.register(sock, events)
-    deadline = time.monotonic() + limit_s
-    while True:
-        ready = [fd for fd, _ in poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))]
-        if signals.fileno() in ready:
-            signals.woken()
-            if signals.stops:
-                raise Stopped
-        if sock is not None and sock.fileno() in ready:
-            return True
-        if time.monotonic() >= deadline:
-            return False
-
-
-def _knock(meeting: Meeting, greeting: Greeting, deadline: float, signals: Signals) -> Link | Verdict:
+def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | Verdict:
     """Try once to get in. Raises OSError, ProtocolError, JoinError, Stopped."""
-    sock = _connect(meeting, min(deadline, time.monotonic() + CONNECT_S), signals)
+    sock = socket.create_connection((endpoint.address, endpoint.port), max(0.1, deadline - time.monotonic()))
     try:
-        answered = _introduce(sock, meeting.token, greeting, signals)
+        if sock.getsockname() == sock.getpeername():  # TCP lets a socket meet itself where nobody listens
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        connection = Connection(sock, Side.JOINER, endpoint.token)
+        answered = _introduce(connection, greeting)
     except BaseException:
         sock.close()
         raise
     if isinstance(answered, Verdict):
         sock.close()
-    return answered
+        return answered
+    return Joined(connection, answered)
 
 
-def _connect(meeting: Meeting, deadline: float, signals: Signals) -> socket.socket:
-    problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    for family, kind, protocol, _, where in socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            tcp.tune(sock)
-            if (code := sock.connect_ex(where)) == errno.EINPROGRESS:
-                if not wait_until_ready(signals, sock, select.POLLOUT, max(0.1, deadline - time.monotonic())):
-                    raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            if sock.getsockname() == sock.getpeername():  # TCP lets a socket meet itself where nobody listens
-                raise problem
-            return sock
-        except OSError as error:
-            sock.close()
-            problem = error
-        except BaseException:
-            sock.close()
-            raise
-    raise problem
-
-
-def _introduce(sock: socket.socket, token: bytes, greeting: Greeting, signals: Signals) -> Link | Verdict:
+def _introduce(connection: Connection, greeting: Greeting) -> Welcome | Verdict:
     deadline = time.monotonic() + ANSWER_S
-    handshake = Handshake(Side.JOINER, token)
-    _send(sock, handshake.greeting)
-    while handshake.keys is None:
-        if answer := handshake.feed(_receive(sock, deadline, signals)):
-            _send(sock, answer)
-    link = Link(sock, Sealer(handshake.keys.sending), Opener(handshake.keys.receiving), "", 0, "")
-    _send(sock, link.sealer.seal(Kind.GREETING, greeting.encode()))
-    while not link.records:
-        link.records.extend(link.opener.feed(_receive(sock, deadline, signals)))
-    first = link.records.popleft()
-    if first.kind is Kind.VERDICT:
-        return read_verdict(first.data)
-    if first.kind is Kind.REFUSAL:
-        raise JoinError(f"node 0 refuses this node: {_lines(first.data)}")
-    _take_place(link, first)
-    return link
-
-
-def _take_place(link: Link, answer: Record) -> None:
-    try:
-        if answer.kind is not Kind.WELCOME:
-            raise ValueError(answer.kind.name)
-        fields = json.loads(answer.data)
-        link.place, link.node_rank, link.host = str(fields["place"]), int(fields["node_rank"]), str(fields["host"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"node 0 answers otherwise than this version of dtrain: {error!r}") from error
+    connection.shake_hands(deadline)
+    connection.send(Kind.GREETING, greeting.encode())
+    answer = connection.receive(deadline)
+    if answer.kind is Kind.VERDICT:
+        return read_verdict(answer.data)
+    if answer.kind is Kind.REFUSAL:
+        raise JoinError(f"node 0 refuses this node: {_lines(answer.data.decode('utf-8', 'replace'))}")
+    if answer.kind is not Kind.WELCOME:
+        raise ProtocolError("node 0 answers otherwise than this version of dtrain")
+    return decode_json(Welcome, answer.data)
 
 
 def read_verdict(data: bytes) -> Verdict:
     """Read a VERDICT's data. Raises ProtocolError."""
-    try:
-        fields = json.loads(data)
-        return Verdict(int(fields["exit_code"]), _lines(str(fields["text"]).encode()))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"node 0 does not say how the run ended: {error!r}") from error
+    verdict = decode_json(Verdict, data)
+    return replace(verdict, text=_lines(verdict.text))
 
 
-def _send(sock: socket.socket, data: bytes) -> None:
-    if sock.send(data) != len(data):  # nothing else is under way, and this is short
-        raise ConnectionError("it takes nothing")
-
-
-def _receive(sock: socket.socket, deadline: float, signals: Signals) -> bytes:
-    if not wait_until_ready(signals, sock, select.POLLIN, deadline - time.monotonic()):
-        raise TimeoutError(errno.ETIMEDOUT, "it accepts the connection but says nothing")
-    if data := sock.recv(READ_BYTES):
-        return data
-    raise ConnectionError("it closes the connection at once")
-
-
-def _lines(data: bytes) -> str:
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in data.decode().splitlines())
+def _lines(text: str) -> str:
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines())
 
 
 # ---- why not -------------------------------------------------------------------------------------------------
 
 
-def _who_answers(meeting: Meeting, error: ProtocolError) -> str:
-    where = _where(meeting)
+def _who_answers(endpoint: Endpoint, error: ProtocolError) -> str:
+    where = _where(endpoint)
     if isinstance(error, WrongToken):
         return f"{where} has another token than this node; give both the same DTRAIN_TOKEN, or --token-file"
     if isinstance(error, OtherVersion):
@@ -210,11 +118,11 @@ def _who_answers(meeting: Meeting, error: ProtocolError) -> str:
     return f"{where}: {error}; is that --master-addr, and the control port of the run?"
 
 
-def _why(meeting: Meeting, error: Exception) -> str:
-    where = _where(meeting)
+def _why(endpoint: Endpoint, error: Exception) -> str:
+    where = _where(endpoint)
     start = "start dtrain on node 0 too, with --node-rank 0 and the same --master-addr"
     if isinstance(error, socket.gaierror):
-        return f"DNS lookup of {printable(meeting.address)} failed: {error.strerror or error}; check --master-addr"
+        return f"DNS lookup of {printable(endpoint.address)} failed: {error.strerror or error}; check --master-addr"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens at {where}; {start}"
     if isinstance(error, TimeoutError) or getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
@@ -222,6 +130,6 @@ def _why(meeting: Meeting, error: Exception) -> str:
     return f"{where}: {error or type(error).__name__}; {start}"
 
 
-def _where(meeting: Meeting) -> str:
-    address = printable(meeting.address)
-    return f"[{address}]:{meeting.port}" if ":" in address else f"{address}:{meeting.port}"
+def _where(endpoint: Endpoint) -> str:
+    address = printable(endpoint.address)
+    return f"[{address}]:{endpoint.port}" if ":" in address else f"{address}:{endpoint.port}"

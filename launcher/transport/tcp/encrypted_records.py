@@ -1,4 +1,4 @@
-"""Sealed records: what travels between the door and a node once both have proved themselves (handshake.py).
+"""Encrypted records: what travels between node 0 and another node once both have proved themselves (handshake.py).
 
 A record is one byte of kind, three bytes of length, then ChaCha20-Poly1305 of the data with that header authenticated.
 The nonce is the record's number in its direction, each direction has its own key: a record that was changed, left out,
@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from launcher.errors import ProtocolError
 
-__all__ = ["MAX_DATA_BYTES", "Kind", "Opener", "Record", "Sealer"]
+__all__ = ["MAX_DATA_BYTES", "Decryptor", "Encryptor", "Kind", "Record"]
 
 MAX_DATA_BYTES = 1 << 16
 _HEADER = struct.Struct(">I")
@@ -27,15 +27,15 @@ class Kind(IntEnum):
     """What a record is. The other end's agent is the one that START has started last."""
 
     GREETING = 1  # joiner: who it is (greeting.py)
-    WELCOME = 2  # door: its place
-    REFUSAL = 3  # door: why it cannot join, in words; final
-    START = 4  # door: start an agent
-    DATA = 5  # door: the rest of one whole write, for the agent's input; joiner: what the agent wrote, any cut
-    PART = 6  # door: a write that goes on in the next record
-    END = 7  # door: end the agent's input; joiner: the agent's output has ended
+    WELCOME = 2  # node 0: which node it is
+    REFUSAL = 3  # node 0: why it cannot join, in words; final
+    START = 4  # node 0: start an agent
+    DATA = 5  # node 0: the rest of one whole write, for the agent's input; joiner: what the agent wrote, any cut
+    PART = 6  # node 0: a write that goes on in the next record
+    END = 7  # node 0: end the agent's input; joiner: the agent's output has ended
     ENDED = 8  # joiner: the agent has ended; its status and last words
-    VERDICT = 9  # door: the run is over; its exit code
-    PING = 10  # door: is anybody there?
+    VERDICT = 9  # node 0: the run is over; its exit code
+    PING = 10  # node 0: is anybody there?
     PONG = 11  # joiner: yes
 
 
@@ -45,7 +45,7 @@ class Record:
     data: bytes = field(default=b"", repr=False)
 
 
-class Sealer:
+class Encryptor:
     """Makes the records of one direction. Not for several threads at once: each record has the next number."""
 
     def __init__(self, key: bytes) -> None:
@@ -54,7 +54,7 @@ class Sealer:
         self._cipher = ChaCha20Poly1305(key)
         self._number = 0
 
-    def seal(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
+    def encrypt(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
         """Return a record of at most MAX_DATA_BYTES."""
         assert len(data) <= MAX_DATA_BYTES
         header = _HEADER.pack(kind << 24 | len(data))
@@ -62,16 +62,16 @@ class Sealer:
         self._number += 1
         return header + self._cipher.encrypt(nonce, data, header)
 
-    def seal_write(self, data: bytes) -> Iterator[bytes]:
+    def encrypt_write(self, data: bytes) -> Iterator[bytes]:
         """Yield the records of one whole write."""
         view = memoryview(data)
         while len(view) > MAX_DATA_BYTES:
-            yield self.seal(Kind.PART, view[:MAX_DATA_BYTES])
+            yield self.encrypt(Kind.PART, view[:MAX_DATA_BYTES])
             view = view[MAX_DATA_BYTES:]
-        yield self.seal(Kind.DATA, view)
+        yield self.encrypt(Kind.DATA, view)
 
 
-class Opener:
+class Decryptor:
     """Turns the bytes of one direction into records, however they were cut."""
 
     def __init__(self, key: bytes) -> None:
@@ -93,7 +93,7 @@ class Opener:
                 header = bytes(view[at : at + _HEADER.size])
                 kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
                 if size > MAX_DATA_BYTES:
-                    raise ProtocolError(f"a sealed record of {size} bytes is over the limit")
+                    raise ProtocolError(f"an encrypted record of {size} bytes is over the limit")
                 end = at + _HEADER.size + size + _TAG_BYTES
                 if len(view) < end:
                     break
@@ -102,15 +102,15 @@ class Opener:
         del self._buffer[:at]
         return records
 
-    def _open(self, kind: int, header: bytes, sealed: memoryview) -> Record:
+    def _open(self, kind: int, header: bytes, encrypted: memoryview) -> Record:
         try:
-            data = self._cipher.decrypt(_NONCE.pack(self._number), sealed, header)
+            data = self._cipher.decrypt(_NONCE.pack(self._number), encrypted, header)
             record = Record(Kind(kind), data)
         except self._invalid as error:
             raise ProtocolError("what arrived is not what was sent: somebody or something changed it") from error
         except ValueError as error:
-            raise ProtocolError(f"a sealed record of unknown kind {kind}") from error
+            raise ProtocolError(f"an encrypted record of unknown kind {kind}") from error
         finally:
-            sealed.release()
+            encrypted.release()
         self._number += 1
         return record

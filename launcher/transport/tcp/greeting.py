@@ -1,6 +1,6 @@
-"""What a node that was started by hand says of itself, and whether it was started for this run. Pure.
+"""What node 0 and a node that was started by hand say to each other, and whether it is of this run. Pure.
 
-The greeting travels sealed, after both ends have proved themselves.
+All of this travels in encrypted records, after both ends have proved themselves.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from launcher import __version__
+from launcher.decode import decode_json
 from launcher.errors import ProtocolError
 from launcher.protocol import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
-__all__ = ["Greeting", "differences", "printable"]
+__all__ = ["Ended", "Greeting", "Verdict", "Welcome", "differences", "encode", "printable"]
 
 _VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
 _NAMES = 64
@@ -62,26 +62,43 @@ class Greeting:
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
         """Read a greeting. Raises ProtocolError."""
-        try:
-            fields = json.loads(data)
-            greeting = cls(**fields)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"the node's greeting is not of this version: {error!r}"[:200]) from error
-        if not greeting._sound():
-            raise ProtocolError("the node's greeting has fields of other types than this version's")
+        greeting = decode_json(cls, data)
+        if len(greeting.command) > _NAMES:
+            raise ProtocolError(f"the node's command has {len(greeting.command)} parts")
         return greeting
-
-    def _sound(self) -> bool:
-        texts: list[Any] = [self.version, self.nproc, self.hostname, self.id]
-        numbers: list[Any] = [self.protocol, self.pid, 0 if self.node_rank is None else self.node_rank]
-        if not isinstance(self.command, dict) or len(self.command) > _NAMES:
-            return False
-        texts += [*self.command.keys(), *self.command.values()]
-        return all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
 
     @property
     def who(self) -> str:
         return f"{printable(self.hostname)} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a node gets to know that was let in: which one it is, and the name of node 0's machine."""
+
+    node_rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an agent ended: its exit status, None where there was none, and the last that it said on stderr."""
+
+    status: int | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run ended, as node 0 says."""
+
+    exit_code: int
+    text: str
+
+
+def encode(said: Welcome | Ended | Verdict) -> bytes:
+    """Return the data of a record."""
+    return json.dumps(vars(said)).encode()
 
 
 def differences(expected: Mapping[str, str], greeting: Greeting) -> list[str]:

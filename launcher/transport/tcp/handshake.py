@@ -1,9 +1,9 @@
-"""How the door on node 0 and a node that was started by hand prove to each other that they know the run's token.
+"""How node 0 and a node that was started by hand prove to each other that they know the run's token.
 
-    joiner -> door   magic, nonce, X25519 key            80 bytes
-    door -> joiner   the same                            80 bytes
-    joiner -> door   its proof                           32 bytes
-    door -> joiner   its proof, or WRONG                 32 bytes
+    joiner -> node 0   magic, nonce, X25519 key            80 bytes
+    node 0 -> joiner   the same                            80 bytes
+    joiner -> node 0   its proof                           32 bytes
+    node 0 -> joiner   its proof, or WRONG                 32 bytes
 
 Both make HKDF-SHA256 of the token and of the shared secret of the two ephemeral keys, salted with the hash of the two
 greetings: a key for each proof (HMAC-SHA256 of that hash), one for each direction of encrypted_records.py.
@@ -59,12 +59,12 @@ class WrongToken(HandshakeError):
 
 
 class Side(Enum):
-    DOOR = b"door"
+    LISTENER = b"listener"
     JOINER = b"joiner"
 
     @property
     def other(self) -> Side:
-        return Side.JOINER if self is Side.DOOR else Side.DOOR
+        return Side.JOINER if self is Side.LISTENER else Side.LISTENER
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Handshake:
         if hmac.compare_digest(hello, self.greeting):
             raise NotDtrain("the other end only repeats what it is told")
         self._derive(hello)
-        return self.greeting if self._side is Side.DOOR else self._proofs[self._side]
+        return self.greeting if self._side is Side.LISTENER else self._proofs[self._side]
 
     def _derive(self, hello: bytes) -> None:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
@@ -136,20 +136,20 @@ class Handshake:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
         greetings = {self._side: self.greeting, self._side.other: hello}
-        transcript = hashlib.sha256(greetings[Side.JOINER] + greetings[Side.DOOR]).digest()
+        transcript = hashlib.sha256(greetings[Side.JOINER] + greetings[Side.LISTENER]).digest()
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(hello[-32:]))
         except ValueError as error:  # a point of low order: the secret would be known to everybody
             raise NotDtrain("the other end's key is none") from error
         material = hashlib.sha256(self._token).digest() + shared
         derived = HKDF(algorithm=SHA256(), length=128, salt=transcript, info=_PURPOSE).derive(material)
-        proofs = {Side.JOINER: derived[:32], Side.DOOR: derived[32:64]}
-        sealing = {Side.JOINER: derived[64:96], Side.DOOR: derived[96:]}
+        proofs = {Side.JOINER: derived[:32], Side.LISTENER: derived[32:64]}
+        record_keys = {Side.JOINER: derived[64:96], Side.LISTENER: derived[96:]}
         self._proofs = {side: hmac.digest(key, side.value + transcript, "sha256") for side, key in proofs.items()}
-        self._keys = Keys(sending=sealing[self._side], receiving=sealing[self._side.other])
+        self._keys = Keys(sending=record_keys[self._side], receiving=record_keys[self._side.other])
 
     def _proved(self) -> bytes:
         if not hmac.compare_digest(self._buffer, self._proofs[self._side.other]):
             raise WrongToken("the other end has another token")
         self.keys = self._keys
-        return self._proofs[self._side] if self._side is Side.DOOR else b""
+        return self._proofs[self._side] if self._side is Side.LISTENER else b""

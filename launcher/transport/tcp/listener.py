@@ -1,7 +1,10 @@
-"""The door of node 0: where the nodes that were started by hand come in.
+"""Node 0's control port: where the nodes that were started by hand join.
 
-Called by the command line on the node with --node-rank 0, and by connect.py, which waits here for a node as it
-connects to a host elsewhere. Listens on one address only. What happens at it is listener_thread.py's.
+Called by the command line on the node with --node-rank 0, and by the controller, which waits here for a node as it
+connects to a host elsewhere. Listens on one address only. A thread accepts, and each connection has a thread of its
+own, which lets a node in or rejects whoever it is, and then receives. Whoever says nothing, too much, or the wrong
+thing costs an entry in a table of fixed size for a few seconds; a full table loses its oldest entry, since a real node
+needs only milliseconds to get in.
 """
 
 from __future__ import annotations
@@ -15,24 +18,41 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from launcher.errors import HostError, UsageError
+from launcher.decode import decode_json
+from launcher.errors import HostError, ProtocolError, UsageError
+from launcher.hosts.host import own_name
+from launcher.transport.tcp.admission import NodeSlots, RejectedPeers, Slot
+from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Record
+from launcher.transport.tcp.greeting import Ended, Greeting, Verdict, Welcome, encode
+from launcher.transport.tcp.handshake import HandshakeError, WrongToken
+from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from launcher.transport.tcp.joined_node import JoinedStream
+__all__ = ["Listener"]
 
-__all__ = ["Door"]
-
+JOINING = 128  # connections that have not joined, at once
+JOIN_S = 5.0  # to join
+LEAVING = 64
+LEAVE_S = 1.0  # for the other end to read its last word, and to close
+CHALLENGE_S = 2.0  # for the node in a slot to answer when another claims it
+BREATH_S = 0.1  # without new connections, when there are no descriptors or threads for them
+ENDS_S = 2.0  # for the threads to end
 _BACKLOG = 1024
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Door:
+class _Refused(Exception):
+    """A node that has proved itself cannot join."""
+
+
+class Listener:
     """Listens from the moment it is made until it is closed.
 
-    `expected` is what must be the same in the command of every node, by name. `places` are the names of the nodes by
-    node rank; the first is this one. `tell` gets lines for the terminal, from another thread. `typed` says what to
-    type on a node, by its rank.
+    `expected` is what must be the same in the command of every node, by name. `nodes` are their names by node rank; the
+    first is this one. `tell` gets lines for the terminal, from other threads. `typed` says what to type on a node, by
+    its rank.
     """
 
     def __init__(
@@ -42,62 +62,76 @@ class Door:
         token: bytes,
         *,
         expected: Mapping[str, str],
-        places: Sequence[str],
+        nodes: Sequence[str],
         tell: Callable[[str], None],
         typed: Callable[[int], str] | None = None,
     ) -> None:
-        from launcher.transport.tcp.listener_thread import Doorkeeper
-        from launcher.transport.tcp.node_slots import Seats
-
-        listening = _listen(address, port)
-        self.address, self.port = str(listening.getsockname()[0]), int(listening.getsockname()[1])
-        self._places = list(places)
-        self._typed = typed
+        self._listening = _listen(address, port)
+        self.address, self.port = str(self._listening.getsockname()[0]), int(self._listening.getsockname()[1])
+        self._token = token
+        self._slots = NodeSlots(nodes, expected)
         self._tell = tell
+        self._typed = typed
+        self._changed = threading.Condition()  # guards everything below, the slots, and the streams of connections
+        self._joining: dict[NodeConnection, None] = {}  # the oldest first
+        self._leaving: dict[NodeConnection, None] = {}
+        self._serving: set[NodeConnection] = set()  # all that have a thread
+        self._rejected = RejectedPeers()
         self._introduced: set[str] = set()
-        self._keeper = Doorkeeper(listening, token, Seats(places, expected), tell=tell)
-        self._closing = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._keeper.run, name="door", daemon=True)
+        self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
+        self._verdict: Verdict | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
 
-    def wait(self, place: str, deadline: float) -> JoinedStream:
-        """Wait until the node of a place has joined, and return the stream to a new agent there.
+    def wait(self, node: str, deadline: float) -> JoinedStream:
+        """Wait until a node has joined, and return the stream to a new agent there.
 
         Blocks until `deadline` (monotonic). Raises HostError when the node is not there by then, or the run is over.
         """
-        from launcher.transport.tcp.node_slots import Want
-
-        want = Want()
-        if not self._closed:
-            self._keeper.order(lambda: self._keeper.want(place, want))
-            began = time.monotonic()
-            if not want.wait(max(0.0, deadline - began)):
-                raise HostError(place, self._missing(place, deadline - began))
-        if want.stream is None:
-            raise HostError(place, want.refusal or "the run is over")
-        self._introduce(place, want.stream)
-        return want.stream
-
-    def _introduce(self, place: str, stream: JoinedStream) -> None:
-        """Say once which machine has come for a place, where the place has another name."""
-        hostname = stream.greeting.hostname
-        if place not in self._introduced and place.partition(".")[0] != hostname.partition(".")[0]:
-            self._tell(f"{place} is {hostname} ({stream.their_address})")
-        self._introduced.add(place)
+        began, me = time.monotonic(), object()
+        with self._changed:
+            slot = self._slots.named(node)
+            slot.waiter = me
+            self._changed.notify_all()
+            while self._verdict is None and slot.waiter is me:
+                if (stream := self._start_agent(slot)) is not None:
+                    self._introduce(node, stream)
+                    return stream
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise HostError(node, self._missing(slot.rank, deadline - began))
+                self._changed.wait(left_s)
+        raise HostError(node, "the run is over" if self._verdict is not None else "somebody else waits for it")
 
     def close(self, exit_code: int, text: str = "", *, linger_s: float = 1.0) -> None:
         """Tell every node how the run ended, also one that dials again within `linger_s`, and close everything.
 
         Blocks for that. Only the first call counts.
         """
-        with self._closing:
-            if not self._closed:
-                self._keeper.order(lambda: self._keeper.end((exit_code, text), linger_s))
-                self._closed = True
-                self._thread.join(linger_s + 2.0)
+        with self._changed:
+            if self._verdict is not None:
+                return
+            self._verdict = Verdict(exit_code, text[:4000])
+            for slot in self._slots.all:
+                if slot.connection is not None:
+                    self._say_verdict(slot.connection)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._expects_anybody(), linger_s)
+            self._closed.set()
+            with contextlib.suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            for connection in self._serving:
+                connection.shut("the run is over")
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._serving, ENDS_S)
+            summary = self._rejected.summary()
+        self._thread.join(ENDS_S)
+        self._listening.close()
+        if summary:
+            self._tell(summary)
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> Listener:
         return self
 
     def __exit__(
@@ -105,14 +139,261 @@ class Door:
     ) -> None:
         self.close(1, "dtrain on node 0 has ended")
 
-    def _missing(self, place: str, waited_s: float) -> str:
-        rank = self._places.index(place)
+    def _missing(self, rank: int, waited_s: float) -> str:
         typed = f"; type there: {self._typed(rank)}" if self._typed is not None else ""
         where = f"{_bracketed(self.address)}:{self.port}"
-        refused = self._keeper.refused.get(rank)
-        if refused is not None:
+        if (refused := self._refused.get(rank)) is not None:
             return f"nobody could join as node rank {rank} at {where}: {refused}"
         return f"nobody has joined as node rank {rank} at {where} within {max(0.0, waited_s):.0f} s{typed}"
+
+    # ---- agents ----
+
+    def _introduce(self, node: str, stream: JoinedStream) -> None:
+        """Say once which machine has taken a slot that has another name."""
+        hostname = stream.greeting.hostname
+        if node not in self._introduced and node.partition(".")[0] != hostname.partition(".")[0]:
+            self._tell(f"{node} is {hostname} ({stream.their_address})")
+        self._introduced.add(node)
+
+    def _start_agent(self, slot: Slot) -> JoinedStream | None:
+        """Return the stream to a new agent if the slot's node is there and its last agent is not."""
+        connection = slot.connection
+        if connection is None or connection.stream is not None or connection.ending:
+            return None
+        assert slot.last is not None
+        stream = JoinedStream(connection, slot.last, lambda stream: self._give_up(connection, stream))
+        connection.stream = stream  # before the agent can say something
+        if not connection.post(Kind.START):
+            connection.shut("it cannot be written to")
+            slot.connection = None
+            return None
+        slot.waiter = None
+        return stream
+
+    def _give_up(self, connection: NodeConnection, stream: JoinedStream) -> None:
+        """End an agent that nobody listens to any more; its node stays, for the next one."""
+        with self._changed:
+            if connection.stream is stream:
+                connection.stream, connection.ending = None, True
+                if not connection.post(Kind.END):
+                    connection.shut("it was given up")
+
+    def _say_verdict(self, connection: NodeConnection) -> None:
+        """Tell a node how the run ended, and let it go."""
+        assert self._verdict is not None
+        if connection.stream is not None:
+            connection.stream.lost("the run is over")
+            connection.stream = None
+        sent = connection.post(Kind.VERDICT, encode(self._verdict))
+        for slot in self._slots.all:
+            if slot.connection is connection:
+                slot.connection = None
+                if sent:
+                    slot.last = None  # it will not come again
+        self._leave(connection)
+
+    def _expects_anybody(self) -> bool:
+        """Whether anybody is here, or may come again, who does not know yet how the run ended."""
+        missing = any(slot.connection is None and slot.last is not None for slot in self._slots.all)
+        return missing or bool(self._leaving) or any(connection.handshake.greeted for connection in self._joining)
+
+    # ---- connections ----
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listening.accept()
+            except OSError as error:
+                if error.errno in _SCARCE:
+                    self._closed.wait(BREATH_S)
+                continue  # it was gone before we came
+            try:
+                self._admit(sock)
+            except (OSError, RuntimeError):  # gone already, or no thread for it
+                sock.close()
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Take a new connection among those that have to prove themselves."""
+        connection = NodeConnection(sock, self._token)
+        with self._changed:
+            if self._closed.is_set():
+                raise ConnectionError
+            if len(self._joining) >= JOINING:
+                self._rejected.count("for which there was no time")
+                oldest = next(iter(self._joining))
+                del self._joining[oldest]
+                oldest.shut("there was no time for it")
+            threading.Thread(target=self._serve, args=(connection,), name="listener's peer", daemon=True).start()
+            self._joining[connection] = None
+            self._serving.add(connection)
+
+    def _serve(self, connection: NodeConnection) -> None:
+        """Let a node in and receive from it until it ends, or reject it; in a thread of its own."""
+        why = ""
+        try:
+            self._let_in(connection)
+            while True:
+                self._obey(connection, connection.receive())
+        except HandshakeError as error:
+            self._reject(connection, error)
+        except TimeoutError:
+            self._count(connection, "that said nothing, or not enough in time")
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            self._count(connection, "that were closed again")
+        except ProtocolError as error:
+            why = str(error)
+        finally:
+            with self._changed:
+                for table in (self._joining, self._leaving):
+                    table.pop(connection, None)
+                for slot in self._slots.all:
+                    if slot.connection is connection:
+                        slot.connection = None
+                connection.close(why)
+                if connection.stream is not None:
+                    connection.stream.lost(connection.closed_because or why)
+                self._serving.discard(connection)
+                self._changed.notify_all()
+
+    def _let_in(self, connection: NodeConnection) -> None:
+        deadline = time.monotonic() + JOIN_S
+        connection.shake_hands(deadline)
+        record = connection.receive(deadline)
+        if record.kind is not Kind.GREETING:
+            raise ProtocolError("the node did not say who it is")
+        greeting = Greeting.decode(record.data)
+        try:
+            with self._changed:
+                self._claim(connection, greeting)
+                self._changed.notify_all()
+        except _Refused as refusal:
+            who = f"{greeting.who} at {connection.peer}"
+            if greeting.node_rank is not None:
+                self._refused[greeting.node_rank] = f"{who} was refused: {refusal}"
+            self._show("nodes that cannot join", f"{who} cannot join: {refusal}")
+            connection.post(Kind.REFUSAL, str(refusal).encode()[:MAX_DATA_BYTES])
+            self._drain(connection)
+
+    def _obey(self, connection: NodeConnection, record: Record) -> None:
+        stream = connection.stream
+        if connection.leaving:
+            return
+        if record.kind is Kind.DATA:
+            if stream is not None:
+                stream.take(record.data)  # waits while too much is unread
+        elif record.kind is Kind.END:
+            if stream is not None:
+                stream.output_ended()
+        elif record.kind is Kind.ENDED:
+            how = decode_json(Ended, record.data)
+            with self._changed:
+                if stream is not None:
+                    stream.ended(how)
+                connection.stream, connection.ending = None, False
+                self._changed.notify_all()
+        elif record.kind is Kind.PONG:
+            with self._changed:
+                self._changed.notify_all()
+        else:
+            raise ProtocolError(f"the node said what only node 0 says: {record.kind.name}")
+
+    # ---- slots ----
+
+    def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
+        """Give a node its slot. Raises _Refused; ConnectionError where it may be of another run."""
+        connection.look()  # there may have been no time for it
+        if self._verdict is None:
+            found = self._slots.find(greeting)
+            if isinstance(found, str):
+                raise _Refused(found)
+            if found.connection is not None:
+                if found.last is not None and found.last.id == greeting.id:
+                    found.connection.shut("its node dialled again")
+                else:
+                    self._challenge(found, connection)
+            if self._verdict is None:
+                self._joining.pop(connection, None)
+                found.connection, found.last = connection, greeting
+                connection.post(Kind.WELCOME, encode(Welcome(found.rank, own_name())))
+                return
+        elif (own := self._slots.last_of(greeting)) is None:
+            raise ConnectionError("the run is over")  # it may be of the next run, which it finds if it dials again
+        else:
+            own.connection = connection  # it has dialled again
+        self._say_verdict(connection)
+
+    def _challenge(self, slot: Slot, connection: NodeConnection) -> None:
+        """See whether the node in a slot is still there before another gets it. Raises _Refused, ConnectionError."""
+        holder = slot.connection
+        assert holder is not None
+        if slot.challenged:
+            raise _Refused(self._slots.taken(slot))
+        asked = time.monotonic()
+        self._joining.pop(connection, None)
+        self._joining[connection] = None  # the youngest again, since it waits for us
+
+        def answers() -> bool:
+            full = holder.stream is not None and holder.stream.full  # it is not read from, so it cannot be heard
+            return full or holder.heard > asked
+
+        slot.challenged = True
+        try:
+            holder.post(Kind.PING)
+            self._changed.wait_for(
+                lambda: answers() or slot.connection is not holder or self._verdict or connection.closed_because,
+                CHALLENGE_S,
+            )
+        finally:
+            slot.challenged = False
+        if connection.closed_because is not None:
+            raise ConnectionError(connection.closed_because)
+        if slot.connection is holder and self._verdict is None:
+            if answers():
+                raise _Refused(self._slots.taken(slot))
+            holder.shut(f"it did not answer for {CHALLENGE_S:g} s, and its node dialled again")
+        elif slot.connection is not None:
+            raise _Refused(self._slots.taken(slot))
+
+    # ---- those that do not get in ----
+
+    def _reject(self, connection: NodeConnection, error: HandshakeError) -> None:
+        kind, text = "that were no dtrain", f"{connection.peer} connected to the control port: {error}"
+        if isinstance(error, WrongToken):
+            kind = "with another token"
+            text = f"a node at {connection.peer} has another token than this one; give both the same DTRAIN_TOKEN"
+        self._show(kind, text)
+        if error.answer and connection.post_raw(error.answer):
+            with contextlib.suppress(OSError):
+                self._drain(connection)
+
+    def _drain(self, connection: NodeConnection) -> None:
+        """Wait for one that was sent its last word to go. Raises OSError then, or when its time is up."""
+        # Not closed at once: with unread bytes here, the other end's kernel could drop what it has not read yet.
+        self._leave(connection)
+        deadline = time.monotonic() + LEAVE_S
+        while True:
+            connection.receive_raw(deadline)
+
+    def _leave(self, connection: NodeConnection) -> None:
+        """Have nothing that it says count any more; its last word was sent."""
+        with self._changed:
+            connection.leaving = True
+            self._joining.pop(connection, None)
+            if len(self._leaving) >= LEAVING:
+                next(iter(self._leaving)).shut("others wait")
+            self._leaving[connection] = None
+
+    def _show(self, kind: str, text: str) -> None:
+        with self._changed:
+            shown = self._rejected.reject(kind, text)
+        if shown is not None:
+            self._tell(shown)
+
+    def _count(self, connection: NodeConnection, kind: str) -> None:
+        with self._changed:
+            if connection in self._joining:
+                self._rejected.count(kind)
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -131,7 +412,6 @@ def _listen(address: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
         listening.listen(_BACKLOG)
-        listening.setblocking(False)
     except OSError as error:
         listening.close()
         raise UsageError(_why(str(where[0]), port, error)) from error

@@ -1,6 +1,6 @@
-"""How nodes that share a folder find node 0: a file there that says where its door is, and holds the run's token.
+"""How nodes that share a folder find node 0: a file there that says where it listens, and holds the run's token.
 
-Node 0 writes it when its door is open and removes it at the end; the other nodes read it. It is for this user's eyes
+Node 0 writes it when it listens and removes it at the end; the other nodes read it. It is for this user's eyes
 only, and is believed only if it is. A file that a killed run has left misleads nobody for long: its reader dials in
 vain, reads again (dial.py does so before every attempt), and finds what the next run has put in its place.
 """
@@ -16,27 +16,37 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from launcher.errors import UsageError
+from launcher.decode import decode_json
+from launcher.errors import ProtocolError, UsageError
 
-__all__ = ["Meeting", "local_folder", "publish", "read_meeting"]
+__all__ = ["Endpoint", "local_folder", "publish", "read_endpoint"]
 
 _MAX_BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the door of a run is, and its token."""
+class Endpoint:
+    """Where node 0 of a run listens, and the run's token."""
 
     address: str
     port: int
     token: bytes = field(repr=False)
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """The file's; the token's bytes as Latin-1."""
+
+    address: str
+    port: int
+    token: str = field(repr=False)
+
+
 def local_folder() -> Path:
-    """Return this user's folder for meetings on this machine, which nobody else can enter; it is made if need be.
+    """Return this user's folder for such files on this machine, which nobody else can enter; it is made if need be.
 
     Raises UsageError if something else has its place.
     """
@@ -52,16 +62,16 @@ def local_folder() -> Path:
 
 
 @contextmanager
-def publish(folder: Path, name: str, meeting: Meeting) -> Iterator[Path]:
-    """Have other nodes find the meeting in `folder` under `name` while the context lasts; replaces an older one."""
+def publish(folder: Path, name: str, endpoint: Endpoint) -> Iterator[Path]:
+    """Have other nodes find node 0 in `folder` under `name` while the context lasts; replaces an older one."""
     path = _path(folder, name)
-    text = {"address": meeting.address, "port": meeting.port, "token": meeting.token.decode("latin-1")}
+    contents = _Contents(endpoint.address, endpoint.port, endpoint.token.decode("latin-1"))
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(descriptor, "w", encoding="ascii") as file:
-                json.dump(text, file)
+                json.dump(asdict(contents), file)
                 file.flush()
                 os.fsync(descriptor)  # whoever sees the name sees the contents, on a shared file system too
             os.replace(beside, path)
@@ -73,12 +83,12 @@ def publish(folder: Path, name: str, meeting: Meeting) -> Iterator[Path]:
         yield path
     finally:
         with contextlib.suppress(OSError, UsageError):  # a run that has replaced it keeps its own
-            if read_meeting(folder, name) == meeting:
+            if read_endpoint(folder, name) == endpoint:
                 path.unlink()
 
 
-def read_meeting(folder: Path, name: str) -> Meeting | None:
-    """Return the meeting, None if there is none yet. Raises UsageError for a file that others could have written."""
+def read_endpoint(folder: Path, name: str) -> Endpoint | None:
+    """Return what the file says, None if there is none. Raises UsageError where others could have written it."""
     path = _path(folder, name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -95,12 +105,12 @@ def read_meeting(folder: Path, name: str) -> Meeting | None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise UsageError(f"{path}: not a file of this user alone (uid {status.st_uid}, mode {mode:04o}); remove it")
     try:
-        text = json.loads(data)
-        return Meeting(str(text["address"]), int(text["port"]), str(text["token"]).encode("latin-1"))
-    except (ValueError, KeyError, TypeError) as error:
+        written = decode_json(_Contents, data)
+        return Endpoint(written.address, written.port, written.token.encode("latin-1"))
+    except (ProtocolError, UnicodeError) as error:
         raise UsageError(f"{path}: this is not how dtrain writes where node 0 is; remove it") from error
 
 
 def _path(folder: Path, name: str) -> Path:
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return folder / f"{safe}.meeting"
+    return folder / f"{safe}.rendezvous"

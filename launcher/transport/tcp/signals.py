@@ -1,38 +1,39 @@
-"""The signals that the command on a node started by hand gets while it waits for node 0 and for its agent.
-
-They end no system call by an exception: whoever waits, waits on `fileno()` too, and looks then.
-"""
+"""The signals that the command on a node started by hand gets while it dials node 0 and while its agent runs."""
 
 from __future__ import annotations
 
-import os
+import queue
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Signals"]
+__all__ = ["Signals", "Stopped"]
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OTHER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
+class Stopped(Exception):
+    """A signal told us to end while we dialled."""
+
+
 class Signals:
     """Takes the signals while the context lasts; in the main thread only.
 
-    `stops` are those that told us to end, the first one first.
+    `stops` are those that told us to end, the first one first. `events` gets every signal; relay.py waits for it, and
+    puts its own events there.
     """
 
     def __init__(self) -> None:
         self.stops: list[int] = []
-        self._others: list[int] = []
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._interrupts = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for signum in (*_STOP, *_OTHER, signal.SIGCHLD):
+        for signum in (*_STOP, *_OTHER):
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # started by nohup
             self._before[signum] = signal.signal(signum, self._take)
@@ -43,28 +44,22 @@ class Signals:
     ) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read)
-        os.close(self._write)
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable after a signal, the end of a child included."""
-        return self._read
-
-    def woken(self) -> None:
-        """Wait for the next signal from now on."""
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Have a signal that tells us to end raise Stopped while the context lasts."""
         try:
-            os.read(self._read, 1 << 12)
-        except BlockingIOError:
-            return
-
-    def others(self) -> list[int]:
-        """Return the signals that are for the workers, each once."""
-        others, self._others = self._others, []
-        return others
+            self._interrupts = True
+            if self.stops:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
 
     def _take(self, signum: int, _frame: FrameType | None) -> None:
         if signum in _STOP:
             self.stops.append(signum)
-        elif signum in _OTHER:
-            self._others.append(signum)
+        if not self._interrupts:
+            self.events.put(signal.Signals(signum))
+        elif signum in _STOP:
+            raise Stopped

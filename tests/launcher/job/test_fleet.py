@@ -11,7 +11,7 @@ from launcher.agent.lease import Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Open, Tell
 from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, RETRIES_S, STEADY_S, Fleet
-from launcher.job.host_state import HostClock, HostPhase
+from launcher.job.host_state import LONG_AGO, HostClock, HostPhase
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
 
@@ -241,7 +241,7 @@ def test_what_lost_agents_left_is_known_until_somebody_has_looked() -> None:
 
 def test_a_clock_is_known_by_its_quickest_message_of_late() -> None:
     clock = HostClock()
-    assert (clock.corrected(5.0), clock.theirs(5.0)) == (5.0, -math.inf)
+    assert (clock.corrected(5.0), clock.theirs(5.0)) == (5.0, LONG_AGO)
     clock.hear(1000.0, 10.5)
     clock.hear(1001.0, 11.1)
     clock.hear(1002.0, 14.0)

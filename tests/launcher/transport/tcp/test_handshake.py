@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import ProtocolError
-from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Opener, Record, Sealer
+from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.greeting import Greeting, differences
 from launcher.transport.tcp.handshake import (
     HELLO_BYTES,
@@ -27,13 +27,13 @@ KEY = bytes(range(32))
 
 
 def _pair(token: bytes = TOKEN, other: bytes = TOKEN) -> tuple[Handshake, Handshake]:
-    return Handshake(Side.DOOR, token), Handshake(Side.JOINER, other)
+    return Handshake(Side.LISTENER, token), Handshake(Side.JOINER, other)
 
 
-def _shake_hands(door: Handshake, joiner: Handshake, flip: tuple[int, int] = (-1, 0)) -> list[bytes]:
+def _shake_hands(listener: Handshake, joiner: Handshake, flip: tuple[int, int] = (-1, 0)) -> list[bytes]:
     """Carry one handshake out; return its messages. `flip`: in which message a bit of which byte is changed."""
     messages = [joiner.greeting]
-    for number, end in enumerate((door, joiner, door, joiner)):
+    for number, end in enumerate((listener, joiner, listener, joiner)):
         message = bytearray(messages[-1])
         if number == flip[0]:
             message[flip[1]] ^= 0x80
@@ -42,44 +42,44 @@ def _shake_hands(door: Handshake, joiner: Handshake, flip: tuple[int, int] = (-1
 
 
 def test_both_ends_have_the_same_keys_after_it_and_a_key_for_each_direction() -> None:
-    door, joiner = _pair()
-    messages = _shake_hands(door, joiner)
+    listener, joiner = _pair()
+    messages = _shake_hands(listener, joiner)
     assert [len(message) for message in messages] == [HELLO_BYTES, HELLO_BYTES, PROOF_BYTES, PROOF_BYTES, 0]
-    assert door.keys is not None
+    assert listener.keys is not None
     assert joiner.keys is not None
-    assert (door.keys.sending, door.keys.receiving) == (joiner.keys.receiving, joiner.keys.sending)
-    assert door.keys.sending != door.keys.receiving
+    assert (listener.keys.sending, listener.keys.receiving) == (joiner.keys.receiving, joiner.keys.sending)
+    assert listener.keys.sending != listener.keys.receiving
     assert TOKEN not in b"".join(messages)
-    assert repr(door.keys) == "Keys()"  # they are in no traceback
+    assert repr(listener.keys) == "Keys()"  # they are in no traceback
 
 
 def test_another_connection_has_other_keys() -> None:
     keys = []
     for _ in range(2):
-        door, joiner = _pair()
-        _shake_hands(door, joiner)
-        assert door.keys is not None
-        keys += [door.keys.sending, door.keys.receiving]
+        listener, joiner = _pair()
+        _shake_hands(listener, joiner)
+        assert listener.keys is not None
+        keys += [listener.keys.sending, listener.keys.receiving]
     assert len(set(keys)) == 4
 
 
 def test_another_token_is_an_error_that_says_so_on_both_ends() -> None:
-    door, joiner = _pair(other=TOKEN + b"?")
-    proof = joiner.feed(door.feed(joiner.greeting))
+    listener, joiner = _pair(other=TOKEN + b"?")
+    proof = joiner.feed(listener.feed(joiner.greeting))
     with pytest.raises(WrongToken, match="another token") as refused:
-        door.feed(proof)
+        listener.feed(proof)
     assert refused.value.answer == WRONG
     assert len(WRONG) == PROOF_BYTES
     with pytest.raises(WrongToken, match="another token"):
         joiner.feed(refused.value.answer)
-    assert door.keys is None
+    assert listener.keys is None
     assert joiner.keys is None
 
 
 def test_a_recorded_handshake_lets_nobody_in() -> None:
-    door, joiner = _pair()
-    recorded = _shake_hands(door, joiner)
-    again = Handshake(Side.DOOR, TOKEN)
+    listener, joiner = _pair()
+    recorded = _shake_hands(listener, joiner)
+    again = Handshake(Side.LISTENER, TOKEN)
     again.feed(recorded[0])
     with pytest.raises(WrongToken):
         again.feed(recorded[2])
@@ -93,63 +93,63 @@ def test_what_an_end_says_itself_proves_nothing_to_it() -> None:
     _, joiner = _pair()
     with pytest.raises(NotDtrain, match="repeats"):
         joiner.feed(joiner.greeting)
-    door, joiner = _pair()
-    proof = joiner.feed(door.feed(joiner.greeting))
+    listener, joiner = _pair()
+    proof = joiner.feed(listener.feed(joiner.greeting))
     with pytest.raises(WrongToken):
         joiner.feed(proof)
 
 
 def test_one_in_between_who_puts_keys_of_its_own_in_is_found_out() -> None:
-    door, joiner = _pair()
-    between_door, between_joiner = Handshake(Side.JOINER, b""), Handshake(Side.DOOR, b"")
-    between_door.feed(door.feed(between_door.greeting))
+    listener, joiner = _pair()
+    between_listener, between_joiner = Handshake(Side.JOINER, b""), Handshake(Side.LISTENER, b"")
+    between_listener.feed(listener.feed(between_listener.greeting))
     proof = joiner.feed(between_joiner.feed(joiner.greeting))
     with pytest.raises(WrongToken):
-        door.feed(proof)
+        listener.feed(proof)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_flipped_bit_in_any_message_ends_it(number: int) -> None:
     size = (HELLO_BYTES, HELLO_BYTES, PROOF_BYTES, PROOF_BYTES)[number]
     for at in [*range(0, size, 5), size - 1]:
-        door, joiner = _pair()
+        listener, joiner = _pair()
         with pytest.raises(HandshakeError):
-            _shake_hands(door, joiner, flip=(number, at))
+            _shake_hands(listener, joiner, flip=(number, at))
         assert joiner.keys is None
 
 
 def test_a_key_by_which_everybody_knows_the_secret_is_refused() -> None:
     for point in (bytes(32), b"\1" + bytes(31)):
         with pytest.raises(NotDtrain):
-            Handshake(Side.DOOR, TOKEN).feed(MAGIC + bytes(32) + point)
+            Handshake(Side.LISTENER, TOKEN).feed(MAGIC + bytes(32) + point)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x16\x03\x01", b"\0"])
 def test_other_protocols_are_known_by_their_first_bytes(said: bytes) -> None:
     with pytest.raises(NotDtrain, match="no dtrain"):
-        Handshake(Side.DOOR, TOKEN).feed(said)
+        Handshake(Side.LISTENER, TOKEN).feed(said)
 
 
 def test_another_version_is_named_and_answered_so_that_it_knows_too() -> None:
     with pytest.raises(OtherVersion, match="same version") as refused:
-        Handshake(Side.DOOR, TOKEN).feed(b"dtrain-join 0002" + bytes(64))
+        Handshake(Side.LISTENER, TOKEN).feed(b"dtrain-join 0002" + bytes(64))
     assert refused.value.answer == MAGIC
 
 
 def test_who_says_more_than_its_turn_is_refused() -> None:
     for more in (1, 1 << 20):
-        door, joiner = _pair()
+        listener, joiner = _pair()
         with pytest.raises(NotDtrain, match="more"):
-            door.feed(joiner.greeting + bytes(more))
-        door, joiner = _pair()
-        proof = joiner.feed(door.feed(joiner.greeting))
+            listener.feed(joiner.greeting + bytes(more))
+        listener, joiner = _pair()
+        proof = joiner.feed(listener.feed(joiner.greeting))
         with pytest.raises(NotDtrain, match="more"):
-            door.feed(proof + bytes(more))
+            listener.feed(proof + bytes(more))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.binary(max_size=120), max_size=6), st.booleans(), st.sampled_from(list(Side)))
-def test_whatever_a_stranger_says_it_gets_no_keys_and_an_error_of_ours(
+def test_whatever_a_foreign_peer_says_it_gets_no_keys_and_an_error_of_ours(
     said: list[bytes], polite: bool, side: Side
 ) -> None:
     handshake = Handshake(side, TOKEN)
@@ -159,7 +159,7 @@ def test_whatever_a_stranger_says_it_gets_no_keys_and_an_error_of_ours(
     assert handshake.keys is None
 
 
-# ---- sealed records ------------------------------------------------------------------------------------------
+# ---- encrypted records ------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=100)
@@ -167,19 +167,19 @@ def test_whatever_a_stranger_says_it_gets_no_keys_and_an_error_of_ours(
 def test_records_arrive_as_they_were_sealed_however_the_bytes_are_cut(
     records: list[tuple[Kind, bytes]], data: st.DataObject
 ) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    stream = b"".join(sealer.seal(kind, text) for kind, text in records)
+    encryptor, decryptor = Encryptor(KEY), Decryptor(KEY)
+    stream = b"".join(encryptor.encrypt(kind, text) for kind, text in records)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     arrived: list[Record] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        arrived += opener.feed(stream[begin:end])
+        arrived += decryptor.feed(stream[begin:end])
     assert [(record.kind, record.data) for record in arrived] == records
 
 
 def test_a_long_write_is_known_as_one_at_the_other_end() -> None:
     data = bytes(range(256)) * 1000
-    sealer = Sealer(KEY)
-    records = Opener(KEY).feed(b"".join([*sealer.seal_write(data), *sealer.seal_write(b"")]))
+    encryptor = Encryptor(KEY)
+    records = Decryptor(KEY).feed(b"".join([*encryptor.encrypt_write(data), *encryptor.encrypt_write(b"")]))
     assert [record.kind for record in records] == [Kind.PART] * 3 + [Kind.DATA, Kind.DATA]
     assert b"".join(record.data for record in records) == data
 
@@ -187,8 +187,8 @@ def test_a_long_write_is_known_as_one_at_the_other_end() -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3), st.data())
 def test_a_changed_bit_anywhere_is_found(texts: list[bytes], data: st.DataObject) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    sealed = [sealer.seal(Kind.DATA, text) for text in texts]
+    encryptor, decryptor = Encryptor(KEY), Decryptor(KEY)
+    sealed = [encryptor.encrypt(Kind.DATA, text) for text in texts]
     stream = bytearray(b"".join(sealed))
     bit = data.draw(st.integers(0, 8 * len(stream) - 1))
     stream[bit // 8] ^= 1 << bit % 8
@@ -196,36 +196,36 @@ def test_a_changed_bit_anywhere_is_found(texts: list[bytes], data: st.DataObject
     arrived = []
     try:
         for at in range(len(stream)):
-            arrived += opener.feed(bytes(stream[at : at + 1]))
+            arrived += decryptor.feed(bytes(stream[at : at + 1]))
     except ProtocolError:
         pass
     else:  # a length that was made greater: nothing more is believed before that much has come
         assert len(arrived) == before
         with pytest.raises(ProtocolError):
-            opener.feed(bytes(MAX_DATA_BYTES + 64))
+            decryptor.feed(bytes(MAX_DATA_BYTES + 64))
     assert [record.data for record in arrived] == texts[:before]
 
 
 def test_left_out_repeated_and_swapped_records_are_found() -> None:
-    sealer = Sealer(KEY)
-    one, two, three = (sealer.seal(Kind.DATA, text) for text in (b"1", b"2", b"3"))
+    encryptor = Encryptor(KEY)
+    one, two, three = (encryptor.encrypt(Kind.DATA, text) for text in (b"1", b"2", b"3"))
     for stream in (one + three, one + one, two + one, one + two + two):
         with pytest.raises(ProtocolError, match="not what was sent"):
-            Opener(KEY).feed(stream)
+            Decryptor(KEY).feed(stream)
     with pytest.raises(ProtocolError):
-        Opener(bytes(32)).feed(one)  # the other direction's key
+        Decryptor(bytes(32)).feed(one)  # the other direction's key
 
 
 def test_a_record_over_the_limit_is_refused_before_it_is_there() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
-        Opener(KEY).feed((Kind.DATA << 24 | MAX_DATA_BYTES + 1).to_bytes(4, "big"))
+        Decryptor(KEY).feed((Kind.DATA << 24 | MAX_DATA_BYTES + 1).to_bytes(4, "big"))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_record_and_an_error_of_ours(garbage: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        assert Opener(KEY).feed(garbage) == []
+        assert Decryptor(KEY).feed(garbage) == []
 
 
 # ---- what a node says of itself ------------------------------------------------------------------------------

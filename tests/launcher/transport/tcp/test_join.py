@@ -1,4 +1,4 @@
-"""A node that was started by hand lends itself to a run: real processes that join a real door."""
+"""A node that was started by hand lends itself to a run: real processes that join a real listener."""
 
 import contextlib
 import os
@@ -21,8 +21,8 @@ from launcher.errors import HostError, StreamError
 from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, Output, Prepare, StartWorker, Stop
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.joined_node import JoinedStream
-from launcher.transport.tcp.listener import Door
-from launcher.transport.tcp.rendezvous_file import Meeting, publish
+from launcher.transport.tcp.listener import Listener
+from launcher.transport.tcp.rendezvous_file import Endpoint, publish
 
 TOKEN = "canary-0123456789-canary"
 JOINER = """
@@ -31,12 +31,12 @@ from pathlib import Path
 from launcher.errors import DtrainError
 from launcher.transport.tcp.greeting import Greeting
 from launcher.cli.run_node import join
-from launcher.transport.tcp.rendezvous_file import Meeting, read_meeting
+from launcher.transport.tcp.rendezvous_file import Endpoint, read_endpoint
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
 token = os.environ["DTRAIN_TOKEN"].encode()
 host, _, port = where.rpartition(":")
-find = Meeting(host, int(port), token) if host else functools.partial(read_meeting, Path(where), "run")
+find = Endpoint(host, int(port), token) if host else functools.partial(read_endpoint, Path(where), "run")
 try:
     code = join(find, greeting=Greeting.ours(1, {"command": "x"}), agent_command=command,
                 deadline=time.monotonic() + float(deadline_s), rejoin_s=float(rejoin_s),
@@ -61,20 +61,20 @@ STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', 
 
 
 class Run:
-    """Node 0 of a run: its door, with one other place."""
+    """Node 0 of a run: its listener, with one other slot."""
 
     def __init__(self, port: int = 0) -> None:
         self.told: list[str] = []
-        self.door = Door(
-            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, places=["a", "b"], tell=self.told.append
+        self.listener = Listener(
+            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.told.append
         )
 
     def wait(self, within_s: float = 60.0) -> JoinedStream:
-        return self.door.wait("b", time.monotonic() + within_s)
+        return self.listener.wait("b", time.monotonic() + within_s)
 
     @contextlib.contextmanager
     def joiner(self, code: str = ECHO, **how: Any) -> Iterator["subprocess.Popen[bytes]"]:
-        with joiner(f"127.0.0.1:{self.door.port}", [sys.executable, "-c", code], **how) as process:
+        with joiner(f"127.0.0.1:{self.listener.port}", [sys.executable, "-c", code], **how) as process:
             yield process
 
 
@@ -98,7 +98,7 @@ def run() -> Iterator[Run]:
     try:
         yield run
     finally:
-        run.door.close(1, linger_s=0.0)
+        run.listener.close(1, linger_s=0.0)
 
 
 def read_until(stream: JoinedStream, end: bytes) -> bytes:
@@ -149,14 +149,14 @@ class Agent:
 
 
 def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: Run) -> None:
-    where = f"127.0.0.1:{run.door.port}"
+    where = f"127.0.0.1:{run.listener.port}"
     with joiner(where, [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
         script = 'trap "echo told by USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
         agent.start(script, X="x" * 100_000)
         said = agent.output(until=b"\nup\n")
-        assert f"SSH_CONNECTION=127.0.0.1 {run.door.port} 127.0.0.1 {process_port(process.pid)}\n".encode() in said
+        assert f"SSH_CONNECTION=127.0.0.1 {run.listener.port} 127.0.0.1 {process_port(process.pid)}\n".encode() in said
         assert TOKEN.encode() not in said
         process.send_signal(signal.SIGUSR1)
         agent.output(until=b"told by USR1")
@@ -168,7 +168,7 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
         while stream.read():
             pass
         assert stream.finish(60.0) == (0, "")
-        run.door.close(3, "it failed on node 0")
+        run.listener.close(3, "it failed on node 0")
         result = finished(process)
     assert (result.returncode, result.stderr) == (3, "")
     assert "as node rank 1" in result.stdout
@@ -177,7 +177,7 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
 
 @pytest.mark.parametrize("how", ["killed", "told"])
 def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: str) -> None:
-    with joiner(f"127.0.0.1:{run.door.port}", [sys.executable, "-m", "launcher.agent"]) as process:
+    with joiner(f"127.0.0.1:{run.listener.port}", [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
         agent.start("echo $$; sleep 100")
@@ -202,7 +202,7 @@ def process_port(pid: int) -> int:
 
 
 class Wire:
-    """A TCP connection to the door that can be cut."""
+    """A TCP connection to the listener that can be cut."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -245,7 +245,7 @@ class Wire:
 
 
 def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: Run) -> None:
-    wire = Wire(run.door.port)
+    wire = Wire(run.listener.port)
     try:
         with joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO]) as process:
             stream = run.wait()
@@ -259,7 +259,7 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
             stream.end()
             assert read_until(stream, b"ended\n")
             assert stream.finish(60.0) == (5, "its words")
-            run.door.close(0, "")
+            run.listener.close(0, "")
             result = finished(process)
     finally:
         wire.close()
@@ -269,7 +269,7 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
 
 
 def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
-    wire = Wire(run.door.port)
+    wire = Wire(run.listener.port)
     with run_of(wire, rejoin_s=0.5) as process:
         read_until(run.wait(), b"\n")
         wire.close()
@@ -295,7 +295,7 @@ def test_the_order_of_start_does_not_matter() -> None:
         try:
             read_until(run.wait(), b"started")
         finally:
-            run.door.close(4, "")
+            run.listener.close(4, "")
         result = finished(process)
     assert (result.returncode, result.stderr) == (4, "")
 
@@ -313,7 +313,7 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
         thread.start()
         with contextlib.ExitStack() as stack:
             cases = [
-                (joiner(f"127.0.0.1:{run.door.port}", ["x"], token="another token entirely"), "has another token"),
+                (joiner(f"127.0.0.1:{run.listener.port}", ["x"], token="another token entirely"), "has another token"),
                 (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it says 'SSH-2.0-OpenSSH_9.2p1'; is that"),
                 (joiner("127.0.0.1:1", ["x"], deadline_s=0.5), "nobody listens at 127.0.0.1:1; start dtrain on node 0"),
                 (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "DNS lookup of no-such-host.invalid failed"),
@@ -329,17 +329,17 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
     assert "another token" in run.told[0]
 
 
-def test_a_stale_meeting_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
+def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
         foreign.settimeout(60.0)
-        stale = Meeting("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
+        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
         stack.enter_context(publish(tmp_path, "run", stale))
         process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
         with foreign.accept()[0] as sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        stack.enter_context(publish(tmp_path, "run", Meeting("127.0.0.1", run.door.port, TOKEN.encode())))
+        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN.encode())))
         read_until(run.wait(), b"started")
-        run.door.close(0)
+        run.listener.close(0)
         assert finished(process).returncode == 0
 
 
@@ -383,7 +383,7 @@ def _mask(pid: int, name: str) -> int:
 
 
 def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> None:
-    with joiner(f"127.0.0.1:{run.door.port}", ["/no/such/python"]) as process:
+    with joiner(f"127.0.0.1:{run.listener.port}", ["/no/such/python"]) as process:
         stream = run.wait()
         assert stream.read() == b""
         status, words = stream.finish(60.0)
@@ -404,7 +404,7 @@ def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> Non
         wait_until(lambda: _idle(children()[0]), "it waits for its reader")
         assert psutil.Process(process.pid).memory_info().rss < 100 << 20
         assert sum(len(stream.read()) for _ in range(200)) > 4 << 20  # and goes on when it is read
-        run.door.close(0)
+        run.listener.close(0)
         assert finished(process).returncode == 0
 
 
@@ -427,5 +427,5 @@ def test_all_bytes_come_through_unchanged_both_ways(run: Run) -> None:
         writer.join(60.0)
         assert bytes(received) == data + b"ended\n"
         assert stream.finish(60.0) == (5, "its words")
-        run.door.close(0)
+        run.listener.close(0)
         assert finished(process).returncode == 0

@@ -1,4 +1,4 @@
-"""The door of node 0: the nodes of the run get in and get their places; everybody else gets and costs nothing."""
+"""Node 0's listener: the nodes of the run get in and get their slots; everybody else gets and costs nothing."""
 
 import contextlib
 import json
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from testbed.processes import wait_until
 
 from launcher.errors import HostError, StreamError, UsageError
-from launcher.transport.tcp import admission, listener_thread, tcp
-from launcher.transport.tcp.dial import JoinError, Link, Verdict, dial
-from launcher.transport.tcp.encrypted_records import Kind, Opener, Record, Sealer
-from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp import connection, listener
+from launcher.transport.tcp.connection import dead
+from launcher.transport.tcp.dial import Joined, JoinError, dial
+from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
+from launcher.transport.tcp.greeting import Greeting, Verdict
 from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
 from launcher.transport.tcp.joined_node import HOLD_BYTES
-from launcher.transport.tcp.listener import Door
-from launcher.transport.tcp.rendezvous_file import Meeting
+from launcher.transport.tcp.listener import Listener
+from launcher.transport.tcp.rendezvous_file import Endpoint
 from launcher.transport.tcp.signals import Signals
 
 TOKEN = b"a token that is long enough"
@@ -32,73 +33,72 @@ COMMAND = {"command": "train.py --lr 1", "nnodes": "3"}
 
 
 class Lab:
-    """A door, what it has told, and nodes that are this test."""
+    """A listener, what it has told, and nodes that are this test."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.door = Door(
+        self.listener = Listener(
             "127.0.0.1",
             0,
             TOKEN,
             expected=COMMAND,
-            places=["alpha", "beta", "gamma"],
+            nodes=["alpha", "beta", "gamma"],
             tell=self.told.append,
             typed=lambda rank: f"dtrain run --node-rank {rank}",
         )
-        self.links: list[Link] = []
+        self.joined: list[Joined] = []
         self.sockets: list[socket.socket] = []
         self.signals = Signals()
 
-    def knock(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Link | Verdict:
+    def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Joined | Verdict:
         """Dial as a node does."""
-        meeting = Meeting("127.0.0.1", self.door.port, token)
+        endpoint = Endpoint("127.0.0.1", self.listener.port, token)
         deadline = time.monotonic() + within_s
-        found = dial(lambda: meeting, greeting, certain=True, deadline=deadline, signals=self.signals)
-        if isinstance(found, Link):
-            found.sock.setblocking(True)
-            found.sock.settimeout(60.0)
-            self.links.append(found)
+        found = dial(lambda: endpoint, greeting, certain=True, deadline=deadline, signals=self.signals)
+        if isinstance(found, Joined):
+            found.connection.sock.settimeout(60.0)
+            self.joined.append(found)
         return found
 
     def join(self, rank: int | None = 1, **changes: Any) -> "Node":
-        link = self.knock(replace(Greeting.ours(rank, COMMAND), **changes))
-        assert isinstance(link, Link)
-        return Node(link)
+        joined = self.dial(replace(Greeting.ours(rank, COMMAND), **changes))
+        assert isinstance(joined, Joined)
+        return Node(joined)
 
     def raw(self, said: bytes = b"") -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.door.port), 60.0)
+        sock = socket.create_connection(("127.0.0.1", self.listener.port), 60.0)
         self.sockets.append(sock)
         sock.sendall(said)
         return sock
 
     def wait_for(self, place: str, within_s: float = 60.0) -> Any:
-        return self.door.wait(place, time.monotonic() + within_s)
+        return self.listener.wait(place, time.monotonic() + within_s)
 
     def close(self) -> None:
-        for link in self.links:
-            link.sock.close()
+        for joined in self.joined:
+            joined.connection.sock.close()
         for sock in self.sockets:
             sock.close()
-        self.door.close(0, linger_s=0.0)
+        self.listener.close(0, linger_s=0.0)
 
 
 class Node:
-    """The other end of a link, which speaks as the test says."""
+    """The other end of a connection, which speaks as the test says."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.sock = link.sock
+    def __init__(self, joined: Joined) -> None:
+        self.connection = joined.connection
+        self.sock = joined.connection.sock
+        self.rank = joined.welcome.node_rank
 
     def receive(self) -> Record:
-        while not self.link.records:
-            data = self.sock.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self.link.records.extend(self.link.opener.feed(data))
-        return self.link.records.popleft()
+        return self.connection.receive(time.monotonic() + 5.0)
+
+    def encrypted(self, kind: Kind, data: bytes = b"") -> bytes:
+        assert self.connection._encryptor is not None
+        return self.connection._encryptor.encrypt(kind, data)
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
-        self.sock.sendall(self.link.sealer.seal(kind, data))
+        self.sock.sendall(self.encrypted(kind, data))
 
     def ended(self, status: int | None = 0, words: str = "") -> None:
         self.send(Kind.END)
@@ -113,7 +113,10 @@ def lab() -> Iterator[Lab]:
             yield lab
         finally:
             lab.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "door"]
+    wait_until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("listener")],
+        "its threads have ended",
+    )
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
@@ -123,6 +126,10 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
         assert more
         data += more
     return data
+
+
+def _peers() -> int:
+    return sum(thread.name == "listener's peer" for thread in threading.enumerate())
 
 
 def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -144,7 +151,7 @@ def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> None:
     node = lab.join(1, nproc="4")
-    assert (node.link.place, node.link.node_rank) == ("beta", 1)
+    assert node.rank == 1
     stream = lab.wait_for("beta")
     assert (stream.our_address, stream.greeting.nproc) == ("127.0.0.1", "4")
     assert node.receive().kind is Kind.START
@@ -183,7 +190,7 @@ def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) 
     lab.wait_for("beta")
     assert node.receive().kind is Kind.START
     node.send(Kind.PONG)
-    assert not node.link.records
+    assert not node.connection._records
 
 
 def test_a_broken_connection_is_an_error_after_what_had_arrived(lab: Lab) -> None:
@@ -246,16 +253,16 @@ def test_writing_ends_when_the_connection_does(lab: Lab) -> None:
 
 def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab: Lab) -> None:
     first = Greeting.ours(None, COMMAND)
-    link = lab.knock(first)
-    assert isinstance(link, Link)
-    assert link.node_rank == 1
-    assert lab.join(None).link.node_rank == 2
+    joined = lab.dial(first)
+    assert isinstance(joined, Joined)
+    assert joined.welcome.node_rank == 1
+    assert lab.join(None).rank == 2
     with pytest.raises(JoinError, match="all 3 nodes of the run are there already"):
         lab.join(None)
-    link.sock.close()
-    again = lab.knock(first)
-    assert isinstance(again, Link)
-    assert again.node_rank == 1
+    joined.connection.sock.close()
+    again = lab.dial(first)
+    assert isinstance(again, Joined)
+    assert again.welcome.node_rank == 1
 
 
 @pytest.mark.parametrize(
@@ -277,13 +284,13 @@ def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes:
             lab.join(1, **changes)
     wait_until(lambda: lab.told, "node 0 tells")
     assert len(lab.told) == 1  # once
-    assert lab.join(1).link.node_rank == 1  # the right one gets in
+    assert lab.join(1).rank == 1  # the right one gets in
 
 
 def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 50.0)
+    monkeypatch.setattr(listener, "CHALLENGE_S", 50.0)
     first = lab.join(1, hostname="beta-host", pid=4711)
     thread, results = _in_thread(first.receive)
     began = time.monotonic()
@@ -292,12 +299,12 @@ def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
         lab.join(1)
     answering.join(60.0)
     assert results[0].kind is Kind.PING
-    assert time.monotonic() - began < listener_thread.CHALLENGE_S
+    assert time.monotonic() - began < listener.CHALLENGE_S
     assert "cannot join: node rank 1 is already taken" in lab.told[0]
 
 
 def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 0.3)
+    monkeypatch.setattr(listener, "CHALLENGE_S", 0.3)
     lab.join(1)
     stream = lab.wait_for("beta")
     second = lab.join(1, hostname="second")
@@ -308,15 +315,32 @@ def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monke
 
 
 def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_thread, "CHALLENGE_S", 50.0)
+    monkeypatch.setattr(listener, "CHALLENGE_S", 50.0)
     greeting = Greeting.ours(1, COMMAND)
-    lab.knock(greeting)
+    lab.dial(greeting)
     stream = lab.wait_for("beta")
     began = time.monotonic()
-    assert isinstance(lab.knock(greeting), Link)
+    assert isinstance(lab.dial(greeting), Joined)
     with pytest.raises(StreamError, match="dialled again"):
         stream.read()
-    assert time.monotonic() - began < listener_thread.CHALLENGE_S
+    assert time.monotonic() - began < listener.CHALLENGE_S
+    lab.wait_for("beta")
+
+
+def test_a_node_whose_output_nobody_reads_keeps_its_slot_until_it_dials_again(lab: Lab) -> None:
+    greeting = Greeting.ours(1, COMMAND)
+    joined = lab.dial(greeting)
+    assert isinstance(joined, Joined)
+    node, stream = Node(joined), lab.wait_for("beta")
+    node.sock.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            node.send(Kind.DATA, bytes(1 << 16))
+    wait_until(lambda: stream.full, "no more is taken")
+    with pytest.raises(JoinError, match="already taken"):
+        lab.join(1)
+    assert isinstance(lab.dial(greeting), Joined)
+    assert stream.finish(60.0) == (None, "its node dialled again")
     lab.wait_for("beta")
 
 
@@ -326,18 +350,19 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, m
 def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     greeting = Greeting.ours(1, COMMAND)
     idle = lab.join(2)
-    broken = lab.knock(greeting)
-    assert isinstance(broken, Link)
+    broken = lab.dial(greeting)
+    assert isinstance(broken, Joined)
     stream = lab.wait_for("gamma")
-    broken.sock.close()
-    thread, results = _in_thread(lambda: lab.wait_for("beta"))
-    closing, _ = _in_thread(lambda: lab.door.close(7, "it failed", linger_s=50.0))
+    broken.connection.sock.close()
+    wait_until(lambda: lab.listener._slots.named("beta").connection is None, "node 0 has seen it")
+    thread, results = _in_thread(lambda: lab.wait_for("beta", 60.0))
+    closing, _ = _in_thread(lambda: lab.listener.close(7, "it failed", linger_s=60.0))
     assert idle.receive().kind is Kind.START
     verdict = idle.receive()
     assert (verdict.kind, json.loads(verdict.data)) == (Kind.VERDICT, {"exit_code": 7, "text": "it failed"})
     with pytest.raises(JoinError, match="node 0 was not found in time"):
-        lab.knock(Greeting.ours(1, COMMAND), within_s=0.2)  # of the next run, perhaps: this one's end is not its own
-    assert lab.knock(greeting) == Verdict(7, "it failed")  # it dialled again, a moment too late
+        lab.dial(Greeting.ours(1, COMMAND), within_s=0.2)  # of the next run, perhaps: this one's end is not its own
+    assert lab.dial(greeting) == Verdict(7, "it failed")  # it dialled again, a moment too late
     idle.sock.close()
     began = time.monotonic()
     closing.join(60.0)
@@ -348,7 +373,7 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
         stream.read()
     with pytest.raises(HostError, match="the run is over"):
         lab.wait_for("beta")
-    lab.door.close(0)  # only the first one counts
+    lab.listener.close(0)  # only the first one counts
     with pytest.raises(ConnectionRefusedError):
         lab.raw()
 
@@ -357,19 +382,20 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
 
 
 def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "STRANGER_S", 50.0)
+    monkeypatch.setattr(listener, "JOIN_S", 50.0)
     for _ in range(200):
         lab.raw(MAGIC[:5])
     began = time.monotonic()
     lab.join(1)
-    assert time.monotonic() - began < admission.STRANGER_S / 2  # it did not wait for any of them
+    assert time.monotonic() - began < listener.JOIN_S / 2  # it did not wait for any of them
+    wait_until(lambda: _peers() <= listener.JOINING + 1, "those that had to go have no thread any more")
     open_files = len(os.listdir("/proc/self/fd"))
-    assert open_files < 200 + admission.STRANGERS + 60  # 200 are our own ends
+    assert open_files < 200 + listener.JOINING + 60  # 200 are our own ends
     assert lab.told == []
 
 
-def test_a_slow_stranger_is_shut_out_after_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "STRANGER_S", 0.4)
+def test_a_slow_peer_is_rejected_after_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "JOIN_S", 0.4)
     sock = lab.raw()
     hello = Handshake(Side.JOINER, TOKEN).greeting
     sent = 0
@@ -387,14 +413,14 @@ def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab:
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(100) == b""
         with pytest.raises(JoinError, match="another token"):
-            lab.knock(Greeting.ours(1, COMMAND), token=b"a token of somebody else")
+            lab.dial(Greeting.ours(1, COMMAND), token=b"a token of somebody else")
     assert lab.raw(b"dtrain-join 0009" + bytes(64)).recv(100) == MAGIC
     wait_until(lambda: len(lab.told) == 3, "each is told once")
-    assert "knocked at the control port" in lab.told[0]
+    assert "connected to the control port" in lab.told[0]
     assert "GET / HTTP/1.0" in lab.told[0]
     assert "a node at 127.0.0.1 has another token" in lab.told[1]
     assert "another way of joining" in lab.told[2]
-    lab.door.close(0, linger_s=0.0)
+    lab.listener.close(0, linger_s=0.0)
     assert "2 that were no dtrain" in lab.told[3]
     assert TOKEN.decode() not in "".join(lab.told)
 
@@ -406,9 +432,9 @@ def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
     real.sendall(proof)
     handshake.feed(_exactly(real, PROOF_BYTES))
     assert handshake.keys is not None
-    greeting = Sealer(handshake.keys.sending).seal(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
+    greeting = Encryptor(handshake.keys.sending).encrypt(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
     real.sendall(greeting)
-    assert Opener(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
+    assert Decryptor(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
 
     sock = lab.raw(handshake.greeting)
     _exactly(sock, HELLO_BYTES)
@@ -431,7 +457,7 @@ def test_a_node_that_turns_bad_loses_its_place_and_nothing_else(lab: Lab) -> Non
         if isinstance(said, Kind):
             node.send(said, b"[1]")
         elif said is None:
-            sealed = bytearray(node.link.sealer.seal(Kind.DATA, b"text"))
+            sealed = bytearray(node.encrypted(Kind.DATA, b"text"))
             sealed[6] ^= 4
             node.sock.sendall(sealed)
         else:
@@ -453,13 +479,13 @@ _SAID = st.lists(
 )
 
 
-def test_no_stranger_harms_the_door(lab: Lab) -> None:
+def test_no_foreign_peer_harms_the_listener(lab: Lab) -> None:
     node = lab.join(1)
 
     @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(_SAID, st.booleans())
-    def stranger(said: list[bytes], abruptly: bool) -> None:
-        with socket.create_connection(("127.0.0.1", lab.door.port), 60.0) as sock:
+    def foreign(said: list[bytes], abruptly: bool) -> None:
+        with socket.create_connection(("127.0.0.1", lab.listener.port), 60.0) as sock:
             if abruptly:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -470,20 +496,20 @@ def test_no_stranger_harms_the_door(lab: Lab) -> None:
     @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=4))
     def insider(said: list[tuple[Kind, bytes]]) -> None:
         """One that knows the token, and nothing of how to behave."""
-        link = lab.knock(replace(Greeting.ours(2, COMMAND), id="insider"))
-        assert isinstance(link, Link)
-        with contextlib.closing(link.sock), contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        joined = lab.dial(replace(Greeting.ours(2, COMMAND), id="insider"))
+        assert isinstance(joined, Joined)
+        with contextlib.closing(joined.connection.sock), contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for kind, data in said:
-                Node(link).send(kind, data)
+                Node(joined).send(kind, data)
 
-    stranger()
+    foreign()
     insider()
     lab.wait_for("beta")
     assert node.receive().kind is Kind.START
     assert len(lab.told) < 40
 
 
-def test_a_door_without_descriptors_left_opens_again(lab: Lab) -> None:
+def test_a_listener_without_descriptors_left_accepts_again(lab: Lab) -> None:
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -493,7 +519,7 @@ def test_a_door_without_descriptors_left_opens_again(lab: Lab) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(sock.fileno() for sock in socks) + 1, limits[1]))
         assert highest
         for sock in socks:
-            sock.connect(("127.0.0.1", lab.door.port))
+            sock.connect(("127.0.0.1", lab.listener.port))
         time.sleep(0.3)  # nothing to wait for: it must do nothing wrong meanwhile
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -505,15 +531,17 @@ def test_a_door_without_descriptors_left_opens_again(lab: Lab) -> None:
 # ---- where it listens ----------------------------------------------------------------------------------------
 
 
-def test_the_door_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None:
+def test_it_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", lab.door.port), 60.0)
+        socket.create_connection(("127.0.0.2", lab.listener.port), 60.0)
 
-    def open_at(address: str, port: int) -> Door:
-        return Door(address, port, TOKEN, expected={}, places=["a"], tell=print)
+    def open_at(address: str, port: int) -> Listener:
+        return Listener(address, port, TOKEN, expected={}, nodes=["a"], tell=print)
 
-    with pytest.raises(UsageError, match=rf"port {lab.door.port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("):
-        open_at("127.0.0.1", lab.door.port)
+    with pytest.raises(
+        UsageError, match=rf"port {lab.listener.port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("
+    ):
+        open_at("127.0.0.1", lab.listener.port)
     with pytest.raises(UsageError, match=r"no interface here has the address 192\.0\.2\.99"):
         open_at("192.0.2.99", 0)
     with pytest.raises(UsageError, match="means all interfaces"):
@@ -528,6 +556,9 @@ def test_the_door_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -
 def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_silent_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(
+        connection, "SILENCE_S", 0.3
+    )  # shorter than the pause of the keepalives, which say that one lives
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
         full, silent = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
         for _ in range(2):
@@ -536,7 +567,6 @@ def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_
         with contextlib.suppress(BlockingIOError):
             while True:
                 full.send(bytes(1 << 16))
-        assert not tcp.dead(silent)
-        monkeypatch.setattr(tcp, "SILENCE_S", 0.3)  # less than the pause of the keepalives, which say that one lives
-        wait_until(lambda: tcp.dead(silent), "it was silent for too long")
-        assert not tcp.dead(full)
+        assert not dead(silent)
+        wait_until(lambda: dead(silent), "it was silent for too long")
+        assert not dead(full)

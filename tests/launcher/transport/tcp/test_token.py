@@ -8,13 +8,13 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.transport.tcp import token as token_module
-from launcher.transport.tcp.rendezvous_file import Meeting, local_folder, publish, read_meeting
+from launcher.transport.tcp.rendezvous_file import Endpoint, local_folder, publish, read_endpoint
 from launcher.transport.tcp.token import find_token, new_token
 
 pytestmark = pytest.mark.ordinary_user
 
 SECRET = "canary-0123456789-canary"
-MEETING = Meeting("127.0.0.1", 4711, SECRET.encode())
+ENDPOINT = Endpoint("127.0.0.1", 4711, SECRET.encode())
 
 
 def _token_file(path: Path, text: str = SECRET + "\n", mode: int = 0o600) -> Path:
@@ -81,7 +81,7 @@ def test_no_error_shows_the_token(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as refused:
             find_token(env, path)
         assert "canary" not in str(refused.value)
-    assert "canary" not in repr(MEETING)
+    assert "canary" not in repr(ENDPOINT)
 
 
 def test_a_new_token_is_one_that_would_be_taken() -> None:
@@ -94,51 +94,51 @@ def _folder(path: Path) -> Path:
     return path
 
 
-# ---- meetings ------------------------------------------------------------------------------------------------
+# ---- rendezvous file -----------------------------------------------------------------------------------------
 
 
-def test_a_meeting_is_found_while_it_lasts_and_by_this_user_only(tmp_path: Path) -> None:
-    assert read_meeting(tmp_path, "job/7 step.0") is None
-    with publish(tmp_path, "job/7 step.0", MEETING) as path:
-        assert read_meeting(tmp_path, "job/7 step.0") == MEETING
+def test_a_rendezvous_file_is_found_while_it_lasts_and_by_this_user_only(tmp_path: Path) -> None:
+    assert read_endpoint(tmp_path, "job/7 step.0") is None
+    with publish(tmp_path, "job/7 step.0", ENDPOINT) as path:
+        assert read_endpoint(tmp_path, "job/7 step.0") == ENDPOINT
         assert path.parent == tmp_path
         assert path.stat().st_mode & 0o777 == 0o600
-        assert read_meeting(tmp_path, "another") is None
+        assert read_endpoint(tmp_path, "another") is None
         assert list(tmp_path.iterdir()) == [path]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stale_file_is_replaced(tmp_path: Path) -> None:
-    with publish(tmp_path, "run", Meeting("127.0.0.1", 1, b"of a killed run")):
-        with publish(tmp_path, "run", MEETING):
-            assert read_meeting(tmp_path, "run") == MEETING
-        assert read_meeting(tmp_path, "run") is None
-    with publish(tmp_path, "run", MEETING):
-        other = publish(tmp_path, "run", Meeting("::1", 2, b"the next run"))
+    with publish(tmp_path, "run", Endpoint("127.0.0.1", 1, b"of a killed run")):
+        with publish(tmp_path, "run", ENDPOINT):
+            assert read_endpoint(tmp_path, "run") == ENDPOINT
+        assert read_endpoint(tmp_path, "run") is None
+    with publish(tmp_path, "run", ENDPOINT):
+        other = publish(tmp_path, "run", Endpoint("::1", 2, b"the next run"))
         other.__enter__()
-    assert read_meeting(tmp_path, "run") == Meeting("::1", 2, b"the next run")  # the first one left it alone
+    assert read_endpoint(tmp_path, "run") == Endpoint("::1", 2, b"the next run")  # the first one left it alone
     other.__exit__(None, None, None)
 
 
 def test_a_file_that_others_could_have_written_is_not_believed(tmp_path: Path) -> None:
-    with publish(tmp_path, "run", MEETING) as path:
+    with publish(tmp_path, "run", ENDPOINT) as path:
         for mode in (0o644, 0o660):
             path.chmod(mode)
             with pytest.raises(UsageError, match="not a file of this user alone"):
-                read_meeting(tmp_path, "run")
+                read_endpoint(tmp_path, "run")
         path.chmod(0o600)
-        link = tmp_path / "link.meeting"
+        link = tmp_path / "link.rendezvous"
         link.symlink_to(path)
         with pytest.raises(UsageError, match="cannot be read"):
-            read_meeting(tmp_path, "link")
+            read_endpoint(tmp_path, "link")
         if os.geteuid() == 0:
             os.chown(path, 12345, 12345)
             with pytest.raises(UsageError, match="not a file of this user alone"):
-                read_meeting(tmp_path, "run")
+                read_endpoint(tmp_path, "run")
     for text in ("", "[]", "{}", json.dumps({"address": "a", "port": "x", "token": ""})):
-        _token_file(tmp_path / "bad.meeting", text)
+        _token_file(tmp_path / "bad.rendezvous", text)
         with pytest.raises(UsageError, match="remove it") as refused:
-            read_meeting(tmp_path, "bad")
+            read_endpoint(tmp_path, "bad")
         assert str(tmp_path) in str(refused.value)
 
 
@@ -160,5 +160,5 @@ def test_the_folder_on_this_machine_is_this_users_alone(tmp_path: Path, monkeypa
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written"), publish(tmp_path / "nowhere", "run", MEETING):
+    with pytest.raises(UsageError, match="cannot be written"), publish(tmp_path / "nowhere", "run", ENDPOINT):
         raise AssertionError("it was published")

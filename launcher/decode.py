@@ -1,0 +1,155 @@
+"""The one decoder of what another process says: JSON becomes a dataclass of exactly the annotated types, or an error.
+
+Used for the messages of protocol.py, the words between nodes that are started by hand, the leftovers of lost agents
+and the answers of `dtrain check`. Annotations may be str, bool, int, float, bytes (which JSON never has), enums by
+their value, `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X], dataclasses of these, and Any. Pure; what is wrong
+is named by its field and its type, never by its value, which may be secret.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar
+
+from launcher.errors import ProtocolError
+
+__all__ = ["decode_dataclass", "decode_json", "decode_value", "parse_json"]
+
+T = TypeVar("T")
+_Field: typing.TypeAlias = tuple[Any, float | None, Callable[[Any], Any]]
+_LIMITS: dict[type, float] = {int: 2**63, float: sys.float_info.max}  # neither an overflow in C, nor infinity, nor NaN
+_parse = json.JSONDecoder().decode  # json.loads looks for options and encodings each time
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a text in UTF-8 says. Raises ProtocolError."""
+    try:
+        return _parse(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"this is no JSON: {type(error).__name__}") from error
+
+
+def decode_json(cls: type[T], text: bytes | str) -> T:
+    """Return the dataclass that a text says. Raises ProtocolError."""
+    return decode_dataclass(cls, parse_json(text))
+
+
+def decode_dataclass(cls: type[T], value: object) -> T:
+    """Make a dataclass of a mapping with its field names, which is left as it is. Raises ProtocolError."""
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{cls.__name__}: expected an object, got {type(value).__name__}")
+    known: dict[str, _Field] = _fields(cls)  # type: ignore[arg-type]  # a class can be hashed
+    made = value
+    for name, item in value.items():
+        if name not in known:
+            raise ProtocolError(f"{cls.__name__}: it has no field of that name")
+        kind, limit, convert = known[name]
+        if type(item) is kind and (limit is None or -limit <= item <= limit):  # of most fields; all else takes longer
+            continue
+        try:
+            converted = convert(item)
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}.{name}: {error}") from error
+        if converted is not item:
+            made = dict(value) if made is value else made
+            made[name] = converted
+    try:
+        return cls(**made)
+    except (TypeError, ValueError) as error:  # a field is missing, or the class itself objects
+        raise ProtocolError(f"{cls.__name__}: {error}") from error
+
+
+def decode_value(kind: Any, value: object) -> Any:
+    """Return a value of an annotated type. Raises ProtocolError."""
+    return _converter(kind)(value)
+
+
+@cache
+def _fields(cls: Any) -> dict[str, _Field]:
+    """Return by name each field's type, its limit and what converts it: hashing a type each time would be slow."""
+    hints = typing.get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in fields(cls)}
+    return {name: (kind, _LIMITS.get(kind), _converter(kind)) for name, kind in kinds.items()}
+
+
+@cache
+def _converter(kind: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of this type or raises ProtocolError; the value itself where nothing has to change."""
+    if kind is Any:
+        return lambda value: value
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        (other,) = (_converter(argument) for argument in arguments if argument is not types.NoneType)
+        return lambda value: None if value is None else other(value)
+    if origin is list:
+        return _items(list, arguments[0])
+    if origin is tuple and arguments[1:] == (...,):
+        return _items(tuple, arguments[0])
+    if origin is tuple:
+        return _pair([_converter(argument) for argument in arguments])
+    if origin is dict:
+        return _mapping(arguments[1])
+    if is_dataclass(kind) and isinstance(kind, type):
+        return lambda value: decode_dataclass(kind, value)
+    if issubclass(kind, Enum):
+        return lambda value: _member(kind, value)
+    return lambda value: _plain(kind, value)
+
+
+def _plain(kind: type[Any], value: Any) -> Any:
+    if kind is float and type(value) is int and abs(value) <= _LIMITS[int]:
+        return float(value)
+    if type(value) is not kind:
+        raise ProtocolError(f"expected {kind.__name__}, got {type(value).__name__}")
+    if kind in _LIMITS and not -_LIMITS[kind] <= value <= _LIMITS[kind]:  # NaN is neither
+        raise ProtocolError(f"expected {kind.__name__}, got one out of range")
+    return value
+
+
+def _member(kind: type[Enum], value: Any) -> Enum:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ProtocolError(f"expected one of {kind.__name__}") from error
+
+
+def _items(sequence: type[list[Any]] | type[tuple[Any, ...]], kind: Any) -> Callable[[Any], Any]:
+    convert = _converter(kind)
+
+    def items(value: Any) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"expected a list, got {type(value).__name__}")
+        if sequence is list and kind is str and {*map(type, value)} <= {str}:
+            return value
+        return sequence(map(convert, value))
+
+    return items
+
+
+def _pair(converters: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def pair(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(converters):
+            raise ProtocolError(f"expected a list of {len(converters)}")
+        return tuple(convert(item) for convert, item in zip(converters, value, strict=True))
+
+    return pair
+
+
+def _mapping(kind: Any) -> Callable[[Any], Any]:
+    convert = _converter(kind)
+
+    def mapping(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ProtocolError(f"expected an object, got {type(value).__name__}")
+        if kind is str and {*map(type, value.values())} <= {str}:  # an environment is checked at once
+            return value
+        return {name: convert(item) for name, item in value.items()}
+
+    return mapping
