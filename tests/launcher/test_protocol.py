@@ -198,7 +198,7 @@ def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
     except ProtocolError:
         return
     assert type(arrived) is type(message)
-    assert _decode(encode(arrived)) == [arrived]
+    assert repr(_decode(encode(arrived))) == repr([arrived])  # NaN is not equal to itself
     hints = get_type_hints(type(arrived))
     for field in fields(arrived):
         _check_type(getattr(arrived, field.name), hints[field.name])
@@ -206,6 +206,8 @@ def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
 
 def _check_type(value: Any, kind: Any) -> None:
     """Check it without the decoder's own rules."""
+    if kind is Any:  # the answers of `dtrain check`, which it decodes itself
+        return
     if kind is float:
         assert type(value) is float
         assert math.isfinite(value)
