@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ddp.errors import ArgumentError, DdpError, NotInitializedError, Unsupported
 __all__ = [
     "bucket_limits",
     "check_initialized",
+    "check_plain",
     "checked_device_ids",
     "control_group",
     "member_group",
@@ -76,6 +78,18 @@ def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             raise ArgumentError(
                 f"parameter {name!r} has no shape yet (uninitialized): run a dummy forward pass of the module "
                 "before it is wrapped"
+            )
+
+
+def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2)."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # who made a DTensor has imported it
+    for name, parameter in parameters:
+        if tensor is not None and isinstance(parameter, tensor.DTensor):
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor: the ranks hold parts of it {parameter.placements}, and only whole "
+                "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or use "
+                "fully_shard() alone, with a two-dimensional mesh for replicas of shards"
             )
 
 

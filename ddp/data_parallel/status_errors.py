@@ -30,13 +30,13 @@ def describe_failure(what: str, error: BaseException) -> str:
 
 
 def peers_failed(place: Whereabouts, count: int) -> PeerFailedError:
-    """What the `count` ranks told that failed in this step."""
+    """What the `count` ranks said that failed in this step; the store may know less, or nothing."""
     failures = place.failures(place.step, expected=count)
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())) or "it did not say why"
-    who = ", ".join(map(str, sorted(failures))) or "another rank"
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    ranks = f"rank {', '.join(map(str, sorted(failures)))}" if failures else f"{count} other rank{'s' * (count > 1)}"
     return PeerFailedError(
-        f"rank {place.rank} of {place.size}: step {place.step + 1} failed on rank {who}, so nothing was averaged. "
-        f"{told}. "
+        f"rank {place.rank} of {place.size}: step {place.step + 1} failed on {ranks}, so nothing was averaged. "
+        f"{reasons or 'Why is not known here: see the output of the other ranks'}. "
         "The gradients of this step are dropped (None) on every rank; the next step can go on",
         failures=failures,
     )

@@ -25,6 +25,7 @@ from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
     check_initialized,
+    check_plain,
     checked_device_ids,
     control_group,
     member_group,
@@ -151,6 +152,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = self._named_parameters()
+        check_plain(parameters)
         self.device = single_device_type(parameters)
         check_initialized(parameters)
         self.device_type = self.device.type

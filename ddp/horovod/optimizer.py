@@ -28,7 +28,7 @@ from ddp.comm.fingerprint import fingerprints
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import device_of, gather_values
 from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
-from ddp.data_parallel.arguments import bucket_limits, check_initialized, control_group, single_device_type
+from ddp.data_parallel.arguments import bucket_limits, check_initialized, check_plain, control_group, single_device_type
 from ddp.data_parallel.buckets.bucket_schedule import Channel
 from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.buckets.sparse_transfer import average_sparse
@@ -272,6 +272,7 @@ class _Engine:
         self._reducer: _PassReducer | None = None
         self._compressor: Compressor | None = None
         named = self._named()
+        check_plain(named)
         self._device = single_device_type(named)
         check_initialized(named)
         self._link: dist.ProcessGroup | None = link

@@ -14,6 +14,8 @@ from ddp_worlds.data_parallel_cases import F64, Mlp, assert_close, assert_replic
 from torch import nn
 
 import ddp
+from ddp.data_parallel.status_errors import peers_failed
+from ddp.monitoring.stall_report import Whereabouts
 
 
 class Fragile(nn.Module):
@@ -84,6 +86,11 @@ def failure_is_shared(fails_in: str, views: bool, cap_mb: float | None, catch: b
             optimizer.step()
     assert_replicas_equal(model)
     return text, took_s
+
+
+def failed_without_a_word(count: int) -> str:
+    """The text for ranks that failed and could not tell the store why."""
+    return str(peers_failed(Whereabouts(dist.group.WORLD, timeout_s=None), count))
 
 
 def all_fail_and_go_on() -> None:

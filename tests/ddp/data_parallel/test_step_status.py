@@ -29,6 +29,12 @@ def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
         assert took_s < 5
 
 
+@pytest.mark.parametrize(("count", "which"), [(1, "1 other rank,"), (3, "3 other ranks,")])
+def test_a_failure_without_a_reason_says_how_many_failed(nursery: Nursery, count: int, which: str) -> None:
+    (text,) = nursery.run(1, "ddp_worlds.step_status_cases:failed_without_a_word", count=count)
+    assert f"step 1 failed on {which} so nothing was averaged. Why is not known here: " in text
+
+
 def test_a_failure_on_every_rank_leaves_them_in_step(nursery: Nursery) -> None:
     nursery.run(2, "ddp_worlds.step_status_cases:all_fail_and_go_on")
 
