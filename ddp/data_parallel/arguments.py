@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+from ddp.torch_internals import device_index, root_mesh
 
 __all__ = [
     "bucket_limits",
@@ -102,7 +103,7 @@ def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Proc
             raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
         if device_mesh.ndim != 1:
             raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
-        if device_mesh._get_root_mesh() != device_mesh:
+        if root_mesh(device_mesh) != device_mesh:
             raise UnsupportedError(
                 "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
                 "pass process_group=device_mesh.get_group() for plain parameters"
@@ -161,8 +162,8 @@ def checked_device_ids(
             f"device_ids={list(device_ids)} for a module on {device}: device_ids can only be None or contain a single "
             "element, that of the module's CUDA device (always None on the CPU and for several devices)"
         )
-    index = torch._utils._get_device_index(device_ids[0], True)
-    if output_device is not None and torch._utils._get_device_index(output_device, True) != index:
+    index = device_index(device_ids[0])
+    if output_device is not None and device_index(output_device) != index:
         raise ArgumentError(
             f"output_device={output_device}, but device_ids={list(device_ids)}: outputs stay on the module's device"
         )

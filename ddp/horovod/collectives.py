@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,8 @@ from ddp import world
 from ddp.comm.objects import device_of, gather_values
 from ddp.compression.compressors import Half
 from ddp.errors import ArgumentError, NotInitializedError, UnsupportedError
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import report_of
+from ddp.torch_internals import allgather_flat
 
 __all__ = [
     "Average",
@@ -39,7 +39,6 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
-    "agree",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -52,6 +51,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "check_same_call",
     "cross_rank",
     "cross_size",
     "grouped_allreduce",
@@ -59,7 +59,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
-    "member",
+    "own_group",
     "poll",
     "rank",
     "reducescatter",
@@ -135,7 +135,7 @@ def cross_size() -> int:
 def shutdown() -> None:
     """Close the process group, as the end of the process does. Every rank should call it; without a group, nothing."""
     if is_initialized():
-        world._leave()
+        world.leave()
 
 
 def _here(what: str) -> world.World:
@@ -224,14 +224,14 @@ def reducescatter(
 
     Every rank must call it with the same name, operation, dtype and shape; blocks. Each adds in the order of the ranks.
     """
-    link = member(group, "reducescatter")
+    link = own_group(group, "reducescatter")
     count = link.size()
     rows = tensor.shape[0] if tensor.dim() else 0
     splits = [len(range(index, rows, count)) for index in range(count)]
 
     def run(given: Tensor) -> Tensor:
         problem = _reduction_problem([given], op, None) or ("" if given.dim() else "a tensor without dimensions")
-        agree(Call("reducescatter", name, f"{op}, {_form(given)}", problem=problem), group)
+        check_same_call(Call("reducescatter", name, f"{op}, {_form(given)}", problem=problem), group)
         shares, _ = _exchange_rows(given, splits, name, link)  # (ranks * own rows, ...)
         shares = shares.reshape(count, splits[link.rank()], *given.shape[1:])
         return _reduced_here(shares, op)
@@ -267,7 +267,7 @@ def broadcast(
 
     def back(grad: Tensor) -> Tensor:
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
-        return total if member(group, "broadcast").rank() == root_rank else torch.zeros_like(total)
+        return total if own_group(group, "broadcast").rank() == root_rank else torch.zeros_like(total)
 
     return _differentiable(tensor, lambda given: _broadcast(given, root_rank, name, group).wait(), back)
 
@@ -309,7 +309,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGro
         return result
 
     def back(grad: Tensor) -> Tensor:
-        at = member(group, "allgather").rank()
+        at = own_group(group, "allgather").rank()
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
         return total.narrow(0, sum(counts[:at]), counts[at])
 
@@ -333,7 +333,7 @@ def alltoall(
     Without `splits`, each rank gets the same number of rows; with them, the result is a pair: the rows, and how many
     came from each rank. Every rank must call it with the same name, dtype and shape but for the rows; blocks.
     """
-    link = member(group, "alltoall")
+    link = own_group(group, "alltoall")
     rows = tensor.shape[0] if tensor.dim() else 0
     sends = [rows // link.size()] * link.size() if splits is None else [int(count) for count in splits]
     problem = "a tensor without dimensions" if not tensor.dim() else ""
@@ -342,7 +342,7 @@ def alltoall(
     received: list[int] = []
 
     def run(given: Tensor) -> Tensor:
-        agree(Call("alltoall", name, _form(given, rows="any"), problem=problem), group)
+        check_same_call(Call("alltoall", name, _form(given, rows="any"), problem=problem), group)
         result, counts = _exchange_rows(given, sends, name, link)
         received.extend(counts)
         return result
@@ -357,7 +357,7 @@ def alltoall(
 
 def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank has called it, with the same name."""
-    agree(Call("barrier", name, ""), group)
+    check_same_call(Call("barrier", name, ""), group)
 
 
 # Handles
@@ -366,9 +366,9 @@ def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) 
 class Handle:
     """A call under way. It knows its result once it was waited for; waiting again returns the same."""
 
-    def __init__(self, what: str, agreement: _Agreement, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
+    def __init__(self, what: str, check: _CallCheck, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
         self.what = what
-        self._agreement = agreement
+        self._check = check
         self._works = list(works)
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
@@ -376,9 +376,9 @@ class Handle:
     def wait(self) -> Any:
         """Block until the result is there, and return it. Raises as the synchronous call does."""
         if self._finish is not None:
-            self._agreement.settle()
+            self._check.settle()
             for work in self._works:
-                self._agreement.place.wait(work, self.what)
+                self._check.report.wait(work, self.what)
             with torch.no_grad():
                 self._result = self._finish()
             self._finish = None
@@ -387,7 +387,7 @@ class Handle:
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once. Does not block."""
-        return self._finish is None or (self._agreement.is_completed() and all(w.is_completed() for w in self._works))
+        return self._finish is None or (self._check.is_completed() and all(w.is_completed() for w in self._works))
 
     def then(self, change: Callable[[Any], Any]) -> Handle:
         """Let `wait` return what `change` makes of the result."""
@@ -425,16 +425,11 @@ class Call:
         return f"{text}: {self.problem}" if self.problem else text
 
 
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, Whereabouts] = weakref.WeakKeyDictionary()
-
-
-class _Agreement:
+class _CallCheck:
     """The comparison of a call with those of the other ranks, under way. Holds `group` until it is settled."""
 
     def __init__(self, call: Call, group: dist.ProcessGroup) -> None:
-        if group not in _places:
-            _places[group] = Whereabouts(group, timeout_s=None)
-        self.place = _places[group]
+        self.report = report_of(group)
         self._call = call
         self._group: dist.ProcessGroup | None = group
         self._numbers = [call.number]
@@ -443,7 +438,7 @@ class _Agreement:
             digest = int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=8).digest(), "little", signed=True)
             self._mine = torch.tensor([digest, call.number], device=self._device)  # int64
             self._every = torch.empty(2 * group.size(), dtype=torch.int64, device=self._device)
-            self._work: dist.Work = group._allgather_base(self._every, self._mine)
+            self._work: dist.Work = allgather_flat(group, self._every, self._mine)
 
     def is_completed(self) -> bool:
         return self._group is None or self._group.size() == 1 or self._work.is_completed()
@@ -454,8 +449,8 @@ class _Agreement:
             return self._numbers
         group, self._group = self._group, None
         if group.size() > 1:
-            self.place.wait(self._work, str(self._call))
-            self.place.step += 1
+            self.report.wait(self._work, str(self._call))
+            self.report.step += 1
             every = self._every.tolist()
             self._numbers = every[1::2]
             if len(set(every[::2])) > 1:
@@ -465,9 +460,9 @@ class _Agreement:
         return self._numbers
 
 
-def agree(call: Call, group: dist.ProcessGroup | None) -> list[int]:
-    """Wait until every rank has made the same call; return their numbers, by rank. See `_Agreement.settle`."""
-    return _Agreement(call, member(group, call.kind)).settle()
+def check_same_call(call: Call, group: dist.ProcessGroup | None) -> list[int]:
+    """Wait until every rank has made the same call; return their numbers, by rank. See `_CallCheck.settle`."""
+    return _CallCheck(call, own_group(group, call.kind)).settle()
 
 
 def _calls_differ(told: Sequence[str]) -> ArgumentError:
@@ -485,7 +480,7 @@ def _calls_differ(told: Sequence[str]) -> ArgumentError:
     )
 
 
-def member(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     """Return the group that `what` works on; default: all. Raises NotInitializedError, ArgumentError if not in it."""
     if not is_initialized():
         raise NotInitializedError(f"there is no process group yet: call ddp.init() before ddp.{what}()")
@@ -569,7 +564,7 @@ def _reduction_problem(tensors: Sequence[Tensor], op: str, compression: object) 
     return ""
 
 
-def _wire_dtype(dtype: torch.dtype, compression: str | Half | None) -> torch.dtype:
+def _sent_dtype(dtype: torch.dtype, compression: str | Half | None) -> torch.dtype:
     """What travels for `dtype`. Gloo knows neither bool nor int16."""
     if compression is not None and dtype.itemsize > 2:
         return compression.dtype if isinstance(compression, Half) else _HALVES[compression]
@@ -592,14 +587,14 @@ def _allreduce(
     )
     facts = f"{op}, {forms}" + ("" if compression is None else f", as {compression}")
     call = Call("allreduce" if len(tensors) == 1 else "grouped_allreduce", name, facts, problem=problem)
-    link = member(group, call.kind)
+    link = own_group(group, call.kind)
     compression = compression if link.size() > 1 else None
-    agreement = _Agreement(call, link)
+    check = _CallCheck(call, link)
     if problem or not is_async:
-        agreement.settle()
+        check.settle()
     bundles: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        bundles.setdefault((tensor.device, _wire_dtype(tensor.dtype, compression)), []).append(index)
+        bundles.setdefault((tensor.device, _sent_dtype(tensor.dtype, compression)), []).append(index)
     flats, works = [], []
     for (_, dtype), indices in bundles.items():
         flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in indices])
@@ -622,7 +617,7 @@ def _allreduce(
                 results[index] = part.to(tensors[index].dtype).reshape(tensors[index].shape)
         return results
 
-    return Handle(str(call), agreement, works, finish)
+    return Handle(str(call), check, works, finish)
 
 
 def _name_problem(name: object) -> str:
@@ -639,27 +634,27 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _broadcast(
     tensor: Tensor, root: int, name: str | None, group: dist.ProcessGroup | None, *, is_async: bool = False
 ) -> Handle:
-    link = member(group, "broadcast")
+    link = own_group(group, "broadcast")
     problem = "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
     call = Call("broadcast", name, f"from rank {root}, {_form(tensor)}", problem=problem or _name_problem(name))
-    agreement = _Agreement(call, link)
+    check = _CallCheck(call, link)
     if call.problem or not is_async:
-        agreement.settle()
+        check.settle()
     data = _bytes_of(tensor)
     works = []
     if link.size() > 1 and data.numel():
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         works.append(link.broadcast([data], options))
-    return Handle(str(call), agreement, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
+    return Handle(str(call), check, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup | None) -> tuple[Handle, list[int]]:
     """Start it when the ranks have agreed; the handle, and the rows of each rank."""
-    link = member(group, "allgather")
+    link = own_group(group, "allgather")
     call = Call("allgather", name, _form(tensor, rows="any"), number=tensor.shape[0], problem=_name_problem(name))
-    agreement = _Agreement(call, link)
-    counts = agreement.settle()
+    check = _CallCheck(call, link)
+    counts = check.settle()
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     longest = max(counts) * row_bytes
     data = _bytes_of(tensor)
@@ -668,13 +663,13 @@ def _allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup | None
         padded = torch.cat([data, data.new_zeros(longest - len(data))])
         every = data.new_empty(link.size() * longest)
         if longest:
-            works.append(link._allgather_base(every, padded))
+            works.append(allgather_flat(link, every, padded))
 
     def finish() -> Tensor:
         parts = [every[at * longest :][: count * row_bytes] for at, count in enumerate(counts)]
         return torch.cat(parts).view(tensor.dtype).reshape(sum(counts), *tensor.shape[1:])
 
-    return Handle(str(call), agreement, works, finish), counts
+    return Handle(str(call), check, works, finish), counts
 
 
 def _exchange_rows(
@@ -683,15 +678,15 @@ def _exchange_rows(
     """Send `sends[r]` rows to each rank r; return what came and how many rows from each. Blocks."""
     if link.size() == 1:
         return tensor.detach().clone(), list(sends)
-    place = _places[link]
+    report = report_of(link)
     mine = torch.tensor(sends, device=device_of(link))  # int64
     counts = torch.empty_like(mine)
-    place.wait(link.alltoall_base(counts, mine, [], []), _named("exchange of row counts", name))
+    report.wait(link.alltoall_base(counts, mine, [], []), _named("exchange of row counts", name))
     receives: list[int] = counts.tolist()
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     data = _bytes_of(tensor)
     came = data.new_empty(sum(receives) * row_bytes)
     if row_bytes:
         sizes = [[count * row_bytes for count in counted] for counted in (receives, sends)]
-        place.wait(link.alltoall_base(came, data, *sizes), _named("exchange of rows", name))
+        report.wait(link.alltoall_base(came, data, *sizes), _named("exchange of rows", name))
     return came.view(tensor.dtype).reshape(sum(receives), *tensor.shape[1:]), receives

@@ -1,6 +1,6 @@
 """Says who is missing, and where, when a collective fails or lasts too long.
 
-torch only knows that a receive timed out or that a peer closed its connection. A Whereabouts belongs to one wrapped
+torch only knows that a receive timed out or that a peer closed its connection. A StallReport belongs to one wrapped
 model: its owner notes with `at` what this rank does, and waits for collectives with `wait`. When a wait goes
 wrong, the ranks tell each other through the store where they are (`ddp.monitoring.stall_channel` has the thread that
 does so while the main thread hangs), and the error is a report of it. Nothing here starts a collective.
@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,9 +31,10 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import ArgumentError, CollectiveError, DdpError
-from ddp.monitoring.stall_channel import Answer, Heard, Place, Wire, printable, wire_of_world
+from ddp.monitoring.stall_channel import Answer, Heard, Position, StoreThread, printable, store_thread_of_world
+from ddp.torch_internals import device_types_of, timeout_of
 
-__all__ = ["Pending", "Whereabouts"]
+__all__ = ["Pending", "StallReport", "report_of", "waiting_for_peers"]
 
 _TORCHS_TIMEOUT_S = 1800.0
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
@@ -48,17 +50,23 @@ class Pending(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Whereabouts:
+class StallReport:
     """Where this rank of a group stands in its training, told to the others when somebody waits too long.
 
-    Every rank of the group makes its Whereabouts of that group in the same order; nothing blocks. `step` is set by
+    Every rank of the group makes its StallReport of that group in the same order; nothing blocks. `step` is set by
     the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is nine
     tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run:
     unless it is the CPU, waiting does not block the caller, and a stall is written to stderr instead of raised.
+    `kind` tells what is counted apart from the models of the group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float | None, device: torch.device | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float | None,
+        device: torch.device | None = None,
+        kind: str = "",
     ) -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise ArgumentError(f"the stall timeout must be more than 0 s, not {timeout_s!r}")
@@ -69,23 +77,23 @@ class Whereabouts:
         self._thread = threading.get_ident()
         self._limit = timedelta(seconds=self.timeout_s)
         self._blocks = device is None or device.type == "cpu"
-        self._place: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
+        self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
         self._global_ranks: Sequence[int] = range(self.size)
-        self._wire: Wire | None = None
+        self._store_thread: StoreThread | None = None
         if self.size > 1:
-            with contextlib.suppress(KeyError):  # a group that torch did not make: its ranks' places are not known
+            with contextlib.suppress(KeyError):  # a group that torch did not make: its ranks' positions are not known
                 self._global_ranks = dist.get_process_group_ranks(group)
-                self._wire = wire_of_world(_how_it_ends)
-        self._key = "" if self._wire is None else self._wire.enter(group.group_name, self)
+                self._store_thread = store_thread_of_world(_how_it_ends)
+        self._key = "" if self._store_thread is None else self._store_thread.enter(group.group_name + kind, self)
 
     def at(self, phase: str, detail: Callable[[], str] | None = None) -> None:
         """Note what this rank does from now on. `detail` is called in another thread, when somebody asks.
 
         `detail` is kept until the next note: a bound method keeps its object alive.
         """
-        self._place = (phase, detail, monotonic(), _NOT_WAITING)
+        self._position = (phase, detail, monotonic(), _NOT_WAITING)
 
     def wait(self, work: Pending, what: str) -> None:
         """Wait for a collective, or raise a CollectiveError that says where each rank is.
@@ -93,8 +101,8 @@ class Whereabouts:
         That takes some seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for
         again, and its tensors are in use until it ends.
         """
-        before = self._place
-        self._place = (what, None, monotonic(), _BOUNDED if self._blocks else _UNBOUNDED)
+        before = self._position
+        self._position = (what, None, monotonic(), _BOUNDED if self._blocks else _UNBOUNDED)
         try:
             if self._blocks:
                 self._wait_here(work, what)
@@ -104,9 +112,9 @@ class Whereabouts:
         except DdpError:
             raise
         except RuntimeError as error:
-            raise self._error(what, str(error)) from error
+            raise self.error(what, str(error)) from error
         finally:
-            self._place = before
+            self._position = before
 
     def _wait_here(self, work: Pending, what: str) -> None:
         try:
@@ -114,38 +122,38 @@ class Whereabouts:
         except RuntimeError as error:
             if not work.is_completed():
                 _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
-                raise self._error(what, "") from error
+                raise self.error(what, "") from error
             work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Wait in a block that has no Work: its RuntimeError becomes the report, and a stall is written to stderr."""
-        before = self._place
-        self._place = (what, None, monotonic(), _UNBOUNDED)
+        before = self._position
+        self._position = (what, None, monotonic(), _UNBOUNDED)
         try:
             yield
         except DdpError:
             raise
         except RuntimeError as error:
-            raise self._error(what, str(error)) from error
+            raise self.error(what, str(error)) from error
         finally:
-            self._place = before
+            self._position = before
 
     def tell_failure(self, round_: int, text: str) -> None:
         """Tell the other ranks of an exception here, under a number that they share. Never raises.
 
         Blocks until the store has it, at most a second.
         """
-        if self._wire is not None:
+        if self._store_thread is not None:
             said = json.dumps([self.rank, printable(text)])
-            self._wire.append(f"failures/{self._key}/{round_}", said + "\n")
+            self._store_thread.append(f"failures/{self._key}/{round_}", said + "\n")
 
     def failures(self, round_: int, *, expected: int = 1, patience_s: float = 2.0) -> dict[int, str]:
         """Return what the ranks told under this number, by rank, when `expected` ranks did or after `patience_s`."""
         told: dict[int, str] = {}
         deadline = monotonic() + patience_s
-        while self._wire is not None and len(told) < expected and (left_s := deadline - monotonic()) > 0:
-            for line in self._wire.read(f"failures/{self._key}/{round_}", left_s).splitlines():
+        while self._store_thread is not None and len(told) < expected and (left_s := deadline - monotonic()) > 0:
+            for line in self._store_thread.read(f"failures/{self._key}/{round_}", left_s).splitlines():
                 with contextlib.suppress(ValueError, TypeError):  # not what tell_failure writes
                     rank, text = json.loads(line)
                     told.setdefault(int(rank), printable(str(text)))
@@ -155,20 +163,20 @@ class Whereabouts:
 
     def close(self) -> None:
         """Tell no more of this model: its owner is gone. May be called twice, and in a destructor."""
-        wire, self._wire, self._newest = self._wire, None, None
-        if wire is not None:
-            wire.leave(self._key, self.step)
+        store_thread, self._store_thread, self._newest = self._store_thread, None, None
+        if store_thread is not None:
+            store_thread.leave(self._key, self.step)
 
     def __del__(self) -> None:
         if getattr(self, "_key", None):  # else the constructor has failed
             self.close()
 
-    # For the thread of the wire
+    # For the thread
 
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Describe where this rank is now."""
-        phase, detail, since, kind = self._place
-        return Place(self.step, phase, kind != _NOT_WAITING, monotonic() - since, _text_of(detail))
+        phase, detail, since, kind = self._position
+        return Position(self.step, phase, kind != _NOT_WAITING, monotonic() - since, _text_of(detail))
 
     def line(self) -> str:
         """Name the line of the user's code that runs now in the thread that made this."""
@@ -179,7 +187,7 @@ class Whereabouts:
     def look(self) -> None:
         """Write a report to stderr, once, of what no error can tell now."""
         now = monotonic()
-        what, _, since, kind = self._place
+        what, _, since, kind = self._position
         if kind == _UNBOUNDED:
             self._report_later(what, since)
         # Only a work that no other has followed is asked: training that goes on never is, nor a graph capture.
@@ -191,19 +199,20 @@ class Whereabouts:
                 self._report_later(what, since)
 
     def _report_later(self, what: str, since: float) -> None:
-        if monotonic() - since > self.timeout_s and since != self._reported and self._wire is not None:
+        if monotonic() - since > self.timeout_s and since != self._reported and self._store_thread is not None:
             self._reported = since
             scene = self._scene(what, "", since)
-            self._wire.ask_later(self._others(), self._patience_s(), lambda heard: _write(scene, heard))
+            self._store_thread.ask_later(self._others(), self._patience_s(), lambda heard: _write(scene, heard))
 
     # When something is wrong
 
-    def _error(self, what: str, torchs_text: str) -> CollectiveError:
-        scene = self._scene(what, torchs_text, self._place[2])
-        wire = self._wire
+    def error(self, what: str, torchs_text: str) -> CollectiveError:
+        """Make the error for a collective that failed, or that lasts too long if torch says nothing. Blocks: asks."""
+        scene = self._scene(what, torchs_text, self._position[2])
+        store_thread = self._store_thread
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
-        if wire is not None:
-            heard = wire.ask(self._others(), self._patience_s())
+        if store_thread is not None:
+            heard = store_thread.ask(self._others(), self._patience_s())
         return CollectiveError(_report(scene, heard), rank=self.rank, what=what)
 
     def _others(self) -> list[int]:
@@ -225,17 +234,37 @@ class Whereabouts:
         )
 
 
+# Calls that belong to no model
+
+
+_reports: weakref.WeakKeyDictionary[dist.ProcessGroup, StallReport] = weakref.WeakKeyDictionary()
+
+
+def report_of(group: dist.ProcessGroup | None) -> StallReport:
+    """Return the one for calls in `group` (default: all ranks) that belong to no model; its steps are such calls."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    if group not in _reports:
+        _reports[group] = StallReport(group, timeout_s=None, kind="/calls")
+    return _reports[group]
+
+
+@contextlib.contextmanager
+def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Call collectives of `group` in a block that belongs to no model: where one fails, CollectiveError says who."""
+    report = report_of(group)
+    with report.waiting(what):
+        yield
+    report.step += 1
+
+
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """The timeout of the group's collectives in seconds: the shortest, if it has several backends."""
-    found = []
-    for device in getattr(group, "_device_types", ()):
-        with contextlib.suppress(AttributeError, RuntimeError):  # some backends do not tell
-            options: Any = group._get_backend(device).options
-            found.append(options._timeout.total_seconds())
-    return min(found, default=_TORCHS_TIMEOUT_S)
+    found = [timeout_of(group, device) for device in device_types_of(group)]
+    return min((limit.total_seconds() for limit in found if limit is not None), default=_TORCHS_TIMEOUT_S)
 
 
 def _text_of(detail: Callable[[], str] | None) -> str:
@@ -284,24 +313,24 @@ def _write(scene: _Scene, heard: Heard) -> None:
 
 def _report(scene: _Scene, heard: Heard) -> str:
     """Say who is missing, then where every rank is: at most one screen."""
-    places: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
+    positions: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
     if not heard.trouble:
         for rank, number in enumerate(scene.global_ranks):
             if rank != scene.rank:
                 finding, for_s = _finding_of(scene, heard.answers.get(number))
-                places.setdefault(finding, []).append((rank, for_s))
-    elsewhere = sorted((finding for finding in places if finding.order), key=lambda it: (it.order, places[it]))
+                positions.setdefault(finding, []).append((rank, for_s))
+    elsewhere = sorted((finding for finding in positions if finding.order), key=lambda it: (it.order, positions[it]))
     causes = [finding for finding in elsewhere if finding.order != _VICTIM] or elsewhere
-    gone = sorted(rank for finding in causes for rank, _ in places[finding])
+    gone = sorted(rank for finding in causes for rank, _ in positions[finding])
     lines = [_headline(scene, gone, heard.trouble)]
     for finding in elsewhere[:_MOST_FINDINGS]:
-        there = places[finding]
+        there = positions[finding]
         lines += [f"  {_names(rank for rank, _ in there)}: {finding.text}{_durations(there)}{finding.tail}"]
     if len(elsewhere) > _MOST_FINDINGS:
-        rest = [rank for finding in elsewhere[_MOST_FINDINGS:] for rank, _ in places[finding]]
+        rest = [rank for finding in elsewhere[_MOST_FINDINGS:] for rank, _ in positions[finding]]
         lines.append(f"  {_names(rest)}: elsewhere")
     if not heard.trouble:
-        here = places[_Finding(0, "")]
+        here = positions[_Finding(0, "")]
         lines.append(f"  {_names(rank for rank, _ in here)}: in the {scene.what}{_durations(here)}")
     if scene.global_ranks != tuple(range(len(scene.global_ranks))):
         lines.append(f"  (ranks of a group; in the world they are {', '.join(map(str, scene.global_ranks[:64]))})")
@@ -328,23 +357,23 @@ def _finding_of(scene: _Scene, answer: Answer | None) -> tuple[_Finding, float]:
     if answer is None:
         reason = "its process is gone, stopped or cut off, or native code in it holds Python's lock"
         return _Finding(1, f"does not answer: {reason}"), 0.0
-    place = answer.places.get(scene.key)
+    position = answer.positions.get(scene.key)
     if answer.ended or scene.key in answer.finished:
         ended = answer.ended or f"has deleted this model, and is at {answer.line}"
         after = f" (after step {answer.finished[scene.key]})" if scene.key in answer.finished else ""
         return _Finding(_VICTIM if answer.is_victim else 2, ended + after), 0.0
     closed = "" if answer.has_group else "; it has closed its process group"
-    if place is None:
+    if position is None:
         return _Finding(3, f"has not made this model (yet), and is at {answer.line}{closed}"), 0.0
-    if place.is_waiting and (place.phase, place.step) == (scene.what, scene.step):
-        return _Finding(0, ""), place.for_s
-    text = f"step {place.step + 1}, {place.phase}"
-    detail = f"; {place.detail}" if place.detail else ""
-    if place.is_waiting:
-        return _Finding(4, f"waits in step {place.step + 1}, {place.phase}", detail + closed), place.for_s
-    others = [other for key, other in answer.places.items() if key != scene.key and other.is_waiting]
+    if position.is_waiting and (position.phase, position.step) == (scene.what, scene.step):
+        return _Finding(0, ""), position.for_s
+    text = f"step {position.step + 1}, {position.phase}"
+    detail = f"; {position.detail}" if position.detail else ""
+    if position.is_waiting:
+        return _Finding(4, f"waits in step {position.step + 1}, {position.phase}", detail + closed), position.for_s
+    others = [other for key, other in answer.positions.items() if key != scene.key and other.is_waiting]
     busy = f"; it waits for another model in step {others[0].step + 1}, {others[0].phase}" if others else ""
-    return _Finding(3, text, f", at {answer.line}{detail}{busy}{closed}"), place.for_s
+    return _Finding(3, text, f", at {answer.line}{detail}{busy}{closed}"), position.for_s
 
 
 def _advice(scene: _Scene, gone: Sequence[int], trouble: str) -> str:

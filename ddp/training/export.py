@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.errors import ArgumentError, CheckpointError
+from ddp.torch_internals import tree_leaves, tree_map_only
 
 __all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write_weights"]
 

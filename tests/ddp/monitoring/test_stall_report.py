@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ddp_worlds.nursery import ROOT
 
-from ddp.monitoring.stall_channel import Answer, Heard, Place, printable
+from ddp.monitoring.stall_channel import Answer, Heard, Position, printable
 from ddp.monitoring.stall_report import _report, _Scene
 
 CASES = ROOT / "tests" / "ddp_worlds" / "stall_report_cases.py"
@@ -77,7 +77,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     )
     try:
         with process:
-            yield Worlds(process, tmp_path_factory.mktemp("whereabouts"))
+            yield Worlds(process, tmp_path_factory.mktemp("stall_report"))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -223,8 +223,8 @@ SCENE = _Scene(
 
 
 def _at(step: int, phase: str, **options: Any) -> Answer:
-    place = Place(step=step, phase=phase, is_waiting=options.pop("is_waiting", False), for_s=1.0)
-    return Answer(1, line="train.py:8 in main", places={"0/0": place}, **options)
+    place = Position(step=step, phase=phase, is_waiting=options.pop("is_waiting", False), for_s=1.0)
+    return Answer(1, line="train.py:8 in main", positions={"0/0": place}, **options)
 
 
 def test_the_likeliest_cause_comes_first_and_victims_are_not_it() -> None:
@@ -266,15 +266,17 @@ def test_nobody_missing_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\xff", b"[]", b"{}", b"null", b'{"question": "x"}', b"[" * 100_000, b'{"places": {"0/0": 1}}']
+    "text", [b"", b"\xff", b"[]", b"{}", b"null", b'{"question": "x"}', b"[" * 100_000, b'{"positions": {"0/0": 1}}']
 )
 def test_what_is_no_answer_is_none(text: bytes) -> None:
     assert Answer.from_json(text) is None
 
 
 def test_answers_arrive_as_they_were_sent_but_printable() -> None:
-    sent = Answer(3, "a.py:1 in f", {"0/0": Place(1, "user\x1b[2J code", False, 0.5)}, {"0/1": 7}, "left", True, False)
+    sent = Answer(
+        3, "a.py:1 in f", {"0/0": Position(1, "user\x1b[2J code", False, 0.5)}, {"0/1": 7}, "left", True, False
+    )
     assert Answer.from_json(sent.to_json().encode()) == replace(
-        sent, places={"0/0": Place(1, "user [2J code", False, 0.5)}
+        sent, positions={"0/0": Position(1, "user [2J code", False, 0.5)}
     )
     assert printable("a\nb\0c" * 200, 6) == "a b..."
