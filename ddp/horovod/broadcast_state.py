@@ -18,7 +18,7 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
-from ddp.horovod.collectives import Call, check_same_call, own_group
+from ddp.horovod.call_check import Call, check_same_call, own_group
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -31,7 +31,8 @@ from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.collectives import Average, Call, Sum, check_same_call, own_group
+from ddp.horovod.call_check import Call, check_same_call, own_group
+from ddp.horovod.collectives import Average, Sum
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import StallReport, waiting_for_peers

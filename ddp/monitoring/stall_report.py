@@ -13,33 +13,28 @@ import contextlib
 import json
 import logging
 import os
-import re
 import sys
-import sysconfig
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic, sleep
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ddp.errors import ArgumentError, CollectiveError, DdpError
-from ddp.monitoring.stall_channel import Answer, Heard, Position, StoreThread, printable, store_thread_of_world
+from ddp.monitoring.stall_channel import Heard, Position, StoreThread, printable, store_thread_of_world
+from ddp.monitoring.stall_text import Scene, describe_stall
+from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, timeout_of
 
 __all__ = ["Pending", "StallReport", "report_of", "waiting_for_peers"]
 
 _TORCHS_TIMEOUT_S = 1800.0
-_MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
-_VICTIM = 5  # sorts after every other place
 
 
 class Pending(Protocol):
@@ -182,7 +177,7 @@ class StallReport:
         """Name the line of the user's code that runs now in the thread that made this."""
         frames = sys._current_frames()
         frame = frames.get(self._thread) or frames.get(threading.main_thread().ident or 0)
-        return _line_among(list(_spots(frame)))
+        return line_of_frame(frame)
 
     def look(self) -> None:
         """Write a report to stderr, once, of what no error can tell now."""
@@ -213,7 +208,7 @@ class StallReport:
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
         if store_thread is not None:
             heard = store_thread.ask(self._others(), self._patience_s())
-        return CollectiveError(_report(scene, heard), rank=self.rank, what=what)
+        return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=what)
 
     def _others(self) -> list[int]:
         return [number for rank, number in enumerate(self._global_ranks) if rank != self.rank]
@@ -221,8 +216,8 @@ class StallReport:
     def _patience_s(self) -> float:
         return 1.0 + 2 * self.interval_s
 
-    def _scene(self, what: str, torchs_text: str, since: float) -> _Scene:
-        return _Scene(
+    def _scene(self, what: str, torchs_text: str, since: float) -> Scene:
+        return Scene(
             rank=self.rank,
             global_ranks=tuple(self._global_ranks),
             key=self._key,
@@ -261,6 +256,10 @@ def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iter
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
 
+def _write(scene: Scene, heard: Heard) -> None:
+    print(describe_stall(scene, heard), file=sys.stderr, flush=True)
+
+
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """The timeout of the group's collectives in seconds: the shortest, if it has several backends."""
     found = [timeout_of(group, device) for device in device_types_of(group)]
@@ -281,192 +280,12 @@ def _text_of(detail: Callable[[], str] | None) -> str:
     return "(changes all the time)"
 
 
-# The report
-
-
-@dataclass(frozen=True)
-class _Scene:
-    """What the rank that asks knows by itself; no `torchs_text` after a stall."""
-
-    rank: int
-    global_ranks: tuple[int, ...]
-    key: str
-    step: int
-    what: str
-    waited_s: float
-    limit_s: float
-    torchs_text: str
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """What ranks in the same place have in common; the likeliest cause sorts first. Order 0 is where they should be."""
-
-    order: int
-    text: str
-    tail: str = ""
-
-
-def _write(scene: _Scene, heard: Heard) -> None:
-    print(_report(scene, heard), file=sys.stderr, flush=True)
-
-
-def _report(scene: _Scene, heard: Heard) -> str:
-    """Say who is missing, then where every rank is: at most one screen."""
-    positions: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
-    if not heard.trouble:
-        for rank, number in enumerate(scene.global_ranks):
-            if rank != scene.rank:
-                finding, for_s = _finding_of(scene, heard.answers.get(number))
-                positions.setdefault(finding, []).append((rank, for_s))
-    elsewhere = sorted((finding for finding in positions if finding.order), key=lambda it: (it.order, positions[it]))
-    causes = [finding for finding in elsewhere if finding.order != _VICTIM] or elsewhere
-    gone = sorted(rank for finding in causes for rank, _ in positions[finding])
-    lines = [_headline(scene, gone, heard.trouble)]
-    for finding in elsewhere[:_MOST_FINDINGS]:
-        there = positions[finding]
-        lines += [f"  {_names(rank for rank, _ in there)}: {finding.text}{_durations(there)}{finding.tail}"]
-    if len(elsewhere) > _MOST_FINDINGS:
-        rest = [rank for finding in elsewhere[_MOST_FINDINGS:] for rank, _ in positions[finding]]
-        lines.append(f"  {_names(rest)}: elsewhere")
-    if not heard.trouble:
-        here = positions[_Finding(0, "")]
-        lines.append(f"  {_names(rank for rank, _ in here)}: in the {scene.what}{_durations(here)}")
-    if scene.global_ranks != tuple(range(len(scene.global_ranks))):
-        lines.append(f"  (ranks of a group; in the world they are {', '.join(map(str, scene.global_ranks[:64]))})")
-    lines.append(_advice(scene, gone, heard.trouble))
-    return "\n".join(lines)
-
-
-def _headline(scene: _Scene, gone: Sequence[int], trouble: str) -> str:
-    size = len(scene.global_ranks)
-    where = f"the {scene.what} of step {scene.step + 1}"
-    if scene.torchs_text:
-        seen = f"{where} failed on rank {scene.rank} of {size} after {scene.waited_s:.1f} s"
-    else:
-        seen = f"rank {scene.rank} of {size} has waited {scene.waited_s:.1f} s in {where}"
-    if trouble:
-        return f"{seen}, and it is not known where the others are: {trouble}"
-    if gone:
-        return f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} missing: {seen}"
-    return f"{seen}, and no rank is missing: all {size} are there"
-
-
-def _finding_of(scene: _Scene, answer: Answer | None) -> tuple[_Finding, float]:
-    """Describe one other rank, and for how long that has been so."""
-    if answer is None:
-        reason = "its process is gone, stopped or cut off, or native code in it holds Python's lock"
-        return _Finding(1, f"does not answer: {reason}"), 0.0
-    position = answer.positions.get(scene.key)
-    if answer.ended or scene.key in answer.finished:
-        ended = answer.ended or f"has deleted this model, and is at {answer.line}"
-        after = f" (after step {answer.finished[scene.key]})" if scene.key in answer.finished else ""
-        return _Finding(_VICTIM if answer.is_victim else 2, ended + after), 0.0
-    closed = "" if answer.has_group else "; it has closed its process group"
-    if position is None:
-        return _Finding(3, f"has not made this model (yet), and is at {answer.line}{closed}"), 0.0
-    if position.is_waiting and (position.phase, position.step) == (scene.what, scene.step):
-        return _Finding(0, ""), position.for_s
-    text = f"step {position.step + 1}, {position.phase}"
-    detail = f"; {position.detail}" if position.detail else ""
-    if position.is_waiting:
-        return _Finding(4, f"waits in step {position.step + 1}, {position.phase}", detail + closed), position.for_s
-    others = [other for key, other in answer.positions.items() if key != scene.key and other.is_waiting]
-    busy = f"; it waits for another model in step {others[0].step + 1}, {others[0].phase}" if others else ""
-    return _Finding(3, text, f", at {answer.line}{detail}{busy}{closed}"), position.for_s
-
-
-def _advice(scene: _Scene, gone: Sequence[int], trouble: str) -> str:
-    if scene.torchs_text:
-        return f"  torch says: {scene.torchs_text}"
-    if gone or trouble:
-        return f"  If a rank is only slow, allow more than stall_timeout_s = {scene.limit_s:g} s."
-    return (
-        "  The network between the ranks may be blocked, or they sent different amounts; "
-        f"if it is only slow, allow more than stall_timeout_s = {scene.limit_s:g} s."
-    )
-
-
-def _durations(ranks: Sequence[tuple[int, float]]) -> str:
-    times = [for_s for _, for_s in ranks]
-    if not max(times):
-        return ""
-    first, last = f"{min(times):.1f}", f"{max(times):.1f}"
-    return f" for {last} s" if first == last else f" for {first} to {last} s"
-
-
-def _names(ranks: Any) -> str:
-    """`rank 3` or `ranks 0-2, 5`."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:12]]
-    more = f" and {len(runs) - 12} more" if len(runs) > 12 else ""
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(shown)}{more}"
-
-
-# Where a thread is, in the user's terms
-
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-_Spot = tuple[str, int, str]  # file, line, function
-
-
-def _spots(frame: FrameType | None) -> Iterable[_Spot]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def _spots_of(trace: TracebackType | None) -> list[_Spot]:
-    spots = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        spots.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return spots[::-1]
-
-
-def _line_among(spots: Sequence[_Spot]) -> str:
-    """The innermost of the user's own lines, and what runs inside it; `spots` come innermost first."""
-    if not spots:
-        return "an unknown line"
-    own = min(spots, key=lambda spot: _foreignness(spot[0]))  # the first of the least foreign
-    inner = spots[0]
-    inside = "" if inner is own or inner[0].startswith(_OURS) else f", inside {_spot_text(inner)}"
-    return printable(_spot_text(own) + inside)
-
-
-def _foreignness(file: str) -> int:
-    if file.startswith((_TORCH, _OURS, "<frozen ")):
-        return 2
-    if _PACKAGES.match(file):
-        return 1
-    return 2 if file.startswith(_STDLIB) else 0
-
-
-def _spot_text(spot: _Spot) -> str:
-    file, line, function = spot
-    short = _PACKAGES.sub("", file)
-    if short == file and file.startswith(_STDLIB):
-        short = file[len(_STDLIB) :]
-    with contextlib.suppress(ValueError, OSError):  # not below the working directory, or that is gone
-        short = str(Path(short).relative_to(Path.cwd()))
-    return f"{short}:{line} in {function}"
-
-
 def _how_it_ends() -> tuple[str, bool]:
     """How this process ends, as seen when it does; and whether another rank is the cause."""
     error = getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1"):  # an interactive session goes on after an error
         return "has exited", False
-    line = _line_among(_spots_of(error.__traceback__))
+    line = line_of_traceback(error.__traceback__)
     said = traceback.format_exception_only(error)[0].splitlines()[0]  # also if its str() fails
     is_victim = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
     return f"ended with {printable(said, 250)}, at {line}", is_victim
