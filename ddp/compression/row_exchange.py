@@ -135,6 +135,7 @@ class _Pipeline:
                 raise self._failed(rows, RuntimeError("it was not started"))
             if not self._threads or self._is_ending:
                 self._start_threads()
+            self._report.at(f"compressed average of {rows.label}")
             try:
                 work = group.alltoall_base(rows.wire.received, rows.wire.send, [], [])
             except RuntimeError as error:
@@ -174,7 +175,7 @@ class _Pipeline:
                 pending.work.wait()
                 mine = pending.rows.average(pending.rows.wire.received)
                 gathered = pending.rows.wire.send.view(-1)  # has been sent, so its memory is free
-                pending.work = allgather_flat(self._second, gathered, mine)  # no stub
+                pending.work = allgather_flat(self._second, gathered, mine)
             except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
                 self._give_up(pending, error)
             else:

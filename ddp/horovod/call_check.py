@@ -19,7 +19,7 @@ __all__ = ["Call", "CallCheck", "check_same_call", "form_of", "is_initialized", 
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group: after `ddp.init()`, until `ddp.shutdown()`."""
+    """Whether there is a process group: after `ddp.init()`, until `shutdown()`."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -43,7 +43,6 @@ __all__ = ["DistributedOptimizer"]
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
 _Named = tuple[str, nn.Parameter]
-_COMPARED = 1024  # elements of each parameter that the ranks compare before the first step
 _made: Counter[str] = Counter()  # optimizers, by the name of their group
 _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Engine] = weakref.WeakKeyDictionary()
 

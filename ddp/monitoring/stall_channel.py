@@ -365,7 +365,7 @@ class StoreThread:
             self._peer = None
 
 
-# One store_thread for each world that this process is in
+# One for each world that this process is in
 
 _store_threads: weakref.WeakKeyDictionary[Store, StoreThread] = weakref.WeakKeyDictionary()
 _running: set[StoreThread] = set()
@@ -373,7 +373,7 @@ _inherited: list[object] = []
 
 
 def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreThread | None:
-    """Return the store_thread of the default group's store; None without one, or with a store that cannot be cloned.
+    """Return that of the default group's store; None without one, or with a store that cannot be cloned.
 
     `how_it_ends` is called when the interpreter ends, for the last words: how, and whether another rank is the cause.
     """

@@ -229,8 +229,9 @@ class StallReport:
         )
 
 
-# Calls that belong to no model
+_Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
+# Calls that belong to no model
 
 _reports: weakref.WeakKeyDictionary[dist.ProcessGroup, StallReport] = weakref.WeakKeyDictionary()
 
@@ -251,9 +252,6 @@ def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iter
     with report.waiting(what):
         yield
     report.step += 1
-
-
-_Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
 
 def _write(scene: Scene, heard: Heard) -> None:
