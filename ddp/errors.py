@@ -7,6 +7,7 @@ DdpError(RuntimeError)
 ├── NotInitializedError      something needs the process group before `ddp.init()`
 ├── ArgumentError            a wrong argument (also a ValueError)
 ├── UnsupportedError         torch's DDP can do it, this module cannot (also a NotImplementedError)
+│   └── MissingNameError     Horovod has this name, ddp.horovod has not (also an AttributeError)
 ├── LayoutMismatchError      the ranks wrap different modules
 ├── BackwardError            a backward pass that cannot be reduced exactly
 ├── PeerFailedError          another rank's forward or backward raised an exception in this step
@@ -34,6 +35,7 @@ __all__ = [
     "KeyRefusedError",
     "LaunchEnvironmentError",
     "LayoutMismatchError",
+    "MissingNameError",
     "NotInitializedError",
     "ParameterServerError",
     "PeerFailedError",
@@ -65,6 +67,10 @@ class ArgumentError(DdpError, ValueError):
 
 class UnsupportedError(DdpError, NotImplementedError):
     """A feature of torch's DDP that this version does not have; nothing was done silently instead."""
+
+
+class MissingNameError(UnsupportedError, AttributeError):
+    """A name of Horovod's module that `ddp.horovod` does not have; the message says what to use instead."""
 
 
 class LayoutMismatchError(DdpError):

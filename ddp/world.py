@@ -163,7 +163,7 @@ def _join(placement: Placement, backend: str, timeout_s: float | None) -> None:
             f"rank {placement.rank} of {placement.world_size} could not join the others"
             f"{' at ' + meeting_point if 'init_method' in options else ''} with backend {backend!r}: {error}"
         ) from error
-    atexit.register(_leave)
+    atexit.register(leave)
 
 
 def _own_store(placement: Placement) -> Store:
@@ -203,7 +203,7 @@ def before_leaving(owner: T, let_go: Callable[[T], None]) -> None:
     _owners[owner] = let_go
 
 
-def _leave() -> None:
+def leave() -> None:
     """Close the group at exit, unless the process ends with an error: closing may wait for a rank that is gone.
 
     A group ends its threads when the last reference to it goes. Left to the interpreter's teardown, such a thread may

@@ -32,8 +32,9 @@ from ddp.checkpoint.file import Trailer
 from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, reduction_state, restore_parts, restore_reduction
 from ddp.comm.objects import device_of, gather_values
-from ddp.errors import ArgumentError, CheckpointError, CollectiveError, DdpError
+from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Checkpoint", "Restored"]
 
@@ -141,7 +142,7 @@ class Checkpoint:
                 checkpoint_file.prune(self.folder, self.keep, self._broken)
             except Exception as error:  # as above
                 problem = error
-        problems = _exchange(_reason(problem), "results of saving")
+        problems = _exchange(_reason(problem), "what each rank saved")
         _raise_together(f"write step {step} to {self.folder.absolute()}", problems, problem)
         count_checkpoint()
 
@@ -199,7 +200,7 @@ class Checkpoint:
                 restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
-        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "results of loading"), problem)
+        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "what each rank loaded"), problem)
         return restored
 
     def _check_folder(self, step: int) -> None:
@@ -329,18 +330,15 @@ def _place() -> tuple[int, int]:
 
 def _exchange(mine: T, what: str) -> list[T]:
     """Give every rank's value to every rank. Every rank must call it; blocks."""
-    rank, world_size = _place()
-    if world_size == 1:
+    if _place()[1] == 1:
         return [mine]
-    try:
+    with waiting_for_peers(f"exchange of {what}"):
         return gather_values(mine, device=device_of())
-    except RuntimeError as error:
-        raise _lost(rank, world_size, f"exchange of {what}", error) from error
 
 
 def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bool) -> BinaryIO | None:
     """Send rank `source`'s file to all, and return it where it `is_wanted`. Every rank must call it; blocks."""
-    rank, world_size = _place()
+    rank, _ = _place()
     device = device_of()
     received = io.BytesIO() if is_wanted else None
     left = trailer.length + checkpoint_file.TRAILER_BYTES
@@ -352,24 +350,13 @@ def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bo
             buffer[:] = file.read(len(buffer))
         chunk = torch.frombuffer(buffer, dtype=torch.uint8)
         moved = chunk.to(device)
-        try:
+        with waiting_for_peers("broadcast of a checkpoint"):
             dist.broadcast(moved, src=source)
-        except RuntimeError as error:
-            raise _lost(rank, world_size, "broadcast", error) from error
         if received is not None:
             chunk.copy_(moved)
             received.write(buffer)
         left -= len(buffer)
     return received
-
-
-def _lost(rank: int, world_size: int, what: str, error: RuntimeError) -> CollectiveError:
-    return CollectiveError(
-        f"rank {rank} of {world_size}: the {what} of a checkpoint failed, most likely because another rank is gone; "
-        f"see its output. {error}",
-        rank=rank,
-        what=what,
-    )
 
 
 def _reason(problem: Exception | None) -> str | None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.errors import ArgumentError, CheckpointError
+from ddp.torch_internals import compiled_module
 
 __all__ = [
     "PARTS",
@@ -64,7 +65,7 @@ def given_parts(
 def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
     """The wrapper of this package, if there is one around or inside."""
     while model is not None and not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", None)  # torch.compile
+        model = compiled_module(model)
     return model
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.torch_internals import buffers_of, foreach_copy
+
 __all__ = ["BufferSync", "broadcast_tensors", "buffer_collector"]
 
 _CHUNK_BYTES = 250 << 20
@@ -40,7 +42,7 @@ class _Package:
         if group.rank() == root:
             if self.work is not None:
                 self.work.wait()
-            torch._foreach_copy_(self.views, self.tensors)
+            foreach_copy(self.views, self.tensors)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self.work = group.broadcast([self.staging], options)
@@ -51,7 +53,7 @@ class _Package:
             wait(self.work, "broadcast of buffers")
             # Through .data, which has a version counter of its own: a graph of an earlier forward may have
             # saved the buffer, and its backward must not fail because of this copy.
-            torch._foreach_copy_([tensor.data for tensor in self.tensors], self.views)
+            foreach_copy([tensor.data for tensor in self.tensors], self.views)
 
 
 def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
@@ -133,7 +135,7 @@ def buffer_collector(module: nn.Module, ignored: frozenset[str]) -> Callable[[],
     owners = []
     for prefix, owner in module.named_modules():
         skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
-        owners.append((owner._buffers, skip))
+        owners.append((buffers_of(owner), skip))
 
     def collect() -> list[torch.Tensor]:
         found = {

@@ -19,6 +19,7 @@ from ddp.compression.quantize import add_dequantized, dequantize, quantize, row_
 from ddp.compression.row_exchange import RowExchange, Rows, open_exchange
 from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
 from ddp.errors import CheckpointError
+from ddp.torch_internals import allgather_flat
 
 __all__ = ["Int8Compressor"]
 
@@ -96,7 +97,7 @@ class Int8Compressor:
             owed = self._owed[index]
             kept = torch.empty_like(owed.sent)
             mean_over_ranks(self._group, owed.sent)
-            self._group._allgather_base(kept.view(-1), owed.kept.view(-1)).wait()
+            allgather_flat(self._group, kept.view(-1), owed.kept.view(-1)).wait()
             whole = {"sent": owed.flat(owed.sent).clone(), "kept": owed.flat(kept).clone()}
             buckets.append({"index": index, "numel": owed.numel, **whole})
         rest = [dict(held) for held in self._loaded.rest()]

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
-from ddp.errors import CheckpointError, CollectiveError, UnsupportedError
+from ddp.errors import CheckpointError, UnsupportedError
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["PowerSGDCompressor"]
 
@@ -74,14 +75,12 @@ class PowerSGDCompressor:
         if held is not None:
             self._take(index, held, buffer)
         is_plain = self._state.iter < self._state.start_powerSGD_iter
-        try:
+        with waiting_for_peers(f"PowerSGD of bucket {index}", self._group):
             started: torch.futures.Future[torch.Tensor] = self._hook(self._state, matrices)
             if is_plain:
                 return started
             if buffer.device.type == "cpu":
                 return completed(self._checked(index, started.wait()))
-        except RuntimeError as error:
-            raise self._failed(index, error) from error
         return started.then(lambda done: self._checked(index, done.value()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,16 +133,6 @@ class PowerSGDCompressor:
         """Let go of the group, before it is destroyed."""
         self._group = None
         self._state.process_group = None
-
-    def _failed(self, index: int, error: RuntimeError) -> CollectiveError:
-        assert self._group is not None
-        rank, what = self._group.rank(), f"PowerSGD of bucket {index}"
-        return CollectiveError(
-            f"rank {rank} of {self._size}: the {what} failed, most likely because another rank is gone; see its "
-            f"output. {error}",
-            rank=rank,
-            what=what,
-        )
 
     def _checked(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """Forget a bucket that is not finite: its errors would never be. All ranks have the same buffer, so all do."""

@@ -25,15 +25,16 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import device_of, gather_values
 from ddp.compression.memory import Wire
 from ddp.errors import CollectiveError, UnsupportedError
+from ddp.monitoring.stall_report import StallReport, report_of
+from ddp.torch_internals import allgather_flat, backend_of, default_store, timeout_of
 
 __all__ = ["RowExchange", "Rows", "open_exchange"]
 
@@ -81,7 +82,7 @@ class RowExchange:
 
     def __init__(self, group: dist.ProcessGroup, *, name: str) -> None:
         second = _connect_again(group, name) if group.size() > 1 else None
-        self._pipeline = None if second is None else _Pipeline(second)
+        self._pipeline = None if second is None else _Pipeline(second, report_of(group))
         if self._pipeline is not None:
             weakref.finalize(self, self._pipeline.end).atexit = False
 
@@ -119,9 +120,9 @@ _Queue = queue.SimpleQueue[_Pending | None]
 class _Pipeline:
     """Buckets between their steps, first in, first out: the caller starts the first, threads do the rest."""
 
-    def __init__(self, second: dist.ProcessGroupGloo) -> None:
+    def __init__(self, second: dist.ProcessGroupGloo, report: StallReport) -> None:
         self._second = second
-        self._rank, self._size = second.rank(), second.size()
+        self._report = report
         self._sent: _Queue = queue.SimpleQueue()
         self._lock = threading.Lock()  # two models may go backward in two threads
         self._threads: list[threading.Thread] = []
@@ -131,9 +132,10 @@ class _Pipeline:
     def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
         with self._lock:
             if self._failure is not None:
-                raise self._error(f"compressed average of {rows.label}", f"was not started: {self._failure}")
+                raise self._failed(rows, RuntimeError("it was not started"))
             if not self._threads or self._is_ending:
                 self._start_threads()
+            self._report.at(f"compressed average of {rows.label}")
             try:
                 work = group.alltoall_base(rows.wire.received, rows.wire.send, [], [])
             except RuntimeError as error:
@@ -173,7 +175,7 @@ class _Pipeline:
                 pending.work.wait()
                 mine = pending.rows.average(pending.rows.wire.received)
                 gathered = pending.rows.wire.send.view(-1)  # has been sent, so its memory is free
-                pending.work = self._second._allgather_base(gathered, mine)  # type: ignore[attr-defined]  # no stub
+                pending.work = allgather_flat(self._second, gathered, mine)
             except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
                 self._give_up(pending, error)
             else:
@@ -199,13 +201,11 @@ class _Pipeline:
         pending.future.set_exception(failure)  # type: ignore[arg-type]  # torch's annotation is that of set_result
 
     def _failed(self, rows: Rows, error: Exception) -> CollectiveError:
+        """The report of the first failure, which is that of all buckets after it: asking the ranks takes seconds."""
         what = f"compressed average of {rows.label}"
-        failure = self._error(what, f"failed, most likely because another rank is gone; see its output. {error}")
-        self._failure = self._failure or f"an earlier one failed, most likely because another rank is gone: {error}"
-        return failure
-
-    def _error(self, what: str, text: str) -> CollectiveError:
-        return CollectiveError(f"rank {self._rank} of {self._size}: the {what} {text}", rank=self._rank, what=what)
+        if self._failure is None:
+            self._failure = str(self._report.error(what, str(error)))
+        return CollectiveError(self._failure, rank=self._report.rank, what=what)
 
 
 def _start_in_order(group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
@@ -216,7 +216,7 @@ def _start_in_order(group: dist.ProcessGroup, rows: Rows) -> torch.futures.Futur
     def finish(_: torch.futures.Future[object]) -> torch.Tensor:
         with torch.no_grad():
             mine = rows.average(received)
-            group._allgather_base(send.view(-1), mine).wait()
+            allgather_flat(group, send.view(-1), mine).wait()
             return rows.deliver(send)
 
     # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
@@ -231,13 +231,14 @@ def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo
     """
     if "cpu:" not in dist.get_backend_config(group):
         return None
-    first = group._get_backend(_CPU)
+    first = backend_of(group, _CPU)
     if not isinstance(first, dist.ProcessGroupGloo):
         raise UnsupportedError(
             f"compression needs gloo for tensors in host memory, but the group has {dist.get_backend_config(group)}"
         )
-    timeout: timedelta = first.options._timeout
-    store = PrefixStore(f"ddp/exchange/{name}", _get_default_store())
+    store = PrefixStore(f"ddp/exchange/{name}", default_store())
+    timeout = timeout_of(group, _CPU)
+    assert timeout is not None  # gloo has one
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 

@@ -6,10 +6,9 @@ nothing that would have to be unpickled freely.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from ddp.comm.objects import device_of, gather_values
 from ddp.data.sampler import rank_and_size
-from ddp.errors import ArgumentError, CollectiveError
+from ddp.errors import ArgumentError
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Amount", "gather_metrics", "gather_samples"]
 
@@ -83,7 +83,7 @@ def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> T
     padded[: mine.nbytes] = mine.view(torch.uint8).to(padded.device)
     every = [torch.empty_like(padded) for _ in told]
     if len(padded):
-        with _collective("gather_samples", group):
+        with waiting_for_peers("gather_samples", group):
             dist.all_gather(every, padded, group=group)
     whole = torch.empty(sum(counts), *shape[1:], dtype=getattr(torch, dtype), device=rows.device)
     for rank, (count, theirs) in enumerate(zip(counts, every, strict=True)):
@@ -132,7 +132,7 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
         note["problem"] = str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
     notes = [note]
     if size > 1:
-        with _collective(what, group):
+        with waiting_for_peers(what, group):
             notes = gather_values(note, device=device_of(group), group=group)
     problems = [f"rank {each}: {other['problem']}" for each, other in enumerate(notes) if other["problem"]]
     if problems:
@@ -140,20 +140,6 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
     for each in notes:
         del each["problem"]
     return notes
-
-
-@contextlib.contextmanager
-def _collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        raise CollectiveError(
-            f"rank {rank} of {size}: {what} failed, most likely because another rank is gone or did not call it; see "
-            f"its output. {error}",
-            rank=rank,
-            what=what,
-        ) from error
 
 
 def _read_all(metrics: Mapping[str, Amount | tuple[Amount, Amount]]) -> dict[str, list[tuple[Any, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from torch import nn
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+from ddp.torch_internals import device_index, root_mesh
 
 __all__ = [
     "bucket_limits",
     "check_initialized",
+    "check_plain",
     "checked_device_ids",
     "control_group",
     "member_group",
@@ -79,6 +82,18 @@ def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2)."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # who made a DTensor has imported it
+    for name, parameter in parameters:
+        if tensor is not None and isinstance(parameter, tensor.DTensor):
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor: the ranks hold parts of it {parameter.placements}, and only whole "
+                "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or use "
+                "fully_shard() alone, with a two-dimensional mesh for replicas of shards"
+            )
+
+
 def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
     if not dist.is_initialized():
@@ -88,7 +103,7 @@ def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Proc
             raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
         if device_mesh.ndim != 1:
             raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
-        if device_mesh._get_root_mesh() != device_mesh:
+        if root_mesh(device_mesh) != device_mesh:
             raise UnsupportedError(
                 "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
                 "pass process_group=device_mesh.get_group() for plain parameters"
@@ -147,8 +162,8 @@ def checked_device_ids(
             f"device_ids={list(device_ids)} for a module on {device}: device_ids can only be None or contain a single "
             "element, that of the module's CUDA device (always None on the CPU and for several devices)"
         )
-    index = torch._utils._get_device_index(device_ids[0], True)
-    if output_device is not None and torch._utils._get_device_index(output_device, True) != index:
+    index = device_index(device_ids[0])
+    if output_device is not None and device_index(output_device) != index:
         raise ArgumentError(
             f"output_device={output_device}, but device_ids={list(device_ids)}: outputs stay on the module's device"
         )

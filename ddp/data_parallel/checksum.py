@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import device_of, gather_values
-from ddp.data_parallel.buckets.transfers import Member
 from ddp.errors import DriftError
 
 __all__ = ["WeightChecksum"]
@@ -20,13 +20,13 @@ _PRIME = (1 << 61) - 1
 class WeightChecksum:
     """One number for each parameter."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._named = dict(named)
         self._sums: dict[str, int] = {}
 
     def take(self) -> None:
         """Sum up every parameter as it is now. Reads all weights once; waits for the device."""
-        self._sums = fingerprints({member.name: member.parameter for member in self._members})
+        self._sums = fingerprints(self._named)
 
     def digest(self) -> int:
         """48 bits of all that was taken last."""

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-__all__ = ["ShadowHook", "agree"]
+__all__ = ["JoinedRankHook", "share_iteration"]
 
 _NOBODY = -1
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, *, syncs: bool, candidate: int = _NOBODY) -> tuple[bool, int]:
+def share_iteration(
+    group: dist.ProcessGroup, device: torch.device, *, syncs: bool, candidate: int = _NOBODY
+) -> tuple[bool, int]:
     """Whether any rank reduces gradients, and the highest candidate. Every rank must call it; blocks."""
     told = torch.tensor([int(syncs), candidate], device=device)
     dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
@@ -25,31 +27,31 @@ def agree(group: dist.ProcessGroup, device: torch.device, *, syncs: bool, candid
     return bool(any_syncs), root
 
 
-class ShadowHook(JoinHook):
+class JoinedRankHook(JoinHook):
     """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        keep_company: Callable[[], None],
+        reduce_as_joined: Callable[[], None],
         sync_buffers: Callable[[int], object],
         equalise: Callable[[int, bool], None],
     ) -> None:
         self._group, self._device = group, device
-        self._keep_company = keep_company
+        self._reduce_as_joined = reduce_as_joined
         self._sync_buffers = sync_buffers
         self._equalise = equalise
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
-        syncs, root = agree(self._group, self._device, syncs=False)
+        syncs, root = share_iteration(self._group, self._device, syncs=False)
         self._sync_buffers(root)
         if syncs:
-            self._keep_company()
+            self._reduce_as_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of one that joined last."""
         candidate = self._group.rank() if is_last_joiner else _NOBODY
-        _, root = agree(self._group, self._device, syncs=False, candidate=candidate)
+        _, root = share_iteration(self._group, self._device, syncs=False, candidate=candidate)
         self._equalise(root, is_last_joiner)

@@ -8,26 +8,28 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddp.errors import BackwardError
+from ddp.torch_internals import parameters_of, submodules_of
 
 _DTYPE = operator.attrgetter("dtype")
 
-__all__ = ["Roster", "sparse_names"]
+__all__ = ["ModuleWatch", "sparse_names"]
 
 
-class Roster:
+class ModuleWatch:
     """The parameters and submodules that `module` has when this is made. `ignored` are full names of parameters."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
         owners = list(module.modules())
-        self._dicts: list[dict[str, object]] = [owner._parameters for owner in owners]  # type: ignore[misc]
-        self._dicts += [owner._modules for owner in owners if owner._modules]  # type: ignore[misc]
+        self._dicts: list[Any] = [*map(parameters_of, owners)]
+        self._dicts += [modules for modules in map(submodules_of, owners) if modules]
         self._owned = self._dicts[: len(owners)]
         self._owned_values = list(chain.from_iterable(map(dict.values, self._owned)))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
@@ -36,8 +38,8 @@ class Roster:
         self._dtypes = list(map(_DTYPE, self._parameters))
         self._device = self._parameters[0].device
 
-    def follow(self, module: nn.Module) -> Roster:
-        """The roster of the module that is wrapped now; another one with the same parameters may take its place.
+    def follow(self, module: nn.Module) -> ModuleWatch:
+        """The watch of the module that is wrapped now; another one with the same parameters may take its place.
 
         Raises BackwardError if it has others.
         """
@@ -50,7 +52,7 @@ class Roster:
                     "not be reduced: wrap the new module in DistributedDataParallel",
                     parameter=name,
                 )
-        return Roster(module, self._ignored)
+        return ModuleWatch(module, self._ignored)
 
     def problem(self) -> BackwardError | None:
         """Why gradients could not be reduced now, or None. About 0.1 us a parameter."""

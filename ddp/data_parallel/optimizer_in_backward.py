@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ddp.torch_internals import in_backward_optimizers
+
 __all__ = ["OptimizersInBackward"]
 
 
@@ -21,7 +23,7 @@ class OptimizersInBackward:
     @classmethod
     def of(cls, named: Sequence[tuple[str, nn.Parameter]]) -> OptimizersInBackward:
         """Find them among `named`, and take over from torch's own hooks."""
-        owners = [parameter for _, parameter in named if hasattr(parameter, "_in_backward_optimizers")]
+        owners = [parameter for _, parameter in named if in_backward_optimizers(parameter)]
         if owners:
             from torch.distributed.optim import apply_optimizer_in_backward as theirs
 
@@ -35,6 +37,6 @@ class OptimizersInBackward:
         """Step with the averaged gradients and set them to None."""
         for parameter in self._parameters:
             if parameter.grad is not None:
-                for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None

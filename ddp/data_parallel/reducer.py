@@ -1,164 +1,183 @@
-"""Averages gradients over the ranks while backward still runs.
+"""Averages gradients over the ranks while backward still runs: the core of DistributedDataParallel and hvd's optimizer.
 
 One hook for each parameter tells when its gradient is there. When all gradients of a bucket are, its
 reduction starts, always in the order of the plan, so that every rank starts the same collectives in the
 same order. A callback at the end of backward starts what is left, waits, and puts the averages into place.
 
-The last bucket carries the verdict, what every rank has to say about this pass: which parameters had
+The last bucket carries the step status, what every rank has to say about this pass: which parameters had
 gradients, whether it failed. A parameter without a gradient on this rank contributes zeros; one that no rank used
 keeps the gradient it had, or None. A rank whose pass ends with an exception sends zeros for the rest and says
 so; then every rank raises in the same iteration, and the next one finds all of them in step.
+
+Which backward passes are reduced, and what else the ranks must agree on, a `PassPolicy` decides.
 """
 
 from __future__ import annotations
 
-import enum
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.data_parallel.buckets.bucket_schedule import Channel, Lineup
+from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule, Channel
 from ddp.data_parallel.buckets.comm_hook import CommHook
-from ddp.data_parallel.buckets.step_status import Tally, Word
+from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import Member, ready_twice
-from ddp.data_parallel.buffer_hook import BufferHook
-from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.double_backward import GraphKeeper
-from ddp.data_parallel.module_watch import Roster
-from ddp.data_parallel.optimizer_in_backward import OptimizersInBackward
-from ddp.data_parallel.status_errors import (
-    describe_failure,
-    forwards_differ,
-    numbers_differ,
-    peers_failed,
-    weights_differ,
-)
-from ddp.data_parallel.unfrozen import average_late
+from ddp.data_parallel.module_watch import ModuleWatch
+from ddp.data_parallel.status_errors import describe_failure, numbers_differ, peers_failed, weights_differ
+from ddp.data_parallel.unfrozen import average_unfrozen
 from ddp.errors import BackwardError, CheckpointError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step
+from ddp.torch_internals import (
+    call_after_backward,
+    current_backward,
+    current_node,
+    gradient_hooks,
+    in_compiled_autograd,
+    will_be_reached,
+)
 
-__all__ = ["Reducer"]
+__all__ = ["EndOfBackward", "Pass", "PassPolicy", "Reducer"]
 
-
-class _Mode(enum.Enum):
-    """What the last forward announced for the gradients that come next."""
-
-    REDUCE = enum.auto()
-    ACCUMULATE = enum.auto()
-    IDLE = enum.auto()  # nothing: they were computed without the wrapper's forward
-
-
-class _Pass:
-    """The end of one backward pass, for the engine to call. Dropped without having been called, the pass has failed."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer: Reducer | None = reducer
-
-    def __call__(self) -> None:
-        reducer, self._reducer = self._reducer, None
-        assert reducer is not None
-        reducer._finish()
-
-    def __del__(self) -> None:
-        if self._reducer is not None:
-            reducer = self._reducer
-            reducer.fail(f"its backward pass raised an exception ({reducer.not_ready()})")
+_Named = tuple[str, torch.nn.Parameter]
 
 
-class _Forward:
-    """A forward pass whose gradients shall be reduced, until a backward pass has reached one of its outputs.
+class Pass:
+    """One reduction on this rank, from its start until its averages are in place or it has failed.
 
-    `is_opaque`: its outputs could not be found, so any backward pass may be its own.
+    Its identity tells it from later ones: what belongs to an earlier pass cannot end this one. `problem` is why it will
+    count as failed; `holds` whether all buckets wait for its end; `has_joined` whether this rank has no more inputs.
     """
 
-    def __init__(self, *, is_opaque: bool = False) -> None:
-        self.is_open = True
-        self.is_opaque = is_opaque
+    def __init__(
+        self, problem: DdpError | None, graphs: GraphKeeper | None, unfrozen: list[_Named], *, holds: bool, joined: bool
+    ) -> None:
+        self.problem = problem
+        self.graphs = graphs
+        self.unfrozen = unfrozen
+        self.holds = holds
+        self.has_joined = joined
+        self.arrived: set[int] = set()  # gradients, while it holds
+
+
+class EndOfBackward:
+    """What the engine calls at the end of a backward pass; `failed` instead, if it drops this without a call.
+
+    That may be late, and in another thread: the graph of a pass that failed lives as long as somebody holds it.
+    """
+
+    def __init__(self, done: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._done = done
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._done()
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()
+
+
+class PassPolicy(Protocol):
+    """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them."""
+
+    def may_begin(self) -> bool:
+        """A gradient has come and no pass runs: begin one and return True, or leave it where it is."""
+
+    def begin(self) -> None:
+        """Call the reducer's `begin`, in a backward pass that will be reduced."""
+
+    def end(self, pass_: Pass) -> None:
+        """The backward pass has ended, or there is none: call the reducer's `finish`."""
+
+    def starting(self) -> None:
+        """A pass starts."""
+
+    def fill(self, **common: Any) -> RankStatus:
+        """This rank's status, from what the reducer knows of it."""
+
+    def disagreement(self, statuses: StatusSum) -> DdpError | None:
+        """Why the ranks' gradients must not be averaged. Collective where it is not None."""
+
+    def divisor(self, statuses: StatusSum) -> int:
+        """What the sum of the gradients is divided by."""
+
+    def delivered(self, *, is_first: bool) -> None:
+        """The averages are in `.grad`."""
+
+    def ended(self, *, has_failed: bool) -> None:
+        """The pass is over, or a failure has come in its place."""
 
 
 class Reducer:
-    """Owns the buckets of one module, the hooks on its parameters and the state of the running backward pass.
+    """Owns the buckets of one module, the hooks on its parameters and the pass that runs.
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. With `with_checksum`, every pass compares the weights.
+    buckets stay views of them. `policy` is set by its maker, before the first gradient.
     Backward passes of one module must not run in two threads at once.
     """
+
+    policy: PassPolicy
 
     def __init__(
         self,
         channel: Channel,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        roster: Roster,
+        named: Sequence[_Named],
+        module_watch: ModuleWatch,
         limits: BucketLimits,
         *,
         sparse: frozenset[str],
         as_views: bool,
-        with_checksum: bool,
     ) -> None:
-        self._channel = channel
-        self._group = channel.group
-        self._place = channel.whereabouts
-        self._roster = roster
+        self.channel = channel
+        self.report = channel.report
+        self.module_watch = module_watch
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._members = [Member(index, name, parameter) for index, (name, parameter) in enumerate(trained)]
+        self.members = [Member(index, name, parameter) for index, (name, parameter) in enumerate(trained)]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        everything = [Member(index, name, parameter) for index, (name, parameter) in enumerate(named)]
-        self._checksum = WeightChecksum(everything) if with_checksum else None
-        self._lineup = Lineup(
+        self._schedule = BucketSchedule(
             channel,
-            self._members,
-            [member.index for member in self._members if member.name in sparse],
+            self.members,
+            [member.index for member in self.members if member.name in sparse],
             limits,
             as_views=as_views,
-            say=self._word,
+            own_status=self._own_status,
         )
         self.has_hook = False
-        self._is_closed = False
-        self.divides_by_active = False  # whether only ranks that have not joined count in the average
-        self.optimizers: OptimizersInBackward | None = None
-        self.buffer_hook: BufferHook | None = None
-
-        self._mode = _Mode.IDLE
-        self._running = False
-        self._unsettled = False  # whether a failed pass of this rank is still on its way
-        self._touched: dict[int, None] = {}  # has a gradient since the last reduction, in order of arrival
-        self._last_absent: frozenset[int] = frozenset()
-        self._forwards: list[_Forward] = []
+        self.is_closed = False
+        self.current: Pass | None = None
+        self._unsettled = False  # whether what a failed pass sent is still on its way
+        # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
+        self.touched: dict[int, None] = {}
         self._weight: float | None = None
-        self._has_joined = False
-        self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
-        self._late: list[tuple[str, torch.nn.Parameter]] = []
-        self._problem: DdpError | None = None  # why this rank's pass will count as failed
-        self._graphs: GraphKeeper | None = None
         # In the first pass nothing leaves early: it shows which gradients become ready more than once.
-        self._is_first = True
-        self._arrived: set[int] = set()
+        self.is_first = True
         self._repeated: set[int] = set()
-        self._holds = False  # whether all buckets wait for the end of the running pass
+        self._last_absent: frozenset[int] = frozenset()
         self._warned: set[str] = set()
         # The nodes stay alive as long as somebody holds them: autograd only knows them weakly.
         self._nodes: list[Node] = []
         self.handles: list[RemovableHandle] = []
         self._hooks_beside: list[Any] = []  # an ordered dict for each parameter, and the key of ours
         self._hook_ids: list[int] = []
-        for member in self._members:
+        for member in self.members:
             self._watch(member)
 
     def close(self) -> None:
-        """Remove the hooks: the wrapper is gone, or leaves the group."""
-        self._is_closed = True
+        """Remove the hooks: the owner is gone, or leaves the group."""
+        self.is_closed = True
         while self.handles:
             self.handles.pop().remove()
-        self._place.close()
+        self.report.close()
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` reduce the buckets, from the next pass on. Raises BackwardError if there is one already."""
@@ -168,19 +187,19 @@ class Reducer:
                 "too; wrap the module again for another hook"
             )
         self.has_hook = True
-        self._lineup.use_hook(hook)
+        self._schedule.use_hook(hook)
 
     def plan_state(self) -> dict[str, list[str]]:
         """The plan in names, to go on with the same buckets after a restart."""
         return {
-            "order": [self._members[index].name for index in self._lineup.order],
-            "repeated": [self._members[index].name for index in sorted(self._repeated)],
+            "order": [self.members[index].name for index in self._schedule.order],
+            "repeated": [self.members[index].name for index in sorted(self._repeated)],
         }
 
     def load_plan_state(self, state: Mapping[str, Sequence[str]]) -> None:
         """Plan as `plan_state` says. Every rank must do it, between passes. Raises CheckpointError for other names."""
-        index_of = {member.name: member.index for member in self._members}
-        mine = {self._members[index].name for index in self._lineup.order}
+        index_of = {member.name: member.index for member in self.members}
+        mine = {self.members[index].name for index in self._schedule.order}
         if set(state["order"]) != mine:
             odd = sorted(mine ^ set(state["order"]))[0]
             raise CheckpointError(
@@ -188,56 +207,32 @@ class Reducer:
                 f"{'here' if odd in mine else 'there'}"
             )
         self.settle()
-        self._is_first = False
+        self.is_first = False
         self._repeated = {index_of[name] for name in state["repeated"]}
-        self._lineup.end()
-        self._lineup.plan([index_of[name] for name in state["order"]], repeated=self._repeated)
+        self._schedule.end()
+        self._schedule.plan([index_of[name] for name in state["order"]], repeated=self._repeated)
 
     @property
     def order(self) -> list[int]:
         """The order of the parameters in the plan, which all ranks share."""
-        return self._lineup.order
+        return self._schedule.order
+
+    def used_map(self) -> torch.Tensor:
+        """How many ranks had a gradient in the last pass, by index."""
+        return self._schedule.used_map()
 
     def _watch(self, member: Member) -> None:
         self._nodes.append(get_gradient_edge(member.parameter).node)
         register = member.parameter.register_post_accumulate_grad_hook
         handle = register(self._hook(member))  # type: ignore[no-untyped-call]  # torch has no types here
         self.handles.append(handle)
-        self._hooks_beside.append(member.parameter._post_accumulate_grad_hooks)
+        self._hooks_beside.append(gradient_hooks(member.parameter))
         self._hook_ids.append(handle.id)
 
-    # Before backward
+    # Between passes
 
-    def enter_forward(self, module: torch.nn.Module) -> None:
-        """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
-        self.settle()
-        self._roster = self._roster.follow(module)
-        self._place.at("in forward")
-
-    def prepare(self, outputs: Iterator[torch.Tensor], *, is_syncing: bool, is_training: bool) -> None:
-        """Announce a forward pass with gradients: those of its backward will be reduced, or only accumulated.
-
-        A backward through any of `outputs` takes part in a reduction even if it reaches no parameter on
-        this rank.
-        """
-        if not is_syncing:
-            self._mode = _Mode.ACCUMULATE
-            return
-        self._mode = _Mode.REDUCE
-        self._be_last()
-        forward = _Forward(is_opaque=True)
-        on_grad = self._output_hook(forward)
-        for output in outputs:
-            forward.is_opaque = False
-            if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                output.register_hook(on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
-        if is_training:
-            self._forwards.append(forward)
-        self._had_foreign_leaf = self._roster.has_foreign_leaf()
-        self._place.at("between forward and backward")
-
-    def _be_last(self) -> None:
-        """Let hooks that the user registered after wrapping run before ours, which sends what they leave."""
+    def be_last(self) -> None:
+        """Let hooks that the user registered after ours run before it, which sends what they leave."""
         if max(map(len, self._hooks_beside)) > 1:
             for hooks, own in zip(self._hooks_beside, self._hook_ids, strict=True):
                 if own in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
@@ -245,73 +240,50 @@ class Reducer:
 
     def is_inside_backward(self) -> bool:
         """Whether a backward pass runs that will be reduced, in this thread: a forward now is a checkpoint's."""
-        return self._running and torch._C._current_graph_task_id() != -1
+        return self.current is not None and current_backward() != -1
 
     def settle(self) -> None:
         """Wait for what a failed pass of this rank left on its way. Every rank's next pass begins after it."""
-        if self._running and torch._C._current_graph_task_id() == -1:
+        if self.current is not None and current_backward() == -1:
             self.fail("its backward pass was interrupted")
         if self._unsettled:
             self._unsettled = False
-            self._lineup.wait()
-            self._lineup.end()
-            self._place.step += 1
-
-    @property
-    def is_announced(self) -> bool:
-        """Whether the next backward pass will be reduced: the other ranks wait for it."""
-        return self._mode is _Mode.REDUCE
+            self._schedule.wait()
+            self._schedule.end()
+            self.report.step += 1
 
     def add_weight(self, weight: float) -> None:
         """Count `weight` for the gradients that the next backward pass adds to those of this rank."""
         self._weight = (self._weight or 0.0) + weight
 
-    def reduce_alone(self) -> None:
-        """Take part in the reduction that the last forward announced, without a backward pass of this rank."""
-        if self._mode is _Mode.REDUCE and not self._running:
-            for forward in self._forwards[-1:]:
-                forward.is_open = False
-            self._start()
-            self._finish()
+    def reduce_now(self, *, joined: bool = False) -> None:
+        """Take part in a reduction without a backward pass of this rank, with what is there. Blocks."""
+        self.policy.end(self._start(joined=joined))
 
-    def keep_company(self) -> None:
-        """Take part in a reduction of the others with nothing: this rank has no more inputs (Join).
-
-        It gets the averages too: an optimizer that is shared between the ranks steps here with them.
-        """
-        self.settle()
-        self._drop_gradients()
-        self._has_joined = True
-        self._start()
-        self._finish()
-
-    def fail(self, why: str) -> None:
-        """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
-
-        Does not block and never raises, since a destructor calls it.
-        """
-        self._place.tell_failure(self._place.step, why)
-        self._is_first = True
-        self._drop_gradients()
-        try:
-            self._lineup.send_nothing(Word(failed=True))
-            self._unsettled = True
-        except Exception:  # a hook's again, or the group is broken: the others find out by waiting
-            self._lineup.end()
-        self._reset()
+    def warn(self, text: str) -> None:
+        """Warn of something once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=2)
 
     # During backward
 
     def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter: the only Python code that runs once for each parameter, so every lookup counts."""
-        index, touched, transfer_of = member.index, self._touched, self._lineup.transfer_of
+        index, touched, transfer_of = member.index, self.touched, self._schedule.transfer_of
 
         def on_grad(_: torch.Tensor) -> None:
             touched[index] = None
-            if not self._running and not self._may_begin():
-                return
-            if self._holds:
-                self._note_arrival(index)
+            current = self.current
+            if current is None:
+                if not self.policy.may_begin():
+                    return
+                current = self.current
+                assert current is not None
+            if current.holds:
+                if index in current.arrived:
+                    self._repeated.add(index)  # a parameter in several reentrant checkpoints
+                current.arrived.add(index)
                 return
             transfer = transfer_of[index]
             if index in transfer.taken_early:
@@ -320,102 +292,60 @@ class Reducer:
             if not transfer.missing:
                 if transfer.work is not None:
                     raise ready_twice(member)
-                self._lineup.send_complete(touched)
+                self._schedule.send_complete(touched)
 
         return on_grad
 
-    def _note_arrival(self, index: int) -> None:
-        if index in self._arrived:
-            self._repeated.add(index)  # a parameter in several reentrant checkpoints
-        self._arrived.add(index)
-
-    def _output_hook(self, forward: _Forward) -> Callable[[torch.Tensor], None]:
-        """The hook of what a forward pass returned."""
-
-        def on_grad(_: torch.Tensor) -> None:
-            if self._is_closed:
-                raise BackwardError(
-                    "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
-                    "not be averaged: keep it as long as you train"
-                )
-            forward.is_open = False
-            if not self._running and self._accumulates():
-                self._begin()
-
-        return on_grad
+    def reach(self) -> None:
+        """A backward pass has reached what a forward pass returned: it takes part even if it reaches no parameter."""
+        if self.is_closed:
+            raise BackwardError(
+                "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
+                "not be averaged: keep it as long as you train"
+            )
+        if self.current is None and self._accumulates():
+            self.policy.begin()
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass leaves gradients in `.grad`; `torch.autograd.grad()` does not."""
-        will_execute = torch._C._will_engine_execute_node
         try:
-            if any(map(will_execute, self._nodes)):
+            if any(map(will_be_reached, self._nodes)):
                 return True
         except RuntimeError:  # a leaf whose gradient is captured: what torch.autograd.grad() does
-            self._warn(
+            self.warn(
                 "torch.autograd.grad() returns the gradients of this rank's parameters alone: nothing averages them. "
                 "Use backward(), or average what it returns, unless that is what you want"
             )
             return False
         try:
-            return any(map(will_execute, _leaves_below(torch._C._current_autograd_node())))
+            return any(map(will_be_reached, _leaves_below(current_node())))
         except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
             return False
 
-    def _may_begin(self) -> bool:
-        if self._mode is _Mode.REDUCE:
-            self._begin()
-            return True
-        if self._mode is _Mode.IDLE:
-            self._warn(
-                "gradients came from a backward pass that did not go through the forward of DistributedDataParallel "
-                "(model.module(x) instead of model(x)?): they stay on this rank until the next pass that does"
-            )
-        return False
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=2)
-
-    def _begin(self) -> None:
-        if torch.is_grad_enabled():
-            self._graphs = GraphKeeper()  # backward(create_graph=True)
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+    def begin(self) -> None:
+        """Start a pass that ends with the backward pass that runs now."""
+        if in_compiled_autograd():
             raise UnsupportedError(
                 "compiled autograd is not supported, gradients would not be averaged: turn "
                 "torch._dynamo.config.compiled_autograd off; torch.compile itself may stay"
             )
-        self._start()
-        Variable._execution_engine.queue_callback(_Pass(self))
+        pass_ = self._start(graphs=GraphKeeper() if torch.is_grad_enabled() else None)  # backward(create_graph=True)
+        call_after_backward(EndOfBackward(partial(self.policy.end, pass_), partial(self.abandon, pass_)))
         if self._last_absent:
             self._expect_absent()
 
-    def _start(self) -> None:
-        self._problem = self._roster.problem()
-        if self._problem is not None:
-            self._place.tell_failure(self._place.step, str(self._problem))
-        elif self._had_foreign_leaf:  # and it is no parameter any more, or problem() would have named it
-            self._warn(
-                "a forward pass used other tensors in the place of parameters (torch.func.functional_call?): their "
-                "gradients stay on this rank"
-            )
-        self._late = self._unfrozen()
-        if self._checksum is not None:
-            self._checksum.take()
-        opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
-        if opaque:
-            opaque[-1].is_open = False
-        self._lineup.begin()
-        self._holds = self._is_first or self._graphs is not None or self._problem is not None
-        self._running = True
-        self._place.at("in backward", self._lineup.not_ready)
+    def _start(self, *, graphs: GraphKeeper | None = None, joined: bool = False) -> Pass:
+        problem = self.module_watch.problem()
+        if problem is not None:
+            self.report.tell_failure(self.report.step, str(problem))
+        self.policy.starting()
+        self._schedule.begin()
+        holds = self.is_first or graphs is not None or problem is not None
+        self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds=holds, joined=joined)
+        self.report.at("in backward", self._schedule.not_ready)
+        return pass_
 
-    def not_ready(self) -> str:
-        """Which gradients of this rank its running pass still waits for."""
-        return self._lineup.not_ready()
-
-    def _unfrozen(self) -> list[tuple[str, torch.nn.Parameter]]:
+    def _unfrozen(self) -> list[_Named]:
         return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
 
     def _expect_absent(self) -> None:
@@ -424,159 +354,160 @@ class Reducer:
         Only the engine knows which it will reach, and even it does not see into reentrant checkpoints; so
         a parameter that had a gradient last time is waited for.
         """
-        will_execute = torch._C._will_engine_execute_node
-        unreached = frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+        unreached = frozenset(index for index, node in enumerate(self._nodes) if not will_be_reached(node))
         if unreached <= self._last_absent:
             for index in unreached:
-                self._lineup.transfer_of[index].missing.discard(index)
+                self._schedule.transfer_of[index].missing.discard(index)
 
-    def _note_taken_gradients(self) -> None:
+    # At its end
+
+    def abandon(self, pass_: Pass) -> None:
+        """End a pass whose backward pass the engine has dropped, unless it is over already."""
+        if self.current is pass_:
+            self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
+
+    def fail(self, why: str) -> None:
+        """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
+
+        Does not block and never raises, since a destructor calls it.
+        """
+        self.report.tell_failure(self.report.step, why)
+        self.is_first = True
+        self.drop_gradients()
+        try:
+            self._schedule.send_nothing(RankStatus(failed=True))
+            self._unsettled = True
+        except Exception:  # a hook's again, or the group is broken: the others find out by waiting
+            self._schedule.end()
+        self._forget(has_failed=True)
+
+    def send_rest(self, pass_: Pass) -> None:
+        """Start what is left, before `finish`, where nothing else must come first."""
+        if pass_.problem is None and pass_.graphs is None:
+            with torch.no_grad():
+                self._schedule.send_rest(self.touched)
+
+    @torch.no_grad()
+    def finish(self, pass_: Pass) -> None:
+        """Start what is left, wait, and put the averages into place; or raise what the ranks' statuses say. Blocks."""
+        try:
+            if pass_.graphs is not None:
+                pass_.graphs.set_aside(self.members[index] for index in self.touched)
+            if pass_.problem is None:
+                self._schedule.send_rest(self.touched)
+            else:
+                self._schedule.send_nothing(self._own_status())
+        except BaseException as error:
+            self.fail(describe_failure("the end of its backward pass", error))
+            raise
+        try:
+            self._conclude(pass_, self._schedule.wait())
+        except BaseException:
+            self.drop_gradients()
+            raise
+        finally:
+            self.report.step += 1
+            self._schedule.end()
+            self._forget(has_failed=False)
+        count_step()
+
+    def _own_status(self) -> RankStatus:
+        pass_ = self.current
+        assert pass_ is not None
+        if pass_.problem is None:
+            self._note_taken_gradients(pass_)
+        return self.policy.fill(
+            failed=pass_.problem is not None,
+            joined=pass_.has_joined,
+            weight=self._weight,
+            unfrozen=len(pass_.unfrozen),
+            number=self.channel.number,
+        )
+
+    def _note_taken_gradients(self, pass_: Pass) -> None:
         """Refuse what a hook of the user took away between its arrival and now."""
-        for index in self._lineup.absent():
-            member = self._members[index]
-            if index not in self._touched or member.parameter.grad is not None:
+        for index in self._schedule.absent():
+            member = self.members[index]
+            if index not in self.touched or member.parameter.grad is not None:
                 continue
             if len(self._hooks_beside[index]) < 2:
                 continue  # autograd calls the hook also for a gradient that a custom function left undefined
-            if index in self._arrived if self._holds else index not in self._lineup.transfer_of[index].missing:
-                self._problem = BackwardError(
+            if index in pass_.arrived if pass_.holds else index not in self._schedule.transfer_of[index].missing:
+                pass_.problem = BackwardError(
                     f"the gradient of {member.name!r} was taken away before it was averaged, in a hook that sets .grad "
                     "to None: for an optimizer that steps in backward use "
                     "torch.distributed.optim._apply_optimizer_in_backward, which is known here",
                     parameter=member.name,
                 )
-                self._place.tell_failure(self._place.step, str(self._problem))
+                self.report.tell_failure(self.report.step, str(pass_.problem))
                 return
 
-    def _word(self) -> Word:
-        if self._problem is None:
-            self._note_taken_gradients()
-        return Word(
-            failed=self._problem is not None,
-            joined=self._has_joined,
-            weight=self._weight,
-            open_forwards=sum(forward.is_open for forward in self._forwards),
-            late=len(self._late),
-            number=self._channel.number,
-            digest=0 if self._checksum is None else self._checksum.digest(),
-        )
-
-    # At its end
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        try:
-            if self._graphs is not None:
-                self._graphs.set_aside(self._members[index] for index in self._touched)
-            if self._problem is None:
-                self._lineup.send_rest(self._touched)
-            else:
-                self._lineup.send_nothing(self._word())
-        except BaseException as error:
-            self.fail(describe_failure("the end of its backward pass", error))
-            raise
-        try:
-            if self.buffer_hook is not None:
-                self.buffer_hook.wait()
-            self._conclude(self._lineup.wait())
-        except BaseException:
-            self._drop_gradients()
-            raise
-        finally:
-            self._place.step += 1
-            self._lineup.end()
-            self._reset()
-        count_step()
-
-    def _conclude(self, tally: Tally) -> None:
-        """Do what the ranks' verdict says: every rank does the same."""
-        if tally.failed:
-            self._is_first = True  # learn anew what becomes ready when
-        if self._problem is not None:
-            raise self._problem
-        if tally.failed:
-            raise peers_failed(self._place, tally.failed)
-        if not tally.same_number:
-            raise numbers_differ(self._group, self._channel.number)
-        if not tally.same_forwards:
-            raise forwards_differ(self._group, self._word().open_forwards)
-        if tally.weighted not in (0, tally.active) or (tally.weighted and not tally.weight > 0):
-            raise weights_differ(self._group, self._weight)
-        if self._checksum is not None and not tally.same_digest:
-            raise self._checksum.compare(self._group, self._place.step + 1)
-        factor = 1.0
-        if tally.weighted:
-            factor = self._group.size() / tally.weight
-        elif self.divides_by_active:
-            factor = self._group.size() / tally.active
-        self._lineup.deliver(factor)
-        self._last_absent = frozenset(self._lineup.absent())
-        if self._is_first:
+    def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
+        """Do what the ranks' statuses say: every rank does the same."""
+        if statuses.failed:
+            self.is_first = True  # learn anew what becomes ready when
+        if pass_.problem is not None:
+            raise pass_.problem
+        if statuses.failed:
+            raise peers_failed(self.report, statuses.failed)
+        group = self.channel.group
+        if not statuses.same_number:
+            raise numbers_differ(group, self.channel.number)
+        if (error := self.policy.disagreement(statuses)) is not None:
+            raise error
+        if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
+            raise weights_differ(group, self._weight)
+        factor = group.size() / (statuses.weight if statuses.weighted else self.policy.divisor(statuses))
+        is_first = self.is_first
+        self._schedule.deliver(factor)
+        self._last_absent = frozenset(self._schedule.absent())
+        if is_first:
             self._follow_first_pass()
-        if tally.late:
-            self._take_in(average_late(self._group, self._late, factor))
-        if self._graphs is not None:
-            self._graphs.restore(self._output_hook(_Forward()))
-        if self.optimizers is not None:
-            self.optimizers.step()
+        if statuses.unfrozen:
+            with self.report.waiting("all-reduce of unfrozen parameters"):
+                unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
+            self._take_in(unfrozen)
+        if pass_.graphs is not None:
+            pass_.graphs.restore(lambda _: self.reach())
+        self.policy.delivered(is_first=is_first)
 
-    def leave_company(self) -> None:
-        """Forget the averages of passes in which this rank only kept the others company."""
-        self._drop_gradients()
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        """Of torch's reducer: how many ranks had a gradient in the last pass, for each parameter."""
-        return self._lineup.used_map()
-
-    def _rebuild_buckets(self) -> bool:
-        """Of torch's reducer, which Lightning calls: there is never anything to do."""
-        return False
-
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Of torch's reducer, which Lightning calls: the backward pass that follows is reduced."""
-        self.prepare(iter(outputs), is_syncing=True, is_training=False)
-
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Set every `.grad` to None: what is in there is neither this rank's gradient nor an average."""
-        for parameter in (*(member.parameter for member in self._members), *(late for _, late in self._unfrozen())):
+        for parameter in (*(member.parameter for member in self.members), *dict(self._unfrozen()).values()):
             parameter.grad = None
 
-    def _reset(self) -> None:
-        self._touched.clear()
-        self._forwards.clear()
-        self._late = []
-        self._arrived.clear()
-        self._weight = self._problem = self._graphs = None
-        self._has_joined = False
-        self._mode = _Mode.IDLE
-        self._running = False
-        self._place.at("outside forward and backward")
+    def _forget(self, *, has_failed: bool) -> None:
+        self.current = self._weight = None
+        self.touched.clear()
+        self.policy.ended(has_failed=has_failed)
+        self.report.at("outside forward and backward")
 
     # The plan
 
     def _follow_first_pass(self) -> None:
         """Plan again in the order in which the gradients arrived on rank 0."""
-        self._is_first = False
-        before = self._lineup.order
+        self.is_first = False
+        before = self._schedule.order
         known = frozenset(before)
-        arrived = [index for index in self._touched if index in known]
-        order = torch.tensor([*arrived, *(index for index in before if index not in self._touched)])
-        order = order.to(device=self._members[0].parameter.device)
-        broadcast_tensors(self._group, [order])
+        arrived = [index for index in self.touched if index in known]
+        order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)])
+        order = order.to(device=self.members[0].parameter.device)
+        with self.report.waiting("broadcast of the order of gradients"):
+            broadcast_tensors(self.channel.group, [order])
         if order.tolist() != before or self._repeated:
-            self._lineup.end()
-            self._lineup.plan(order.tolist(), repeated=self._repeated)
+            self._schedule.end()
+            self._schedule.plan(order.tolist(), repeated=self._repeated)
 
-    def _take_in(self, unfrozen: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def _take_in(self, unfrozen: Sequence[_Named]) -> None:
         """Reduce these like all others from now on."""
         taken = {id(parameter) for _, parameter in unfrozen}
         self._frozen = [(name, parameter) for name, parameter in self._frozen if id(parameter) not in taken]
-        new = [Member(len(self._members) + at, name, parameter) for at, (name, parameter) in enumerate(unfrozen)]
-        self._members += new
+        new = [Member(len(self.members) + at, name, parameter) for at, (name, parameter) in enumerate(unfrozen)]
+        self.members += new
         for member in new:
             self._watch(member)
-        self._lineup.end()
-        self._lineup.plan([*self._lineup.order, *(member.index for member in new)], repeated=self._repeated)
+        self._schedule.end()
+        self._schedule.plan([*self._schedule.order, *(member.index for member in new)], repeated=self._repeated)
 
 
 def _leaves_below(node: Node | None) -> Iterator[Node]:

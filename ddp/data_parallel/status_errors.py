@@ -1,4 +1,4 @@
-"""The errors for a verdict on which the ranks do not agree: who differs, in what, and what to do about it.
+"""The errors for a step status on which the ranks do not agree: who differs, in what, and what to do about it.
 
 Called by the reducer on every rank in the same iteration; all but `peers_failed` are collective.
 """
@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import BackwardError, DdpError, PeerFailedError
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import StallReport
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
-__all__ = ["describe_failure", "forwards_differ", "late_differ", "numbers_differ", "peers_failed", "weights_differ"]
+__all__ = ["describe_failure", "forwards_differ", "numbers_differ", "peers_failed", "unfrozen_differ", "weights_differ"]
 
 
 def describe_failure(what: str, error: BaseException) -> str:
@@ -29,14 +29,14 @@ def describe_failure(what: str, error: BaseException) -> str:
     return f"{what} raised {type(error).__name__}: {error}{where}"
 
 
-def peers_failed(place: Whereabouts, count: int) -> PeerFailedError:
-    """What the `count` ranks told that failed in this step."""
-    failures = place.failures(place.step, expected=count)
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())) or "it did not say why"
-    who = ", ".join(map(str, sorted(failures))) or "another rank"
+def peers_failed(report: StallReport, count: int) -> PeerFailedError:
+    """What the `count` ranks said that failed in this step; the store may know less, or nothing."""
+    failures = report.failures(report.step, expected=count)
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    ranks = f"rank {', '.join(map(str, sorted(failures)))}" if failures else f"{count} other rank{'s' * (count > 1)}"
     return PeerFailedError(
-        f"rank {place.rank} of {place.size}: step {place.step + 1} failed on rank {who}, so nothing was averaged. "
-        f"{told}. "
+        f"rank {report.rank} of {report.size}: step {report.step + 1} failed on {ranks}, so nothing was averaged. "
+        f"{reasons or 'Why is not known here: see the output of the other ranks'}. "
         "The gradients of this step are dropped (None) on every rank; the next step can go on",
         failures=failures,
     )
@@ -78,7 +78,7 @@ def weights_differ(group: dist.ProcessGroup, mine: float | None) -> DdpError:
     return BackwardError(f"the weights of this step add up to {sum(every)} ({every}), so there is no average")
 
 
-def late_differ(told: Sequence[Sequence[str]]) -> DdpError:
+def unfrozen_differ(told: Sequence[Sequence[str]]) -> DdpError:
     """Not every rank unfroze the same parameters."""
     every = {name for names in told for name in names}
     name = min(every, key=lambda name: (sum(name in names for names in told), name))

@@ -5,20 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
-import torch
+from ddp.torch_internals import skip_when_compiling
 
 __all__ = ["skip_package"]
 
 
 def skip_package(name: str) -> None:
     """Mark all functions of the modules of package `name` that are imported now. Does not import torch._dynamo."""
-    frames: Any = torch._C._dynamo.eval_frame
-    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
         for code in _codes_of(module):
-            frames.set_code_exec_strategy(code, skipped)
+            skip_when_compiling(code)
 
 
 def _codes_of(module: ModuleType) -> Iterator[CodeType]:

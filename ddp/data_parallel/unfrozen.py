@@ -1,6 +1,6 @@
 """Parameters that were frozen when the buckets were planned and are trained now: reduced in the same step.
 
-Called by the reducer after the verdict, when any rank has such parameters.
+Called by the reducer after the step status, when any rank has such parameters.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.objects import device_of, gather_values
-from ddp.data_parallel.status_errors import late_differ
+from ddp.data_parallel.status_errors import unfrozen_differ
 
-__all__ = ["average_late"]
+__all__ = ["average_unfrozen"]
 
 _Named = tuple[str, torch.nn.Parameter]
 
 
-def average_late(group: dist.ProcessGroup, mine: Sequence[_Named], factor: float) -> Sequence[_Named]:
+def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: float) -> Sequence[_Named]:
     """Average the gradients of the parameters that this rank has unfrozen, and return them. Blocks.
 
     Every rank must call it. Raises BackwardError on all if not every rank unfroze the same ones. Where no rank has a
@@ -26,7 +26,7 @@ def average_late(group: dist.ProcessGroup, mine: Sequence[_Named], factor: float
     """
     told = gather_values([name for name, _ in mine], device=device_of(group), group=group)
     if any(names != told[0] for names in told):
-        raise late_differ(told)
+        raise unfrozen_differ(told)
     for _, parameter in mine:
         grad = parameter.grad
         has_grad = torch.tensor([float(grad is not None)], device=parameter.device)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import BufferSync, broadcast_tensors, buffer_collector
@@ -25,6 +24,7 @@ from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
     check_initialized,
+    check_plain,
     checked_device_ids,
     control_group,
     member_group,
@@ -35,14 +35,24 @@ from ddp.data_parallel.arguments import (
 from ddp.data_parallel.buckets.bucket_schedule import Channel
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
 from ddp.data_parallel.buffer_hook import BufferHook
-from ddp.data_parallel.join import ShadowHook, agree
-from ddp.data_parallel.module_watch import Roster, sparse_names
+from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.forward_policy import ForwardPolicy
+from ddp.data_parallel.join import JoinedRankHook, share_iteration
+from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.optimizer_in_backward import OptimizersInBackward
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
 from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import StallReport
+from ddp.torch_internals import (
+    compiled_module,
+    ignored_names,
+    is_in_join,
+    not_traced,
+    swap_active_ddp_module,
+    tree_map_only,
+)
 from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel", "unwrapped"]
@@ -149,8 +159,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._number = _made[self.process_group.group_name]  # a copy has that of its original
         _made[self.process_group.group_name] += 1
         self.module = module
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored_names(module)
         parameters = self._named_parameters()
+        check_plain(parameters)
         self.device = single_device_type(parameters)
         check_initialized(parameters)
         self.device_type = self.device.type
@@ -222,8 +233,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _detach(self) -> None:
         """Be a plain wrapper: nothing communicates."""
         self._reducer: Reducer | None = None
+        self._policy: ForwardPolicy | None = None
         self._buffer_sync: BufferSync | None = None
-        self._whereabouts: Whereabouts | None = None
+        self._report: StallReport | None = None
         self._buffers_are_of = -1  # how many reductions there had been when they were made equal
         self._optimizers: OptimizersInBackward | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -231,19 +243,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _attach(self) -> None:
         """Register hooks on the parameters and get ready to communicate."""
         group = self.process_group
-        self._whereabouts = Whereabouts(group, timeout_s=self._stall_timeout_s, device=self.device)
+        self._report = StallReport(group, timeout_s=self._stall_timeout_s, device=self.device)
+        named = self._named_parameters()
         self._reducer = Reducer(
-            Channel(group, control_group(group, self.device), self._whereabouts, self._number),
-            self._named_parameters(),
-            Roster(self.module, self.parameters_to_ignore),
+            Channel(group, control_group(group, self.device), self._report, self._number),
+            named,
+            ModuleWatch(self.module, self.parameters_to_ignore),
             self._limits,
             sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
-            with_checksum=self._weight_checksum,
         )
+        self._policy = ForwardPolicy(self._reducer, WeightChecksum(named) if self._weight_checksum else None)
         if self.forward_sync_buffers:
             collect = buffer_collector(self.module, frozenset(self.parameters_to_ignore))
-            self._buffer_sync = BufferSync(group, collect, self._whereabouts.wait)
+            self._buffer_sync = BufferSync(group, collect, self._report.wait)
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
         self._end = weakref.finalize(self, self._reducer.close)
         self._end.atexit = False
@@ -264,12 +277,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     # Forward
 
+    @not_traced  # see ddp.data_parallel.tracing
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
         if self.device_ids:
             inputs, kwargs = _moved((inputs, kwargs), torch.device(self.device.type, self.device_ids[0]))
-        reducer = self._reducer
-        if reducer is None:
+        reducer, policy = self._reducer, self._policy
+        if reducer is None or policy is None:
             Join.notify_join_context(self)
             output = self.module(*inputs, **kwargs)
             self._has_synced_forward = self.require_backward_grad_sync
@@ -280,37 +294,39 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return self.module(*inputs, **kwargs)  # activation checkpointing
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
-        active, TorchDistributedDataParallel._active_ddp_module = TorchDistributedDataParallel._active_ddp_module, self
+        active = swap_active_ddp_module(self)
         try:
-            syncs_buffers = self._before_forward(reducer, is_syncing=is_syncing)
+            syncs_buffers = self._before_forward(policy, is_syncing=is_syncing)
             output = self.module(*inputs, **kwargs)
         except BaseException as error:
             if is_syncing:
                 reducer.fail(describe_failure("its forward pass", error))
             raise
         finally:
-            TorchDistributedDataParallel._active_ddp_module = active  # by which torch.compile splits its graphs
+            swap_active_ddp_module(active)
         if syncs_buffers and self._buffer_hook is not None:
             self._buffer_hook.run_after(self._named_buffers)
         if torch.is_grad_enabled():
-            reducer.prepare(_tensors_in(output), is_syncing=is_syncing, is_training=self.training)
+            policy.prepare(_tensors_in(output), is_syncing=is_syncing, is_training=self.training)
         return output
 
-    def _before_forward(self, reducer: Reducer, *, is_syncing: bool) -> bool:
+    def _before_forward(self, policy: ForwardPolicy, *, is_syncing: bool) -> bool:
         """Settle what the last pass left, and give every rank the same buffers; return whether that was due."""
-        reducer.enter_forward(self.module)
+        policy.enter_forward(self.module)
         if self._optimizers is None:
             self._optimizers = OptimizersInBackward.of(self._named_parameters())
-            reducer.optimizers = self._optimizers
+            policy.optimizers = self._optimizers
         root = 0
-        if self._join_config.enable:
-            _, root = agree(self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank())
+        if is_in_join(self):
+            _, root = share_iteration(
+                self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank()
+            )
         return self._sync_buffers_of(root)
 
     def _syncs_buffers(self) -> bool:
-        if self._buffer_sync is None or self._whereabouts is None or not self.require_forward_param_sync:
+        if self._buffer_sync is None or self._report is None or not self.require_forward_param_sync:
             return False
-        return self._whereabouts.step != self._buffers_are_of
+        return self._report.step != self._buffers_are_of
 
     def _sync_buffers_of(self, root: int) -> bool:
         """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due.
@@ -319,16 +335,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """
         if not self._syncs_buffers():
             return False
-        assert self._whereabouts is not None
+        assert self._report is not None
         assert self._buffer_sync is not None
-        self._buffers_are_of = self._whereabouts.step
+        self._buffers_are_of = self._report.step
         if self._buffer_hook is not None:
             self._buffer_hook.run_before(self._named_buffers)
         else:
             self._buffer_sync.run(root)
         return True
-
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it would be inlined; see ddp.data_parallel.tracing
 
     # Backward
 
@@ -363,17 +377,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
             )
         amount = float(weight)
-        reducer = self._reducer
+        reducer, policy = self._reducer, self._policy
         if not 0 <= amount < float("inf"):
-            if reducer is not None and reducer.is_announced:
+            if reducer is not None and policy is not None and policy.is_announced:
                 reducer.fail(f"its weight is {amount}")
             raise ArgumentError(f"weight is {amount}; it must be a number of at least 0")
         if reducer is not None:
             reducer.add_weight(amount)
         if amount:
             loss.backward(gradient=torch.full_like(loss, amount), **kwargs)  # type: ignore[no-untyped-call]
-        elif reducer is not None:
-            reducer.reduce_alone()
+        elif policy is not None:
+            policy.reduce_alone()
         if reducer is None:
             self._weigh_alone(amount)
 
@@ -408,25 +422,25 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
+    def join_hook(self, **kwargs: Any) -> JoinedRankHook:
         """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
-        reducer = self._reducer
-        if reducer is not None:
-            reducer.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        reducer, policy = self._reducer, self._policy
+        if policy is not None:
+            policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
 
         def equalise(root: int, is_last: bool) -> None:
             self._authoritative_rank = root
-            if reducer is not None:
-                reducer.divides_by_active = False
+            if reducer is not None and policy is not None:
+                policy.divides_by_active = False
                 self._equalise(root, with_buffers=self.forward_sync_buffers)
                 if not is_last:
-                    reducer.leave_company()
+                    reducer.drop_gradients()  # of passes in which this rank only took part
 
-        return ShadowHook(self.process_group, self.device, self._keep_company, self._sync_buffers_of, equalise)
+        return JoinedRankHook(self.process_group, self.device, self._reduce_as_joined, self._sync_buffers_of, equalise)
 
-    def _keep_company(self) -> None:
-        if self._reducer is not None:
-            self._reducer.keep_company()
+    def _reduce_as_joined(self) -> None:
+        if self._policy is not None:
+            self._policy.reduce_as_joined()
 
     @property
     def join_device(self) -> torch.device:
@@ -491,8 +505,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     ) -> None:
         """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
-        if self._reducer is not None:
-            self._reducer.buffer_hook = self._buffer_hook
+        if self._policy is not None:
+            self._policy.buffer_hook = self._buffer_hook
 
     # Copies
 
@@ -505,7 +519,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         if self._reducer is not None and self._reducer.has_hook:
             warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
-        left_out = ("process_group", "_reducer", "_buffer_sync", "_whereabouts", "_optimizers", "_end", "_buffer_hook")
+        left_out = (
+            "process_group",
+            "_reducer",
+            "_policy",
+            "_buffer_sync",
+            "_report",
+            "_optimizers",
+            "_end",
+            "_buffer_hook",
+        )
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "compression": None, "device_mesh": None}
 
@@ -527,9 +550,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.forward_sync_buffers
 
     @property
-    def reducer(self) -> Reducer | None:  # type: ignore[override]  # ours
+    def reducer(self) -> ForwardPolicy | None:  # type: ignore[override]  # ours
         """What libraries reach for that drive torch's reducer; None in a world of one."""
-        return self._reducer
+        return self._policy
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
@@ -564,12 +587,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "static_graph": self.static_graph,
             "comm_hook": self._hook_name or None,
-            "join_uneven_inputs": bool(self._join_config.enable),
-            "has_rebuilt_buckets": int(self._whereabouts is not None and self._whereabouts.step > 0),
+            "join_uneven_inputs": is_in_join(self),
+            "has_rebuilt_buckets": int(self._report is not None and self._report.step > 0),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
             "num_parameter_tensors": len(self._named_parameters()),
             "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
-            "iteration": 0 if self._whereabouts is None else self._whereabouts.step,
+            "iteration": 0 if self._report is None else self._report.step,
         }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -600,7 +623,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, TorchDistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := compiled_module(model)) is not None:
             model = inner
         else:
             return model

@@ -18,7 +18,7 @@ from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
-from ddp.horovod.collectives import Call, agree, member
+from ddp.horovod.call_check import Call, check_same_call, own_group
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -37,13 +37,13 @@ def broadcast_parameters(
     call it; blocks. Raises LayoutMismatchError, which names the first difference, if the ranks have other names, shapes
     or dtypes, and ArgumentError for what is no tensor.
     """
-    link = member(group, "broadcast_parameters")
+    link = own_group(group, "broadcast_parameters")
     problem, named = "", []
     try:
         named = _named_tensors(params)
     except ArgumentError as error:
         problem = str(error)
-    agree(
+    check_same_call(
         Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or _no_rank(root_rank, link)), link
     )
     check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named], device_of(link))
@@ -59,10 +59,10 @@ def broadcast_optimizer_state(
     parameters in each group; blocks. Raises ArgumentError on every rank if these differ, or if the root's state holds
     what cannot be sent.
     """
-    link = member(group, "broadcast_optimizer_state")
+    link = own_group(group, "broadcast_optimizer_state")
     counts = [len(param_group["params"]) for param_group in optimizer.param_groups]
     facts = f"from rank {root_rank}, {type(optimizer).__name__} with {counts} parameters in its groups"
-    agree(Call("broadcast_optimizer_state", None, facts, problem=_no_rank(root_rank, link)), link)
+    check_same_call(Call("broadcast_optimizer_state", None, facts, problem=_no_rank(root_rank, link)), link)
     is_root = link.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict() if is_root else {}
@@ -84,7 +84,7 @@ def broadcast_object(
     An object is made of None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them. Every rank
     must call it with the same name; blocks. Raises ArgumentError on every rank if the root's is of something else.
     """
-    link = member(group, "broadcast_object")
+    link = own_group(group, "broadcast_object")
     is_root = link.rank() == root_rank
     data, problem = _written(obj) if is_root else (b"", "")
     data = data or problem.encode()
@@ -95,7 +95,7 @@ def broadcast_object(
         number=-len(data) if problem else len(data),
         problem=_no_rank(root_rank, link),
     )
-    length = agree(call, link)[root_rank]
+    length = check_same_call(call, link)[root_rank]
     received = _broadcast_bytes(data, abs(length), root_rank, link)
     if length < 0:
         text = received.decode(errors="replace")
@@ -108,9 +108,9 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
 
     Every rank must call it with the same name; blocks. Raises ArgumentError on every rank if one cannot be sent.
     """
-    link = member(group, "allgather_object")
+    link = own_group(group, "allgather_object")
     _, problem = _written(obj)
-    problems = agree(Call("allgather_object", name, "", number=int(bool(problem))), link)
+    problems = check_same_call(Call("allgather_object", name, "", number=int(bool(problem))), link)
     if any(problems):
         told = gather_values(problem, device=device_of(link), group=link)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]

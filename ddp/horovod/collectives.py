@@ -12,12 +12,8 @@ alltoall: what comes back is the derivative of the sum of all ranks' losses.
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,21 +21,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp import world
-from ddp.comm.objects import device_of, gather_values
 from ddp.compression.compressors import Half
-from ddp.errors import ArgumentError, NotInitializedError, UnsupportedError
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.errors import NotInitializedError, UnsupportedError
+from ddp.horovod.call_check import Call, check_same_call, form_of, is_initialized, own_group, title
+from ddp.horovod.started_call import (
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    exchange_rows,
+    reduction_problem,
+    start_allgather,
+    start_allreduce,
+    start_broadcast,
+)
 
 __all__ = [
     "Average",
-    "Call",
     "Compression",
     "Handle",
     "Max",
     "Min",
     "Product",
     "Sum",
-    "agree",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -59,7 +65,6 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
-    "member",
     "poll",
     "rank",
     "reducescatter",
@@ -67,16 +72,6 @@ __all__ = [
     "size",
     "synchronize",
 ]
-
-Average, Sum, Min, Max, Product = "average", "sum", "min", "max", "product"
-_REDUCTIONS = {
-    Average: dist.ReduceOp.SUM,
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Compression:
@@ -90,11 +85,6 @@ class Compression:
 
 
 # Who and where
-
-
-def is_initialized() -> bool:
-    """Whether there is a process group: after `ddp.init()`, until `ddp.shutdown()`."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
@@ -135,12 +125,12 @@ def cross_size() -> int:
 def shutdown() -> None:
     """Close the process group, as the end of the process does. Every rank should call it; without a group, nothing."""
     if is_initialized():
-        world._leave()
+        world.leave()
 
 
 def _here(what: str) -> world.World:
     if not is_initialized():
-        raise NotInitializedError(f"there is no process group yet: call ddp.init() before ddp.{what}()")
+        raise NotInitializedError(f"there is no process group yet: call ddp.init() before ddp.horovod.{what}()")
     return world.init()
 
 
@@ -175,12 +165,12 @@ def grouped_allreduce(
     """Like `allreduce` of each tensor, with one collective for all that share a dtype and a device."""
 
     def run(*given: Tensor) -> list[Tensor]:
-        results: list[Tensor] = _allreduce(list(given), name, op, compression, group).wait()
+        results: list[Tensor] = start_allreduce(list(given), name, op, compression, group).wait()
         return results
 
     def back(*grads: Tensor) -> list[Tensor]:
         if op not in (Average, Sum):
-            raise UnsupportedError(f"{_named('allreduce', name)} with op={op!r} has no gradient: detach its argument")
+            raise UnsupportedError(f"{title('allreduce', name)} with op={op!r} has no gradient: detach its argument")
         return grouped_allreduce(grads, _gradient_of(name), op=op, compression=compression, group=group)
 
     if not any(map(_needs_gradient, tensors)):
@@ -199,21 +189,21 @@ def grouped_allreduce_(
     tensors: Sequence[Tensor], name: str | None = None, *, op: str = Average, group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """Like `grouped_allreduce`, into the tensors themselves."""
-    return _into(list(tensors), _allreduce(list(tensors), name, op, None, group).wait())
+    return _into(list(tensors), start_allreduce(list(tensors), name, op, None, group).wait())
 
 
 def allreduce_async(
     tensor: Tensor, name: str | None = None, *, op: str = Average, group: dist.ProcessGroup | None = None
 ) -> Handle:
     """Start an `allreduce` and return a handle for `synchronize` and `poll`. Do not change `tensor` meanwhile."""
-    return _allreduce([tensor], name, op, None, group, is_async=True).then(lambda results: results[0])
+    return start_allreduce([tensor], name, op, None, group, is_async=True).then(lambda results: results[0])
 
 
 def allreduce_async_(
     tensor: Tensor, name: str | None = None, *, op: str = Average, group: dist.ProcessGroup | None = None
 ) -> Handle:
     """Like `allreduce_async`; `synchronize` puts the result into `tensor`."""
-    handle = _allreduce([tensor], name, op, None, group, is_async=True)
+    handle = start_allreduce([tensor], name, op, None, group, is_async=True)
     return handle.then(lambda results: _into([tensor], results)[0])
 
 
@@ -224,21 +214,21 @@ def reducescatter(
 
     Every rank must call it with the same name, operation, dtype and shape; blocks. Each adds in the order of the ranks.
     """
-    link = member(group, "reducescatter")
+    link = own_group(group, "reducescatter")
     count = link.size()
     rows = tensor.shape[0] if tensor.dim() else 0
     splits = [len(range(index, rows, count)) for index in range(count)]
 
     def run(given: Tensor) -> Tensor:
-        problem = _reduction_problem([given], op, None) or ("" if given.dim() else "a tensor without dimensions")
-        agree(Call("reducescatter", name, f"{op}, {_form(given)}", problem=problem), group)
-        shares, _ = _exchange_rows(given, splits, name, link)  # (ranks * own rows, ...)
+        problem = reduction_problem([given], op, None) or ("" if given.dim() else "a tensor without dimensions")
+        check_same_call(Call("reducescatter", name, f"{op}, {form_of(given)}", problem=problem), group)
+        shares, _ = exchange_rows(given, splits, name, link)  # (ranks * own rows, ...)
         shares = shares.reshape(count, splits[link.rank()], *given.shape[1:])
         return _reduced_here(shares, op)
 
     def back(grad: Tensor) -> Tensor:
         if op not in (Average, Sum):
-            raise UnsupportedError(f"{_named('reducescatter', name)} with op={op!r} has no gradient")
+            raise UnsupportedError(f"{title('reducescatter', name)} with op={op!r} has no gradient")
         whole = allgather(grad, _gradient_of(name), group=group)
         return whole / count if op == Average else whole
 
@@ -267,30 +257,30 @@ def broadcast(
 
     def back(grad: Tensor) -> Tensor:
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
-        return total if member(group, "broadcast").rank() == root_rank else torch.zeros_like(total)
+        return total if own_group(group, "broadcast").rank() == root_rank else torch.zeros_like(total)
 
-    return _differentiable(tensor, lambda given: _broadcast(given, root_rank, name, group).wait(), back)
+    return _differentiable(tensor, lambda given: start_broadcast(given, root_rank, name, group).wait(), back)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Like `broadcast`, into `tensor` itself, which is returned. No gradient goes through."""
-    return _into([tensor], [_broadcast(tensor, root_rank, name, group).wait()])[0]
+    return _into([tensor], [start_broadcast(tensor, root_rank, name, group).wait()])[0]
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Handle:
     """Start a `broadcast` and return a handle for `synchronize` and `poll`."""
-    return _broadcast(tensor, root_rank, name, group, is_async=True)
+    return start_broadcast(tensor, root_rank, name, group, is_async=True)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Handle:
     """Like `broadcast_async`; `synchronize` puts the result into `tensor`."""
-    handle = _broadcast(tensor, root_rank, name, group, is_async=True)
+    handle = start_broadcast(tensor, root_rank, name, group, is_async=True)
     return handle.then(lambda result: _into([tensor], [result])[0])
 
 
@@ -303,13 +293,13 @@ def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGro
     counts: list[int] = []
 
     def run(given: Tensor) -> Tensor:
-        handle, rows = _allgather(given, name, group)
+        handle, rows = start_allgather(given, name, group)
         counts.extend(rows)
         result: Tensor = handle.wait()
         return result
 
     def back(grad: Tensor) -> Tensor:
-        at = member(group, "allgather").rank()
+        at = own_group(group, "allgather").rank()
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
         return total.narrow(0, sum(counts[:at]), counts[at])
 
@@ -318,7 +308,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGro
 
 def allgather_async(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> Handle:
     """Start an `allgather` and return a handle. It waits for all ranks, to learn their numbers of rows."""
-    return _allgather(tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach(), name, group)[0]
+    return start_allgather(tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach(), name, group)[0]
 
 
 def alltoall(
@@ -333,7 +323,7 @@ def alltoall(
     Without `splits`, each rank gets the same number of rows; with them, the result is a pair: the rows, and how many
     came from each rank. Every rank must call it with the same name, dtype and shape but for the rows; blocks.
     """
-    link = member(group, "alltoall")
+    link = own_group(group, "alltoall")
     rows = tensor.shape[0] if tensor.dim() else 0
     sends = [rows // link.size()] * link.size() if splits is None else [int(count) for count in splits]
     problem = "a tensor without dimensions" if not tensor.dim() else ""
@@ -342,8 +332,8 @@ def alltoall(
     received: list[int] = []
 
     def run(given: Tensor) -> Tensor:
-        agree(Call("alltoall", name, _form(given, rows="any"), problem=problem), group)
-        result, counts = _exchange_rows(given, sends, name, link)
+        check_same_call(Call("alltoall", name, form_of(given, rows="any"), problem=problem), group)
+        result, counts = exchange_rows(given, sends, name, link)
         received.extend(counts)
         return result
 
@@ -357,44 +347,10 @@ def alltoall(
 
 def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank has called it, with the same name."""
-    agree(Call("barrier", name, ""), group)
+    check_same_call(Call("barrier", name, ""), group)
 
 
 # Handles
-
-
-class Handle:
-    """A call under way. It knows its result once it was waited for; waiting again returns the same."""
-
-    def __init__(self, what: str, agreement: _Agreement, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
-        self.what = what
-        self._agreement = agreement
-        self._works = list(works)
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """Block until the result is there, and return it. Raises as the synchronous call does."""
-        if self._finish is not None:
-            self._agreement.settle()
-            for work in self._works:
-                self._agreement.place.wait(work, self.what)
-            with torch.no_grad():
-                self._result = self._finish()
-            self._finish = None
-            self._works.clear()
-        return self._result
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
-        return self._finish is None or (self._agreement.is_completed() and all(w.is_completed() for w in self._works))
-
-    def then(self, change: Callable[[Any], Any]) -> Handle:
-        """Let `wait` return what `change` makes of the result."""
-        before = self._finish
-        assert before is not None
-        self._finish = lambda: change(before())
-        return self
 
 
 def synchronize(handle: Handle) -> Any:
@@ -407,113 +363,11 @@ def poll(handle: Handle) -> bool:
     return handle.is_completed()
 
 
-# Agreement
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one rank calls: `facts` must agree between the ranks, `number` need not; a `problem` is all ranks' error."""
-
-    kind: str
-    name: str | None
-    facts: str
-    number: int = 0
-    problem: str = ""
-
-    def __str__(self) -> str:
-        text = _named(self.kind, self.name) + (f" ({self.facts})" if self.facts else "")
-        return f"{text}: {self.problem}" if self.problem else text
-
-
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, Whereabouts] = weakref.WeakKeyDictionary()
-
-
-class _Agreement:
-    """The comparison of a call with those of the other ranks, under way. Holds `group` until it is settled."""
-
-    def __init__(self, call: Call, group: dist.ProcessGroup) -> None:
-        if group not in _places:
-            _places[group] = Whereabouts(group, timeout_s=None)
-        self.place = _places[group]
-        self._call = call
-        self._group: dist.ProcessGroup | None = group
-        self._numbers = [call.number]
-        if group.size() > 1:
-            self._device = device_of(group)
-            digest = int.from_bytes(hashlib.blake2b(str(call).encode(), digest_size=8).digest(), "little", signed=True)
-            self._mine = torch.tensor([digest, call.number], device=self._device)  # int64
-            self._every = torch.empty(2 * group.size(), dtype=torch.int64, device=self._device)
-            self._work: dist.Work = group._allgather_base(self._every, self._mine)
-
-    def is_completed(self) -> bool:
-        return self._group is None or self._group.size() == 1 or self._work.is_completed()
-
-    def settle(self) -> list[int]:
-        """Wait for the others; return their numbers. Raises ArgumentError on every rank if the calls differ."""
-        if self._group is None:
-            return self._numbers
-        group, self._group = self._group, None
-        if group.size() > 1:
-            self.place.wait(self._work, str(self._call))
-            self.place.step += 1
-            every = self._every.tolist()
-            self._numbers = every[1::2]
-            if len(set(every[::2])) > 1:
-                raise _calls_differ(gather_values(str(self._call), device=self._device, group=group))
-        if self._call.problem:
-            raise ArgumentError(str(self._call))
-        return self._numbers
-
-
-def agree(call: Call, group: dist.ProcessGroup | None) -> list[int]:
-    """Wait until every rank has made the same call; return their numbers, by rank. See `_Agreement.settle`."""
-    return _Agreement(call, member(group, call.kind)).settle()
-
-
-def _calls_differ(told: Sequence[str]) -> ArgumentError:
-    texts: dict[str, list[int]] = {}
-    for rank_, text in enumerate(told):
-        texts.setdefault(text, []).append(rank_)
-    usual = max(texts, key=lambda text: (len(texts[text]), -texts[text][0]))
-    lines = [
-        f"rank {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} called {text}"
-        for text, ranks in sorted(texts.items(), key=lambda item: (item[0] == usual, item[1]))
-    ]
-    return ArgumentError(
-        f"the ranks do not make the same call: {'; '.join(lines)}. Call the same collective, by the same name, with "
-        "the same dtype, shape and settings on every rank, in the same order"
-    )
-
-
-def member(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """Return the group that `what` works on; default: all. Raises NotInitializedError, ArgumentError if not in it."""
-    if not is_initialized():
-        raise NotInitializedError(f"there is no process group yet: call ddp.init() before ddp.{what}()")
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"ddp.{what}(): this rank ({dist.get_rank()}) is not in the group; only its members call it"
-        )
-    return group
-
-
-def _named(kind: str, name: str | None) -> str:
-    return kind if name is None else f"{kind} {name!r}"
+# What happens
 
 
 def _gradient_of(name: str | None) -> str:
     return "gradient" if name is None else f"gradient of {name}"
-
-
-def _form(tensor: Tensor, *, rows: str | None = None) -> str:
-    shape = [str(length) for length in tensor.shape]
-    if rows is not None and shape:
-        shape[0] = rows
-    where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
-    return f"{str(tensor.dtype).removeprefix('torch.')}, shape ({', '.join(shape)}){where}"
-
-
-# What happens
 
 
 class _Differentiable(torch.autograd.Function):
@@ -548,150 +402,3 @@ def _into(tensors: list[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
         if result is not tensor:
             tensor.copy_(result)
     return tensors
-
-
-def _reduction_problem(tensors: Sequence[Tensor], op: str, compression: object) -> str:
-    """Why these cannot be reduced, or nothing."""
-    if op not in _REDUCTIONS:
-        return f"op={op!r}; there are {', '.join(map(repr, _REDUCTIONS))}"
-    if compression is not None and not isinstance(compression, Half) and compression not in _HALVES:
-        return f'compression={compression!r} is for DistributedOptimizer; a single call takes "fp16" or "bf16"'
-    for tensor in tensors:
-        dtype = tensor.dtype
-        if tensor.layout is not torch.strided:
-            return f"a {tensor.layout} tensor: use to_dense(), or allgather its indices and values"
-        if op == Average and not (dtype.is_floating_point or dtype.is_complex):
-            return f"the average of {dtype} would be rounded: use op='sum', or convert it with .float() first"
-        if (dtype is torch.bool and op == Sum) or (dtype.is_complex and op in (Min, Max, Product)):
-            return f"op={op!r} of {dtype} is not defined"
-        if compression is not None and not dtype.is_floating_point:
-            return f"compression of {dtype}: only floating-point numbers can be sent in 16 bits"
-    return ""
-
-
-def _wire_dtype(dtype: torch.dtype, compression: str | Half | None) -> torch.dtype:
-    """What travels for `dtype`. Gloo knows neither bool nor int16."""
-    if compression is not None and dtype.itemsize > 2:
-        return compression.dtype if isinstance(compression, Half) else _HALVES[compression]
-    return {torch.bool: torch.uint8, torch.int16: torch.int32}.get(dtype, dtype)
-
-
-def _allreduce(
-    tensors: list[Tensor],
-    name: str | None,
-    op: str,
-    compression: str | Half | None,
-    group: dist.ProcessGroup | None,
-    *,
-    is_async: bool = False,
-) -> Handle:
-    """Start it; unless `is_async`, only when the ranks have agreed."""
-    problem = _reduction_problem(tensors, op, compression) or _name_problem(name)
-    forms = (
-        "; ".join(map(_form, tensors)) if len(tensors) < 9 else f"{len(tensors)} tensors {list(map(_form, tensors))}"
-    )
-    facts = f"{op}, {forms}" + ("" if compression is None else f", as {compression}")
-    call = Call("allreduce" if len(tensors) == 1 else "grouped_allreduce", name, facts, problem=problem)
-    link = member(group, call.kind)
-    compression = compression if link.size() > 1 else None
-    agreement = _Agreement(call, link)
-    if problem or not is_async:
-        agreement.settle()
-    bundles: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        bundles.setdefault((tensor.device, _wire_dtype(tensor.dtype, compression)), []).append(index)
-    flats, works = [], []
-    for (_, dtype), indices in bundles.items():
-        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in indices])
-        if op == Average and dtype.itemsize == 2:
-            flat.div_(link.size())  # before the sum, which would overflow in float16
-        flats.append((flat, indices))
-        if link.size() > 1 and flat.numel():
-            options = dist.AllreduceOptions()
-            options.reduceOp = _REDUCTIONS[op]  # type: ignore[assignment]  # torch's stubs have two types for it
-            works.append(link.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options))
-    count = link.size()
-
-    def finish() -> list[Tensor]:
-        results: list[Tensor] = list(tensors)
-        for flat, indices in flats:
-            if op == Average and flat.dtype.itemsize > 2:
-                flat.div_(count)
-            parts = torch.split(flat, [tensors[index].numel() for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                results[index] = part.to(tensors[index].dtype).reshape(tensors[index].shape)
-        return results
-
-    return Handle(str(call), agreement, works, finish)
-
-
-def _name_problem(name: object) -> str:
-    if name is None or isinstance(name, str):
-        return ""
-    return f"name={name!r} is no text (Horovod's average=True and False are op='average' and 'sum' here)"
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of the elements as bytes (n,): a copy has any dtype on any backend."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def _broadcast(
-    tensor: Tensor, root: int, name: str | None, group: dist.ProcessGroup | None, *, is_async: bool = False
-) -> Handle:
-    link = member(group, "broadcast")
-    problem = "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
-    call = Call("broadcast", name, f"from rank {root}, {_form(tensor)}", problem=problem or _name_problem(name))
-    agreement = _Agreement(call, link)
-    if call.problem or not is_async:
-        agreement.settle()
-    data = _bytes_of(tensor)
-    works = []
-    if link.size() > 1 and data.numel():
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        works.append(link.broadcast([data], options))
-    return Handle(str(call), agreement, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
-
-
-def _allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup | None) -> tuple[Handle, list[int]]:
-    """Start it when the ranks have agreed; the handle, and the rows of each rank."""
-    link = member(group, "allgather")
-    call = Call("allgather", name, _form(tensor, rows="any"), number=tensor.shape[0], problem=_name_problem(name))
-    agreement = _Agreement(call, link)
-    counts = agreement.settle()
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    longest = max(counts) * row_bytes
-    data = _bytes_of(tensor)
-    every, works = data, []
-    if link.size() > 1:
-        padded = torch.cat([data, data.new_zeros(longest - len(data))])
-        every = data.new_empty(link.size() * longest)
-        if longest:
-            works.append(link._allgather_base(every, padded))
-
-    def finish() -> Tensor:
-        parts = [every[at * longest :][: count * row_bytes] for at, count in enumerate(counts)]
-        return torch.cat(parts).view(tensor.dtype).reshape(sum(counts), *tensor.shape[1:])
-
-    return Handle(str(call), agreement, works, finish), counts
-
-
-def _exchange_rows(
-    tensor: Tensor, sends: Sequence[int], name: str | None, link: dist.ProcessGroup
-) -> tuple[Tensor, list[int]]:
-    """Send `sends[r]` rows to each rank r; return what came and how many rows from each. Blocks."""
-    if link.size() == 1:
-        return tensor.detach().clone(), list(sends)
-    place = _places[link]
-    mine = torch.tensor(sends, device=device_of(link))  # int64
-    counts = torch.empty_like(mine)
-    place.wait(link.alltoall_base(counts, mine, [], []), _named("exchange of row counts", name))
-    receives: list[int] = counts.tolist()
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    data = _bytes_of(tensor)
-    came = data.new_empty(sum(receives) * row_bytes)
-    if row_bytes:
-        sizes = [[count * row_bytes for count in counted] for counted in (receives, sends)]
-        place.wait(link.alltoall_base(came, data, *sizes), _named("exchange of rows", name))
-    return came.view(tensor.dtype).reshape(sum(receives), *tensor.shape[1:]), receives

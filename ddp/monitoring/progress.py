@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterable
 
 import torch
-from torch.autograd import Variable
+
+from ddp.torch_internals import call_after_backward
 
 __all__ = ["count_checkpoint", "count_step", "count_step_after", "stand_alone"]
 
@@ -81,7 +82,7 @@ def _on_grad(_: torch.Tensor) -> None:
     global _is_queued
     if not _is_queued:
         _is_queued = True
-        Variable._execution_engine.queue_callback(_at_the_end)
+        call_after_backward(_at_the_end)
 
 
 def _at_the_end() -> None:

@@ -1,7 +1,7 @@
 """The thread that tells the other ranks where this process is, and asks them: all through the store of its world.
 
-`stall_report` is its only caller. A Wire is a connection of its own to the store and one daemon thread, which alone
-uses it: the store of a frozen host blocks for ever, and then only that thread. While nobody asks, the thread reads
+`stall_report` is its only caller. A StoreThread has a connection of its own to the store and one daemon thread, which
+alone uses it: the store of a frozen host blocks for ever, and then only that thread. While nobody asks, it reads
 one key about once a second and writes nothing. A question is a counter that goes up; every process that sees it
 overwrites its one answer, so that any number of questions at once cost one answer. Before the interpreter ends,
 the answer becomes this process's last words.
@@ -29,7 +29,9 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
-__all__ = ["Answer", "Heard", "Member", "Place", "Wire", "printable", "wire_of_world"]
+from ddp.torch_internals import default_store
+
+__all__ = ["Answer", "Heard", "Position", "Reporter", "StoreThread", "printable", "store_thread_of_world"]
 
 _ASKED = "asked"  # how many questions there were
 _LAST_WORDS = 2**53  # answers every question that will come
@@ -37,7 +39,7 @@ _TICK_S = 0.05  # between two looks at the answers, while somebody here waits fo
 _STORE_TIMEOUT_S = 2.0
 _SLACK_S = 1.0  # for the thread to notice a question of its own process
 _TEXT_LENGTH = 400
-_MOST_PLACES = 32
+_MOST_POSITIONS = 32
 
 
 def printable(text: str, most: int = _TEXT_LENGTH) -> str:
@@ -47,7 +49,7 @@ def printable(text: str, most: int = _TEXT_LENGTH) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`."""
 
     step: int
@@ -61,14 +63,14 @@ class Place:
 class Answer:
     """What one process says of itself; `question` is the newest that it answers.
 
-    `line` is the user's code that its thread runs. `places` are those of the models that live there, and `finished`
+    `line` is the user's code that its thread runs. `positions` are those of the models that live there, and `finished`
     has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
     `is_victim`: it left because another rank did.
     """
 
     question: int
     line: str = ""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    positions: Mapping[str, Position] = field(default_factory=dict)
     finished: Mapping[str, int] = field(default_factory=dict)
     ended: str = ""
     is_victim: bool = False
@@ -83,20 +85,20 @@ class Answer:
         """Read what another rank wrote; None if that is not an answer."""
         try:
             read = json.loads(text)
-            places = {
-                str(key): Place(
-                    step=int(place["step"]),
-                    phase=printable(str(place["phase"])),
-                    is_waiting=bool(place["is_waiting"]),
-                    for_s=float(place["for_s"]),
-                    detail=printable(str(place["detail"])),
+            positions = {
+                str(key): Position(
+                    step=int(position["step"]),
+                    phase=printable(str(position["phase"])),
+                    is_waiting=bool(position["is_waiting"]),
+                    for_s=float(position["for_s"]),
+                    detail=printable(str(position["detail"])),
                 )
-                for key, place in list(read["places"].items())[:_MOST_PLACES]
+                for key, position in list(read["positions"].items())[:_MOST_POSITIONS]
             }
             return Answer(
                 question=int(read["question"]),
                 line=printable(str(read["line"])),
-                places=places,
+                positions=positions,
                 finished={str(key): int(step) for key, step in read["finished"].items()},
                 ended=printable(str(read["ended"])),
                 is_victim=bool(read["is_victim"]),
@@ -118,12 +120,12 @@ class Heard:
     trouble: str = ""
 
 
-class Member(Protocol):
-    """What the thread needs of a Whereabouts."""
+class Reporter(Protocol):
+    """What the thread needs of a StallReport."""
 
     interval_s: float
 
-    def place(self) -> Place: ...
+    def position(self) -> Position: ...
     def line(self) -> str: ...
     def look(self) -> None: ...
 
@@ -159,13 +161,13 @@ class _Question:
         return rank in self.answers and self.answers[rank].settles(self.number)
 
 
-class Wire:
+class StoreThread:
     """The connection and the thread of one process in one world. `trouble` says why it works no more."""
 
     def __init__(self, store: Store, rank: int, how_it_ends: Callable[[], tuple[str, bool]]) -> None:
         # Its short timeout bounds what waits for a key; other requests to a frozen TCPStore have no bound at all.
         own = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._store: Store | None = PrefixStore("ddp/whereabouts", own)
+        self._store: Store | None = PrefixStore("ddp/stall_report", own)
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._peer = _peer_of(self._store)
         self._rank = rank
@@ -173,7 +175,7 @@ class Wire:
         self._pid = os.getpid()
         self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # its put() may be called in a destructor
         self._questions: list[_Question] = []
-        self._members: dict[str, weakref.ref[Member]] = {}
+        self._reporters: dict[str, weakref.ref[Reporter]] = {}
         self._finished: dict[str, int] = {}
         self._ordinals: dict[str, int] = {}
         self._lock = threading.Lock()  # around the thread's start and end; never held over a request
@@ -185,23 +187,23 @@ class Wire:
 
     # For the owner of a place
 
-    def enter(self, group_name: str, member: Member) -> str:
-        """Tell of `member` from now on, as long as somebody else holds it; return its key, the same on all ranks."""
+    def enter(self, group_name: str, reporter: Reporter) -> str:
+        """Tell of `reporter` from now on, as long as somebody else holds it; return its key, the same on all ranks."""
         with self._lock:
             ordinal = self._ordinals[group_name] = self._ordinals.get(group_name, -1) + 1
             key = f"{group_name}/{ordinal}"
-            self._members[key] = weakref.ref(member)
+            self._reporters[key] = weakref.ref(reporter)
             if self._thread is None and not self.trouble:
-                self._thread = threading.Thread(target=self._run, name="ddp-whereabouts", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="ddp-stall-report", daemon=True)
                 _running.add(self)
                 self._thread.start()
         return key
 
     def leave(self, key: str, step: int) -> None:
         """Tell no more of it. Takes no lock: this may run in a destructor, in any thread."""
-        if self._pid == os.getpid() and self._members.pop(key, None) is not None:
+        if self._pid == os.getpid() and self._reporters.pop(key, None) is not None:
             self._finished[key] = step
-            for old in list(self._finished)[:-_MOST_PLACES]:
+            for old in list(self._finished)[:-_MOST_POSITIONS]:
                 self._finished.pop(old, None)
 
     def ask(self, ranks: Sequence[int], patience_s: float) -> Heard:
@@ -290,13 +292,13 @@ class Wire:
             # A write gets no reply that could fail to come, when the store's host ends in the same moment.
             self._tell(self._last_words())
             return False
-        if self._members:
+        if self._reporters:
             return True
         if not self._has_left:
             self._tell(Answer(_LAST_WORDS, finished=dict(self._finished), ended="has deleted its last model"))
             self._has_left = True
         with self._lock:
-            if not self._members:
+            if not self._reporters:
                 self._thread = None
                 _running.discard(self)
                 return False
@@ -304,7 +306,7 @@ class Wire:
 
     def _next_job(self) -> Job | _Question | None:
         # No local name, which would keep one alive while the thread waits.
-        pause_s = min((member.interval_s for _, member in self._living()), default=1.0)
+        pause_s = min((reporter.interval_s for _, reporter in self._living()), default=1.0)
         try:
             return self._jobs.get(timeout=_TICK_S if self._questions else pause_s)
         except Empty:
@@ -316,7 +318,7 @@ class Wire:
         store = self._open()
         if job is not None and not isinstance(job, _Question):
             job(store)
-        if self._has_left and self._members:
+        if self._has_left and self._reporters:
             self._tell(Answer(0))  # there is a model again
             self._has_left = False
         asked = int(store.get(_ASKED)) if store.check([_ASKED]) else 0
@@ -327,22 +329,22 @@ class Wire:
             if question.is_settled(store):
                 self._questions.remove(question)
                 question.then(Heard(question.answers))
-        for _, member in self._living():
-            member.look()
+        for _, reporter in self._living():
+            reporter.look()
 
-    def _living(self) -> list[tuple[str, Member]]:
-        entries = list(self._members.items())
-        return [(key, member) for key, reference in entries if (member := reference()) is not None]
+    def _living(self) -> list[tuple[str, Reporter]]:
+        entries = list(self._reporters.items())
+        return [(key, reporter) for key, reference in entries if (reporter := reference()) is not None]
 
     def _answer(self, question: int) -> Answer:
-        places, line = {}, ""
-        for key, member in self._living()[:_MOST_PLACES]:
-            places[key], line = member.place(), member.line()
-        return Answer(question, line, places, dict(self._finished), has_group=dist.is_initialized())
+        positions, line = {}, ""
+        for key, reporter in self._living()[:_MOST_POSITIONS]:
+            positions[key], line = reporter.position(), reporter.line()
+        return Answer(question, line, positions, dict(self._finished), has_group=dist.is_initialized())
 
     def _last_words(self) -> Answer:
         ended, is_victim = self._how_it_ends()
-        steps = {key: member.place().step for key, member in self._living()[:_MOST_PLACES]}
+        steps = {key: reporter.position().step for key, reporter in self._living()[:_MOST_POSITIONS]}
         steps.update(self._finished)
         return Answer(_LAST_WORDS, finished=steps, ended=ended, is_victim=is_victim)
 
@@ -363,46 +365,46 @@ class Wire:
             self._peer = None
 
 
-# One wire for each world that this process is in
+# One for each world that this process is in
 
-_wires: weakref.WeakKeyDictionary[Store, Wire] = weakref.WeakKeyDictionary()
-_running: set[Wire] = set()
+_store_threads: weakref.WeakKeyDictionary[Store, StoreThread] = weakref.WeakKeyDictionary()
+_running: set[StoreThread] = set()
 _inherited: list[object] = []
 
 
-def wire_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> Wire | None:
-    """Return the wire of the default group's store; None without one, or with a store that cannot be cloned.
+def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreThread | None:
+    """Return that of the default group's store; None without one, or with a store that cannot be cloned.
 
     `how_it_ends` is called when the interpreter ends, for the last words: how, and whether another rank is the cause.
     """
     if not dist.is_initialized():
         return None
-    store = dist.distributed_c10d._get_default_store()
-    wire = _wires.get(store)
-    if wire is None:
+    store = default_store()
+    store_thread = _store_threads.get(store)
+    if store_thread is None:
         try:
-            wire = _wires[store] = Wire(store, dist.get_rank(), how_it_ends)
+            store_thread = _store_threads[store] = StoreThread(store, dist.get_rank(), how_it_ends)
         except (NotImplementedError, RuntimeError):  # a store of the user's own
             return None
     # Again for each, so that it comes before whatever closes the group at exit: the last that came in goes first.
-    atexit.unregister(_end_wires)
-    atexit.register(_end_wires)
-    return wire
+    atexit.unregister(_end_store_threads)
+    atexit.register(_end_store_threads)
+    return store_thread
 
 
-def _end_wires() -> None:
-    for wire in list(_running):
-        wire.end()
+def _end_store_threads() -> None:
+    for store_thread in list(_running):
+        store_thread.end()
 
 
-def _forget_wires() -> None:
+def _forget_store_threads() -> None:
     """In a forked child: what the parent owns stays untouched and open, even when the child frees its objects."""
-    global _wires, _running
-    _inherited.extend((_wires, *_wires.values(), *_running))
-    _wires, _running = weakref.WeakKeyDictionary(), set()
+    global _store_threads, _running
+    _inherited.extend((_store_threads, *_store_threads.values(), *_running))
+    _store_threads, _running = weakref.WeakKeyDictionary(), set()
 
 
-os.register_at_fork(after_in_child=_forget_wires)
+os.register_at_fork(after_in_child=_forget_store_threads)
 
 
 def _answer_key(rank: int) -> str:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.checkpoint.atomic_file import replacing
 from ddp.errors import ArgumentError, CheckpointError
+from ddp.torch_internals import tree_leaves, tree_map_only
 
 __all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write_weights"]
 

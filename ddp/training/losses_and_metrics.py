@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.errors import ArgumentError
+from ddp.torch_internals import tree_leaves, tree_map_only
 
 __all__ = [
     "Loss",

@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
+from ddp.torch_internals import tree_map
 from ddp.training import export as files
 from ddp.training.callbacks.callback import Callback
 from ddp.training.callbacks.callback_list import CallbackList

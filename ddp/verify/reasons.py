@@ -19,14 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.checkpoint import rng
 from ddp.comm.objects import device_of, gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
+from ddp.torch_internals import AnyBatchNorm, AnyDropout, tree_leaves, tree_map_only
 
 __all__ = ["Comparison", "Difference", "Experiment", "LossFunction", "Treatment", "find_reasons"]
 
@@ -143,7 +141,7 @@ class Experiment:
     def _treated(self, treatment: Treatment) -> nn.Module:
         model = copy.deepcopy(self.model)
         for module in model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, AnyBatchNorm):
                 if treatment.norms_in_eval:
                     _freeze_statistics(module)
             elif drops(module):
@@ -256,13 +254,13 @@ def _described(loss: object) -> str:
 
 def drops(module: nn.Module) -> bool:
     """Whether a module has a dropout of its own that can be switched off."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
 
 
 def _stop_dropping(module: Any) -> None:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         module.p = 0.0
     else:
         module.dropout = 0.0
@@ -396,7 +394,7 @@ def _applicable(experiment: Experiment) -> list[tuple[str, dict[str, Any]]]:
     steps: list[tuple[str, dict[str, Any]]] = []
     if any(drops(module) and module.training for module in modules):
         steps.append(("dropout", {"without_dropout": True}))
-    if any(isinstance(module, _BatchNorm) and (module.training or module.running_mean is None) for module in modules):
+    if any(isinstance(module, AnyBatchNorm) and (module.training or module.running_mean is None) for module in modules):
         steps.append(("batch norm", {"norms_in_eval": True}))
     so_far = Treatment(without_dropout=True, norms_in_eval=True)
     if experiment.error_between(experiment.alone(so_far), experiment.alone(so_far, other_seed=True)):
@@ -423,7 +421,7 @@ def _text(experiment: Experiment, name: str, treatment: Treatment) -> str:
             "meant so; only make sure that ranks do not all draw the same (another seed on each rank)"
         )
     if name == "batch norm":
-        found = _names([n for n, m in modules if isinstance(m, _BatchNorm)])
+        found = _names([n for n, m in modules if isinstance(m, AnyBatchNorm)])
         return (
             f"batch norm ({found}): it normalises with the statistics of a rank's own shard; with fixed statistics the "
             "difference is gone. Accept it if shards are large enough, or use nn.SyncBatchNorm.convert_sync_batchnorm "

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ddp.comm.objects import device_of, gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.errors import ArgumentError
+from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only
 from ddp.verify.reasons import Comparison, Difference, Experiment, LossFunction, Treatment, find_reasons
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -311,7 +311,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _doubled(model: nn.Module) -> nn.Module:
-    model._apply(_double)  # type: ignore[no-untyped-call]  # torch has no types here
+    apply_to_tensors(model, _double)
     return model
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import ddp as hvd  # instead of: import horovod.torch as hvd
+import ddp.horovod as hvd  # instead of: import horovod.torch as hvd
 
 try:
     from sklearn.datasets import load_digits

@@ -26,6 +26,7 @@ ORDER = [
     "monitoring",
     "world",
     "environment",
+    "torch_internals",
     "errors",
 ]
 

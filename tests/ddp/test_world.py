@@ -192,8 +192,8 @@ def test_a_script_that_keeps_its_model_ends_well(tmp_path: Path) -> None:
             model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
             for _ in range(3):
                 model(torch.randn(4, 8)).sum().backward()
-            atexit.unregister(world._leave)
-            world._leave()
+            atexit.unregister(world.leave)
+            world.leave()
             assert not hasattr(model, "process_group")
             print(model(torch.randn(4, 8)).shape)  # the module is still of use
             """

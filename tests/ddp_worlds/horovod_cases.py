@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import F64, assert_close, assert_replicas_equal, batch, build, loss_of, shard
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import ddp
+import ddp.horovod as hvd
 from ddp.horovod import collectives
 from ddp.horovod.broadcast_state import (
     allgather_object,
@@ -49,6 +52,44 @@ def rank() -> int:
 
 def size() -> int:
     return dist.get_world_size()
+
+
+def the_module_is_all_a_script_needs() -> None:
+    assert hvd.init().world_size == hvd.size() == size()
+    model, alone = build("mlp"), build("mlp")
+    if hvd.rank():
+        nn.init.zeros_(model.layers[0].weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=hvd.Compression.none
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    x, y = batch(0, 4 * size())
+    loss_of(model, shard(x), shard(y)).backward()
+    loss_of(alone, x, y).backward()
+    assert_close(model, alone)
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == size()
+    assert hvd.broadcast_object({"rank": hvd.rank()}) == {"rank": 0}
+
+
+def sharded_parameters_are_refused_alone() -> list[str]:
+    """Rank 0 alone makes each call: it raises before anything would have to wait for the others."""
+    mesh = dist.init_device_mesh("cpu", (size(),))
+    tensor_parallel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = distribute_tensor(tensor_parallel[1].weight.detach(), mesh, [Shard(0)])
+    tensor_parallel[1].weight = nn.Parameter(sharded)
+    fully_sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    told = []
+    if rank() == 0:
+        for module in (tensor_parallel, fully_sharded):
+            with pytest.raises(ddp.UnsupportedError) as caught:
+                ddp.DistributedDataParallel(module)
+            told.append(str(caught.value))
+            with pytest.raises(ddp.UnsupportedError) as caught:
+                DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module.named_parameters())
+            told.append(str(caught.value))
+    dist.barrier()
+    return told
 
 
 # DistributedOptimizer: equal to one process

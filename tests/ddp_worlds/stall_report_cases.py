@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CollectiveError
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import StallReport
 
 kept: object = None
 DEADLINE_S = 30.0  # less than the group's own timeout
@@ -42,25 +42,25 @@ def until(is_so: Callable[[], Any]) -> Any:
     return value
 
 
-def make(timeout_s: float | None = STALL_S, group: dist.ProcessGroup | None = None) -> Whereabouts:
-    made = Whereabouts(group or dist.group.WORLD, timeout_s=timeout_s)
+def make(timeout_s: float | None = STALL_S, group: dist.ProcessGroup | None = None) -> StallReport:
+    made = StallReport(group or dist.group.WORLD, timeout_s=timeout_s)
     made.at("user code")
     return made
 
 
-def reduce(whereabouts: Whereabouts, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> None:
+def reduce(stall_report: StallReport, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> None:
     """A step that ends well, however slow the machine is."""
-    limit, whereabouts._limit = whereabouts._limit, timedelta(seconds=DEADLINE_S)
-    whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
-    whereabouts._limit = limit
-    whereabouts.step += 1
+    limit, stall_report._limit = stall_report._limit, timedelta(seconds=DEADLINE_S)
+    stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
+    stall_report._limit = limit
+    stall_report.step += 1
 
 
-def stall(whereabouts: Whereabouts, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> str:
+def stall(stall_report: StallReport, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> str:
     """The report of a wait that must fail."""
     with pytest.raises(CollectiveError) as caught:
-        whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
-    assert (caught.value.rank, caught.value.what) == (whereabouts.rank, what)
+        stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
+    assert (caught.value.rank, caught.value.what) == (stall_report.rank, what)
     return str(caught.value)
 
 
@@ -83,59 +83,59 @@ def is_gone(pid: int) -> bool:
 
 def comes_late(folder: Path, size: int) -> str | None:
     """The others end with the error while rank 1 sleeps in its script, and then it comes."""
-    whereabouts = make()
-    reduce(whereabouts)
+    stall_report = make()
+    reduce(stall_report)
     if dist.get_rank() == 1:
-        whereabouts.at("backward", lambda: "parameters not ready: a.weight, b\x1b.bias")
+        stall_report.at("backward", lambda: "parameters not ready: a.weight, b\x1b.bias")
         others = until(lambda: [path for path in folder.glob("waits.*") if len(list(folder.glob("waits.*"))) == 2])
         until(lambda: all(is_gone(int(path.suffix[1:])) for path in others))  # the line that the others name
-        whereabouts.at("user code")
-        return stall(whereabouts)
+        stall_report.at("user code")
+        return stall(stall_report)
     (folder / f"waits.{os.getpid()}").touch()
-    whereabouts.wait(dist.all_reduce(torch.ones(3), async_op=True), "all-reduce of bucket 1 of 1")
+    stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True), "all-reduce of bucket 1 of 1")
     return None
 
 
 def exits_early(folder: Path, size: int) -> str | None:
-    whereabouts = make(30.0)
+    stall_report = make(30.0)
     for _ in range(2):
-        reduce(whereabouts)
+        reduce(stall_report)
     if dist.get_rank() == size - 1:
         return None
-    report = stall(whereabouts)
+    report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
 
 
 def returns_from_main_early(folder: Path, size: int) -> str | None:
     """As a script with a main(): its model is gone before the interpreter ends."""
-    whereabouts = make(5.0)
-    reduce(whereabouts)
+    stall_report = make(5.0)
+    reduce(stall_report)
     if dist.get_rank() == size - 1:
-        del whereabouts
+        del stall_report
         until(lambda: not monitors())
         return None
-    report = stall(whereabouts)
+    report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
 
 
 def raises(folder: Path, size: int) -> str | None:
-    whereabouts = make(30.0)
-    reduce(whereabouts)
+    stall_report = make(30.0)
+    reduce(stall_report)
     if dist.get_rank() == 1:
         raise ValueError("no such sample: 17\nand more")
-    report = stall(whereabouts)
+    report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
 
 
 def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
-    whereabouts = make()
-    reduce(whereabouts)
+    stall_report = make()
+    reduce(stall_report)
     if dist.get_rank() == who:
         os.kill(os.getpid(), number)
-    report = stall(whereabouts)
+    report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
 
@@ -166,14 +166,14 @@ def two_groups(folder: Path, size: int) -> str | None:
 def writes(folder: Path, size: int) -> list[int]:
     """Keys in the store before, after steps without a stall, and after a question."""
     global kept
-    whereabouts = kept = make(1.0)  # alive until the interpreter ends
+    stall_report = kept = make(1.0)  # alive until the interpreter ends
     store = dist.distributed_c10d._get_default_store()
     seen = [store.num_keys()]
     dist.barrier()
-    end = time.monotonic() + 3 * whereabouts.interval_s
+    end = time.monotonic() + 3 * stall_report.interval_s
     while True:
-        whereabouts.at("forward")
-        reduce(whereabouts)
+        stall_report.at("forward")
+        reduce(stall_report)
         dist.all_reduce(stop := torch.tensor(float(time.monotonic() > end)))
         if stop:
             break
@@ -183,7 +183,7 @@ def writes(folder: Path, size: int) -> list[int]:
 
 
 def monitors() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ddp-whereabouts"]
+    return [thread for thread in threading.enumerate() if thread.name == "ddp-stall-report"]
 
 
 def closes(folder: Path, size: int) -> None:
@@ -215,16 +215,16 @@ def closes(folder: Path, size: int) -> None:
 
 def forks(folder: Path, size: int) -> None:
     """A child has neither thread nor connection, and neither its objects' end nor its own touches the parent's."""
-    whereabouts = make()
+    stall_report = make()
     pid = os.fork()
     if not pid:
         status = 1
         try:
             assert not monitors()
-            whereabouts.tell_failure(1, "from a child")
-            assert "forked" in str(whereabouts._error("all-reduce", ""))
-            whereabouts.close()
-            del whereabouts
+            stall_report.tell_failure(1, "from a child")
+            assert "forked" in str(stall_report.error("all-reduce", ""))
+            stall_report.close()
+            del stall_report
             gc.collect()
             status = 0
         finally:
@@ -234,33 +234,33 @@ def forks(folder: Path, size: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     all_come(folder, "forked", size)
     if dist.get_rank() == 1:
-        report = stall(whereabouts)
+        report = stall(stall_report)
         assert "rank 0 is missing" in report
         assert "user code" in report
         (folder / "asked").touch()
     until((folder / "asked").exists)
-    assert whereabouts.failures(1, patience_s=0.1) == {}
+    assert stall_report.failures(1, patience_s=0.1) == {}
 
 
 def failures(folder: Path, size: int) -> dict[int, str]:
-    whereabouts = make()
+    stall_report = make()
     rank = dist.get_rank()
     if rank:
-        whereabouts.tell_failure(7, f"ValueError: bad\x1b[31m batch {rank}\n" + "x" * 10_000)
+        stall_report.tell_failure(7, f"ValueError: bad\x1b[31m batch {rank}\n" + "x" * 10_000)
     dist.barrier()
-    told = whereabouts.failures(7, expected=2)
-    assert whereabouts.failures(8, patience_s=0.1) == {}
+    told = stall_report.failures(7, expected=2)
+    assert stall_report.failures(8, patience_s=0.1) == {}
     dist.barrier()
     return told
 
 
 def blocks(folder: Path, size: int) -> str | None:
     """A collective that blocks: the report goes to stderr while it does, and into its error when it fails."""
-    whereabouts = make()
+    stall_report = make()
     if dist.get_rank() == 1:
         time.sleep(2 * STALL_S)
         return None
-    with pytest.raises(CollectiveError) as caught, whereabouts.waiting("broadcast of the plan"):
+    with pytest.raises(CollectiveError) as caught, stall_report.waiting("broadcast of the plan"):
         dist.all_reduce(torch.ones(1))
     assert caught.value.what == "broadcast of the plan"
     return str(caught.value)
@@ -278,16 +278,16 @@ class OnDevice:
 
 
 def on_device(folder: Path, size: int) -> None:
-    whereabouts = Whereabouts(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
-    whereabouts.at("user code")
+    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    stall_report.at("user code")
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        whereabouts.wait(OnDevice(work), "all-reduce of bucket 1 of 1")
-        whereabouts.at("loss.item()")
+        stall_report.wait(OnDevice(work), "all-reduce of bucket 1 of 1")
+        stall_report.at("loss.item()")
         until(lambda: "missing" in (folder / "stderr.0").read_text())
         (folder / "seen").touch()
         work.wait()
-        until(lambda: whereabouts._newest is None)
+        until(lambda: stall_report._newest is None)
     else:
         until((folder / "seen").exists)
         dist.all_reduce(torch.ones(1))
@@ -296,7 +296,7 @@ def on_device(folder: Path, size: int) -> None:
 
 def details(folder: Path, size: int) -> list[str]:
     """`detail` is called while its rank changes what it reads."""
-    whereabouts = make()
+    stall_report = make()
     unready = {"a", "b"}
 
     def changing() -> str:
@@ -306,8 +306,8 @@ def details(folder: Path, size: int) -> list[str]:
 
     texts = []
     for detail in (changing, lambda: 1 / 0, lambda: "x" * 1000):
-        whereabouts.at("backward", detail)
-        texts.append(whereabouts.place().detail)
+        stall_report.at("backward", detail)
+        texts.append(stall_report.position().detail)
     dist.barrier()
     return texts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,6 +15,12 @@ from ddp_worlds.data_parallel_cases import F64, Mlp, assert_close, assert_replic
 from torch import nn
 
 import ddp
+import ddp.horovod as hvd
+from ddp.data_parallel import reducer
+from ddp.data_parallel.status_errors import peers_failed
+from ddp.horovod import counting_policy
+from ddp.monitoring.stall_report import StallReport
+from ddp.torch_internals import call_after_backward
 
 
 class Fragile(nn.Module):
@@ -84,6 +91,65 @@ def failure_is_shared(fails_in: str, views: bool, cap_mb: float | None, catch: b
             optimizer.step()
     assert_replicas_equal(model)
     return text, took_s
+
+
+def failed_without_a_word(count: int) -> str:
+    """The text for ranks that failed and could not tell the store why."""
+    return str(peers_failed(StallReport(dist.group.WORLD, timeout_s=None), count))
+
+
+def _drop_in_another_thread(kept: list[object]) -> None:
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join(timeout=20)
+
+
+def a_failed_pass_is_dropped_late() -> None:
+    """The graph of a failed pass is freed by another thread while the next pass runs, which is exact all the same."""
+    kept: list[object] = []
+    replica = Fragile().to(F64)
+    model = ddp.DistributedDataParallel(replica)
+    oracle = copy.deepcopy(replica)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer, "call_after_backward", lambda end: (kept.append(end), call_after_backward(end)))
+        replica.fails_in = "hook"
+        with pytest.raises(ValueError, match="a bad hook"):
+            loss_of(model, *batch(0, 4)).backward()
+    replica.mlp.layers[2].weight._backward_hooks = None
+    replica.fails_in = ""
+    assert len(kept) == 1  # as a graph that somebody holds keeps it
+    x, y = batch(1, 2 * dist.get_world_size())
+    out = model(shard(x))
+    out.register_hook(lambda _: _drop_in_another_thread(kept))
+    (out - shard(y)).square().mean().backward()
+    loss_of(oracle, x, y).backward()
+    assert not kept
+    assert_close(replica, oracle)
+
+
+def a_failed_pass_of_an_optimizer_is_dropped_late() -> None:
+    """The same of the first of two backward passes of a step."""
+    kept: list[object] = []
+    replica = Fragile().to(F64)
+    hvd.broadcast_parameters(replica.state_dict())
+    oracle = copy.deepcopy(replica)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(replica.parameters(), 0.1), backward_passes_per_step=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting_policy, "call_after_backward", lambda end: (kept.append(end), call_after_backward(end)))
+        replica.fails_in = "hook"
+        with pytest.raises(ValueError, match="a bad hook"):
+            loss_of(replica, *batch(0, 4)).backward()
+    replica.mlp.layers[2].weight._backward_hooks = None
+    replica.fails_in = ""
+    assert len(kept) == 1
+    optimizer.zero_grad()
+    replica.mlp.layers[0].weight.register_hook(lambda _: _drop_in_another_thread(kept))  # the last to get a gradient
+    x, y = batch(1, 4 * dist.get_world_size())
+    for rows, expected in zip(shard(x).chunk(2), shard(y).chunk(2), strict=True):
+        (loss_of(replica, rows, expected) / 2).backward()
+    loss_of(oracle, x, y).backward()
+    assert not kept
+    assert_close(replica, oracle)
 
 
 def all_fail_and_go_on() -> None:

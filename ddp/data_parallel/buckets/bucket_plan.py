@@ -4,7 +4,7 @@ The plan follows Li et al. 2020 (PyTorch Distributed: Experiences on Acceleratin
 VLDB 13(12)): gradients become ready roughly in the reverse order of registration, buckets of some MB keep
 the latency of a collective small against its transfer, and a small first bucket starts the communication
 early. It adds two things. A gradient that is large enough is a bucket by itself and is reduced where it
-lies, without a copy in or out. And the last bucket is always a flat one, which carries the ranks' verdict.
+lies, without a copy in or out. And the last bucket is always a flat one, which carries the ranks' statuses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 # From here on, one call that copies and divides a gradient costs less than a second pass over its memory.
 _LARGE_BYTES = 32 << 10
 
-# A flat bucket up to this size may wait for a larger gradient behind it, so that the verdict needs no
+# A flat bucket up to this size may wait for a larger gradient behind it, so that the step status needs no
 # collective of its own.
 _MAY_WAIT_BYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class BucketPlan:
     """Gradients that are reduced together, small ones first.
 
     `is_own`: a single gradient, reduced where it lies. `small_count` slots are small and fill the first
-    `small_numel` elements. `numel` excludes the verdict.
+    `small_numel` elements. `numel` excludes the step status.
     """
 
     slots: tuple[Slot, ...]
@@ -93,7 +93,7 @@ class BucketPlan:
     is_own: bool
     small_count: int = 0
     small_numel: int = 0
-    verdict_numel: int = 0
+    status_numel: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -108,12 +108,12 @@ def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
 
 
 def plan_buckets(
-    specs: Sequence[GradSpec], limits: BucketLimits, *, verdict_numel: int, verdict_device: torch.device | None = None
+    specs: Sequence[GradSpec], limits: BucketLimits, *, status_numel: int, status_device: torch.device | None = None
 ) -> tuple[BucketPlan, ...]:
     """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
 
-    The last bucket is flat and has room for `verdict_numel` numbers behind its gradients. Without `verdict_device`,
-    the verdict travels with gradients if it can; else alone, in a last bucket on that device.
+    The last bucket is flat and has room for `status_numel` numbers behind its gradients. Without `status_device`,
+    the step status travels with gradients if it can; else alone, in a last bucket on that device.
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
@@ -132,9 +132,9 @@ def plan_buckets(
             cap = next(caps, limits.cap_bytes)
     finished += [(last[key], _bucket(members)) for key, members in open_.items()]
     plans = [plan for _, plan in sorted(finished, key=lambda pair: pair[0])]
-    if verdict_device is not None:
-        return (*plans, _alone(verdict_device, verdict_numel))
-    return _with_verdict(plans, verdict_numel)
+    if status_device is not None:
+        return (*plans, _alone(status_device, status_numel))
+    return _with_status(plans, status_numel)
 
 
 def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
@@ -158,19 +158,19 @@ def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
     )
 
 
-def _with_verdict(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
-    """Put a flat bucket last and give it room for the verdict: the last small one there is, else an empty one."""
-    # Weights are among the verdict's numbers: they must not be rounded more than the gradients are.
+def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
+    """Put a flat bucket last and give it room for the step status: the last small one there is, else an empty one."""
+    # Weights are among the step status's numbers: they must not be rounded more than the gradients are.
     is_double = any(plan.dtype == torch.float64 for plan in plans)
     exact = (torch.float64,) if is_double else (torch.float32, torch.float64)
     at = max((i for i, plan in enumerate(plans) if not plan.is_own and plan.dtype in exact), default=None)
     if at is not None and (at == len(plans) - 1 or plans[at].nbytes <= _MAY_WAIT_BYTES):
-        return (*plans[:at], *plans[at + 1 :], replace(plans[at], verdict_numel=numel))
+        return (*plans[:at], *plans[at + 1 :], replace(plans[at], status_numel=numel))
     return (*plans, _alone(torch.device("cpu") if not plans else plans[0].device, numel))
 
 
 def _alone(device: torch.device, numel: int) -> BucketPlan:
-    return BucketPlan((), torch.float64, device, 0, is_own=False, verdict_numel=numel)
+    return BucketPlan((), torch.float64, device, 0, is_own=False, status_numel=numel)
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The transfers of one module, in the order in which every rank starts them.
 
 The reducer says which gradients are there and when backward ends; this starts, awaits and delivers the buckets, the
-verdict among them, and plans them anew when the order or the parameters change.
+step status among them, and plans them anew when the order or the parameters change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, plan
 from ddp.data_parallel.buckets.comm_hook import CommHook, HookSender
 from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
 from ddp.data_parallel.buckets.sparse_transfer import average_sparse
-from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, Tally, Word, read, used_among, write
+from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
 from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, Member, OwnTransfer, Sender
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import StallReport
 
-__all__ = ["Channel", "Lineup", "Transfer"]
+__all__ = ["BucketSchedule", "Channel", "Transfer"]
 
 Transfer = OwnTransfer | FlatTransfer
 
@@ -29,21 +29,21 @@ Transfer = OwnTransfer | FlatTransfer
 class Channel:
     """How the ranks reach each other.
 
-    `control` is a group of the same ranks that can move host memory, for the verdict: the same as `group` on the CPU.
+    `control` is a group of the same ranks that can move host memory, for the step status: `group` itself on the CPU.
     `number` tells the wrappers of one group apart, the same on every rank.
     """
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
-    whereabouts: Whereabouts
+    report: StallReport
     number: int = 0
 
 
-class Lineup:
+class BucketSchedule:
     """Buckets of `members` in launch order. With `as_views`, gradients in flat buckets stay views of them.
 
-    `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `say` is asked for this
-    rank's word when the last bucket leaves.
+    `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status`
+    is asked for this rank's status when the last bucket leaves.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Lineup:
         limits: BucketLimits,
         *,
         as_views: bool,
-        say: Callable[[], Word],
+        own_status: Callable[[], RankStatus],
     ) -> None:
         self.order: list[int] = []
         self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
@@ -63,13 +63,13 @@ class Lineup:
         self._sparse = [members[index] for index in sorted(sparse)]
         self._limits = limits
         self._as_views = as_views
-        self._say = say
+        self._own_status = own_status
         self._adder = Adder(channel.group)
         self._hook: CommHook | None = None
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []
-        self._heard = torch.empty(0)  # the last verdict
+        self._statuses = torch.empty(0)  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
     # The plan
@@ -83,7 +83,7 @@ class Lineup:
         specs = [spec_of(index, self._members[index].parameter) for index in order]
         alone = torch.device("cpu") if self._hook or self._channel.control is not self._channel.group else None
         limits = replace(self._limits, own_bytes=None) if self._hook else self._limits
-        plans = plan_buckets(specs, limits, verdict_numel=HEADER_NUMEL + len(self._members), verdict_device=alone)
+        plans = plan_buckets(specs, limits, status_numel=HEADER_NUMEL + len(self._members), status_device=alone)
         self.order = list(order)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
@@ -108,7 +108,7 @@ class Lineup:
         return FlatTransfer(plan, members, sender, as_views=self._as_views)
 
     def use_hook(self, hook: CommHook) -> None:
-        """Let `hook` reduce the buckets from now on. The verdict goes by itself."""
+        """Let `hook` reduce the buckets from now on. The step status goes by itself."""
         self._hook = hook
         self.plan(self.order, self._repeated)
 
@@ -139,28 +139,28 @@ class Lineup:
     def _await_previous(self) -> None:
         previous = self._transfers[self._next - 1].work
         if previous is not None and self._is_chained_to_previous():
-            self._channel.whereabouts.wait(previous, f"communication hook of bucket {self._next}")
+            self._channel.report.wait(previous, f"communication hook of bucket {self._next}")
 
     def _send_next(self, touched: Mapping[int, None]) -> None:
         self._await_previous()
         transfer = self._transfers[self._next]
         self._absent += transfer.gather(touched)
         if transfer is self._carrier:
-            if self._hook is not None:  # the verdict must know of a hook that fails later
+            if self._hook is not None:  # the step status must know of a hook that fails later
                 self._wait_for(self._transfers[:-1])
             self._absent += [member.index for member in self._sparse if member.index not in touched]
-            write(self._say(), self._carrier.verdict, self._absent)
+            write(self._own_status(), self._carrier.status, self._absent)
         transfer.send()
         self._next += 1
 
-    def send_nothing(self, word: Word) -> None:
+    def send_nothing(self, status: RankStatus) -> None:
         """Send zeros in the place of all that has not been sent."""
         while self._next < len(self._transfers):
             self._await_previous()
             transfer = self._transfers[self._next]
             transfer.gather_nothing()
             if transfer is self._carrier:
-                write(word, self._carrier.verdict, ())
+                write(status, self._carrier.status, ())
             transfer.send()
             self._next += 1
 
@@ -168,11 +168,11 @@ class Lineup:
         """Indices of the gradients that this rank did not have in this pass."""
         return self._absent
 
-    def wait(self) -> Tally:
+    def wait(self) -> StatusSum:
         """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
         self._wait_for(self._transfers)
-        self._heard = self._carrier.verdict
-        return read(self._heard, self._channel.group.size())
+        self._statuses = self._carrier.status
+        return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
         for position, transfer in enumerate(transfers, 1):
@@ -180,19 +180,20 @@ class Lineup:
             what = (
                 f"all-reduce of bucket {position} of {len(self._transfers)} (gradients of {transfer.label})"
                 if transfer.members
-                else "verdict at the end of backward"
+                else "step status at the end of backward"
             )
-            self._channel.whereabouts.wait(transfer.work, what)
+            self._channel.report.wait(transfer.work, what)
 
     def deliver(self, factor: float) -> None:
         """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""
         absent = self._absent
         sparse = [member.index for member in self._sparse]
-        used = used_among(self._carrier.verdict, [*absent, *sparse])
+        used = used_among(self._carrier.status, [*absent, *sparse])
         for transfer in self._transfers:
             transfer.deliver(used, factor)
         for member in self._sparse:
-            average_sparse(self._channel.group, member, is_used=member.index in used, factor=factor)
+            with self._channel.report.waiting(f"exchange of the rows of {member.name!r}"):
+                average_sparse(self._channel.group, member, is_used=member.index in used, factor=factor)
 
     def end(self) -> None:
         """Forget the pass, whether or not it was delivered."""
@@ -203,7 +204,7 @@ class Lineup:
 
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index: (parameters,), int32."""
-        counts = self._heard[HEADER_NUMEL:] if len(self._heard) else torch.zeros(len(self._members))
+        counts = self._statuses[HEADER_NUMEL:] if len(self._statuses) else torch.zeros(len(self._members))
         return counts.round().to(torch.int32)
 
     # What is missing, for messages; called from other threads

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch._C._distributed_c10d import GradBucket as _TorchBucket
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, slot_view
 from ddp.data_parallel.buckets.transfers import Member
 from ddp.errors import ArgumentError
+from ddp.torch_internals import AnyFuture
 
 __all__ = ["CommHook", "GradBucket", "HookSender", "builtin_hook", "checked_hook"]
 
@@ -134,7 +135,7 @@ class HookSender:
         buffer = flat[: self._plan.numel]
         bucket = GradBucket(self._index, buffer, self._plan, self._members, is_last=self._is_last)
         future = self._hook.call(self._hook.state, bucket)
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, AnyFuture):
             raise ArgumentError(
                 f"the communication hook {self._hook.call!r} returned {type(future).__name__}: "
                 "it must return a torch.futures.Future of one tensor"
@@ -151,7 +152,7 @@ def checked_hook(state: object, hook: Callable[[Any, Any], _Future]) -> CommHook
     parameters = inspect.signature(hook).parameters
     if "bucket" in parameters:
         annotation = parameters["bucket"].annotation
-        if annotation not in (inspect.Parameter.empty, _TorchBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+        if annotation not in (inspect.Parameter.empty, TorchBucket, GradBucket, "dist.GradBucket", "GradBucket"):
             raise ArgumentError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = inspect.signature(hook).return_annotation
     if not isinstance(returned, str) and returned not in (inspect.Signature.empty, _Future):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,13 +16,12 @@ import torch
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Slot, slot_view
 from ddp.data_parallel.buckets.transfers import AT_THE_END, Member, Sender, dense, ready_twice
 from ddp.monitoring.stall_report import Pending
+from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
 
 __all__ = ["FlatTransfer"]
 
 _ONLY_STRIDED = {torch.strided}
 _Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
-# How many own a tensor besides its Python object; not in every version of torch.
-_use_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
 
 
 class _Region:
@@ -59,18 +58,18 @@ class _Region:
 
     def _holders(self) -> list[tuple[int, int]] | None:
         """How many hold the memory, then each place: as a Python object, and in all other ways."""
-        if _use_count is None:
+        if tensor_owner_count is None:
             return None
         storage = self.tensor.untyped_storage()
-        memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
-        return [memory, *((sys.getrefcount(view), _use_count(view)) for _, _, view in self.places)]
+        memory = sys.getrefcount(storage), memory_owner_count(storage)
+        return [memory, *((sys.getrefcount(view), tensor_owner_count(view)) for _, _, view in self.places)]
 
     def _holder_count(self) -> int | None:
-        if _use_count is None:
+        if tensor_owner_count is None:
             return None
         storage = self.tensor.untyped_storage()
-        memory = sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
-        return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(_use_count, self.views)))
+        memory = sys.getrefcount(storage) + memory_owner_count(storage)
+        return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(tensor_owner_count, self.views)))
 
 
 class FlatTransfer:
@@ -78,7 +77,7 @@ class FlatTransfer:
 
     Small gradients go through a staging tensor, all with one call. Large ones are divided into the flat tensor when
     they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an older gradient.
-    The last bucket's flat tensor also carries the verdict: one number for each parameter of the module.
+    The last bucket's flat tensor also carries the step status: one number for each parameter of the module.
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
@@ -104,7 +103,7 @@ class FlatTransfer:
     def label(self) -> str:
         """The parameters, for messages."""
         if len(self.members) < 2:
-            return repr(self.members[0].name) if self.members else "the verdict"
+            return repr(self.members[0].name) if self.members else "the step status"
         return f"{self.members[0].name!r} to {self.members[-1].name!r}"
 
     def _renew_small(self) -> None:
@@ -114,7 +113,7 @@ class FlatTransfer:
 
     def _renew_large(self) -> None:
         plan = self._plan
-        self._flat = torch.empty(plan.numel + plan.verdict_numel, dtype=plan.dtype, device=plan.device)
+        self._flat = torch.empty(plan.numel + plan.status_numel, dtype=plan.dtype, device=plan.device)
         self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
         self._large_of = {place[0].index: place for place in self._large.places}
 
@@ -192,7 +191,7 @@ class FlatTransfer:
             layouts == _ONLY_STRIDED and small.indices <= self._made_by_backward and touched.keys() >= small.indices
         )
         if is_usual and not any(map(operator.is_, all_grads, small.views)):
-            torch._foreach_copy_(small.views, cast("list[torch.Tensor]", all_grads))
+            foreach_copy(small.views, cast("list[torch.Tensor]", all_grads))
             for parameter, view in zip(small.parameters, small.views, strict=True):
                 parameter.grad = view
             small.is_given_away = True
@@ -212,7 +211,7 @@ class FlatTransfer:
                 views.append(view)
                 grads.append(grad)
         if grads:
-            torch._foreach_copy_(views, [dense(grad) for grad in grads])
+            foreach_copy(views, [dense(grad) for grad in grads])
         for place, grad in zip(places, grads, strict=True):
             self._settle(place, grad, self._small)
 
@@ -232,8 +231,8 @@ class FlatTransfer:
         self._forget()
 
     @property
-    def verdict(self) -> torch.Tensor:
-        """The place of the verdict: to be written between `gather` and `send`, and read once it is back."""
+    def status(self) -> torch.Tensor:
+        """The place of the step status: to be written between `gather` and `send`, and read once it is back."""
         return self._flat[self._plan.numel :]
 
     def send(self) -> None:
@@ -247,7 +246,7 @@ class FlatTransfer:
         if self._small.places:
             self._small.tensor.copy_(self._flat[: self._plan.small_numel])
         if self._grads:
-            torch._foreach_copy_(self._grads, self._places)
+            foreach_copy(self._grads, self._places)
         for member, parameter, view in self._absent:
             if member.index not in used:
                 if member.index in self._old:

@@ -1,6 +1,6 @@
 """Sparse gradients (of embeddings): every rank's rows travel to every rank, which adds them up.
 
-They are exchanged after the verdict of a backward pass, one parameter after the other. Called by `bucket_schedule`.
+They are exchanged after the step status of a backward pass, one parameter after the other. Called by `bucket_schedule`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _gathered_sizes(
     """Of every rank: what its gradient is, and how many rows it has."""
     kind, count = _NONE, 0
     if mine is not None:
-        kind, count = (_SPARSE, mine._nnz()) if mine.is_sparse else (_DENSE, 0)
+        kind, count = (_SPARSE, len(mine.values())) if mine.is_sparse else (_DENSE, 0)
     told = torch.tensor([kind, count], device=device)
     every = [torch.empty_like(told) for _ in range(group.size())]
     dist.all_gather(every, told, group=group)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HEADER_NUMEL", "Tally", "Word", "read", "used_among", "write"]
+__all__ = ["HEADER_NUMEL", "RankStatus", "StatusSum", "read", "used_among", "write"]
 
 # A digest is sent as digits below 64 and their squares: sums of up to 4000 ranks are exact in float32.
 _DIGITS = 8
@@ -22,12 +22,12 @@ HEADER_NUMEL = _FIELDS + 2 * _DIGITS
 
 
 @dataclass(frozen=True)
-class Word:
-    """What one rank has to say.
+class RankStatus:
+    """What one rank says of its pass.
 
     `failed`: its pass ended with an exception. `joined`: it has no more inputs and only keeps the others company.
     `weight`: the sum of the weights of what it contributes, None if it gave none. `open_forwards`: forward passes
-    since the last reduction whose outputs saw no backward. `late`: parameters that were frozen at the last plan
+    since the last reduction whose outputs saw no backward. `unfrozen`: parameters that were frozen at the last plan
     and are not now. `number`: which of the group's wrappers this is. `digest`: 48 bits of what should be equal
     everywhere.
     """
@@ -36,54 +36,54 @@ class Word:
     joined: bool = False
     weight: float | None = None
     open_forwards: int = 0
-    late: int = 0
+    unfrozen: int = 0
     number: int = 0
     digest: int = 0
 
 
 @dataclass(frozen=True)
-class Tally:
+class StatusSum:
     """What all ranks said, added up. `active` ranks are those that have not joined."""
 
     active: int
     failed: int
     weighted: int
     weight: float
-    late: int
+    unfrozen: int
     same_forwards: bool
     same_number: bool
     same_digest: bool
 
 
-_NOTHING_TO_SAY = Word()
+_PLAIN = RankStatus()
 
 
-def write(word: Word, place: torch.Tensor, absent: Sequence[int]) -> None:
-    """Write `word` into `place` (HEADER_NUMEL + parameters,), and 1 for every parameter but those `absent`."""
+def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> None:
+    """Write `status` into `place` (HEADER_NUMEL + parameters,), and 1 for every parameter but those `absent`."""
     place[:HEADER_NUMEL].zero_()
-    place[HEADER_NUMEL:].fill_(not (word.failed or word.joined))
+    place[HEADER_NUMEL:].fill_(not (status.failed or status.joined))
     if absent:
         place[[HEADER_NUMEL + index for index in absent]] = 0
-    if word == _NOTHING_TO_SAY:
+    if status == _PLAIN:
         return
-    opened = 0 if word.joined else min(word.open_forwards, _MOST)
-    number = 0 if word.joined else word.number & _MOST
-    digits = [0 if word.joined else word.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
-    header = [word.failed, word.joined, word.weight is not None, word.weight or 0.0, word.late]
+    opened = 0 if status.joined else min(status.open_forwards, _MOST)
+    number = 0 if status.joined else status.number & _MOST
+    digits = [0 if status.joined else status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
+    header = [status.failed, status.joined, status.weight is not None, status.weight or 0.0, status.unfrozen]
     header += [opened, opened**2, number, number**2]
     place[:HEADER_NUMEL] = torch.tensor([*header, *digits, *(digit**2 for digit in digits)], dtype=place.dtype)
 
 
-def read(sums: torch.Tensor, size: int) -> Tally:
+def read(sums: torch.Tensor, size: int) -> StatusSum:
     """Read what `write` wrote on each of `size` ranks, after it was added up."""
-    failed, joined, weighted, weight, late, opened, opened2, number, number2, *digits = sums[:HEADER_NUMEL].tolist()
+    failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *digits = sums[:HEADER_NUMEL].tolist()
     active = size - round(joined)
-    return Tally(
+    return StatusSum(
         active=active,
         failed=round(failed),
         weighted=round(weighted),
         weight=weight,
-        late=round(late),
+        unfrozen=round(unfrozen),
         same_forwards=_are_equal(opened, opened2, active),
         same_number=_are_equal(number, number2, active),
         same_digest=all(map(_are_equal, digits[:_DIGITS], digits[_DIGITS:], [active] * _DIGITS)),

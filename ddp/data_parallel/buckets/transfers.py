@@ -15,13 +15,14 @@ import torch.distributed as dist
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
+from ddp.torch_internals import memory_owner_count
 
 __all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Sender", "dense", "ready_twice"]
 
 
 def _owners(tensor: torch.Tensor) -> int:
     """How many own the memory of `tensor`, this question included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return memory_owner_count(tensor.untyped_storage())
 
 
 # In the place of the index of a gradient that a transfer waits for: one that never comes.

@@ -21,7 +21,7 @@ from ddp.comm.objects import gather_values
 from ddp.comm.shared_memory import SharedSegment
 from ddp.data_parallel.arguments import control_group
 from ddp.errors import ArgumentError, CollectiveError
-from ddp.monitoring.stall_report import Whereabouts
+from ddp.monitoring.stall_report import StallReport
 from ddp.strategies.sharding.optimizer_state import NOT_HYPER
 from ddp.strategies.sharding.partition import Chunk, Partition, Piece
 from ddp.strategies.sharding.shards import Rows
@@ -168,7 +168,7 @@ class Room:
         if self._group is None:
             return
         self._control = control_group(self._group, forms[0].device)
-        self._whereabouts = Whereabouts(self._control, timeout_s=stall_timeout_s)
+        self._whereabouts = StallReport(self._control, timeout_s=stall_timeout_s)
         self._whereabouts.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
         self._collect = buffer_collector(model, frozenset())

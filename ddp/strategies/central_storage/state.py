@@ -128,7 +128,7 @@ def _entry(chunk: Chunk, first: int, stop: int, name: str, value: Any) -> Entry:
     where = (chunk.index, first, stop, name)
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo and value.sparse_dim() == 1:
         coalesced = value.coalesce()
-        return Entry(*where, "sparse", tuple(value.shape), value.dtype, coalesced._nnz())
+        return Entry(*where, "sparse", tuple(value.shape), value.dtype, len(coalesced.values()))
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return Entry(*where, "tensor", tuple(value.shape), value.dtype)
     if isinstance(value, bool | int | float):

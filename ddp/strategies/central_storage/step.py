@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ddp.data_parallel.arguments import check_initialized
-from ddp.data_parallel.module_watch import Roster, sparse_names
+from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.monitoring.progress import count_step
 from ddp.strategies.central_storage.regions import Desk, Form, Plan, Room, digest, make_plan, view_of
@@ -32,6 +32,7 @@ from ddp.strategies.sharding.shards import (
     states_of_pieces,
     whole_state,
 )
+from ddp.torch_internals import foreach_copy
 
 __all__ = ["Storage"]
 
@@ -91,7 +92,7 @@ class Storage:
         self._kinds: list[list[int]] = []  # of every rank's gradients in this step
         self._is_plain = False  # whether all of them are dense
         self._averages: dict[int, Gradient] = {}
-        self._roster = Roster(model, ())
+        self._roster = ModuleWatch(model, ())
         self._published = Published(self._shards)
         self._others: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
         if self._size > 1:
@@ -116,7 +117,7 @@ class Storage:
             for at, form in zip(plan.parameters, self._forms, strict=True)
         ]
         if self._rank == 0:
-            torch._foreach_copy_(self._places, [parameter.detach() for parameter in self._parameters])
+            foreach_copy(self._places, [parameter.detach() for parameter in self._parameters])
         own = {id(parameter) for parameter in self._parameters}
         others = [tensor for tensor in self._model.parameters() if id(tensor) not in own]
         self._room.equalise([*others, *self._model.buffers()])
@@ -158,9 +159,7 @@ class Storage:
             self._exchange()
         self._room.equalise_buffers()
         if self._on_device:
-            torch._foreach_copy_(
-                [parameter for parameter, _ in self._on_device], [place for _, place in self._on_device]
-            )
+            foreach_copy([parameter for parameter, _ in self._on_device], [place for _, place in self._on_device])
         count_step()
 
     @contextlib.contextmanager

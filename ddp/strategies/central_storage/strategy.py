@@ -21,6 +21,7 @@ from torch import nn
 from ddp.errors import ArgumentError, DdpError
 from ddp.strategies.central_storage.step import Storage
 from ddp.strategies.strategy import Strategy, join
+from ddp.torch_internals import mark_as_stepped, state_dict_hooks
 from ddp.world import before_leaving
 
 __all__ = ["CentralOptimizer", "CentralStorage", "CentralStorageStrategy"]
@@ -121,15 +122,15 @@ class CentralOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._open().step(self.param_groups)
-        self._users._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before prepare() looks for it
+        mark_as_stepped(self._users)  # a scheduler made before prepare() looks for it
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as torch has it, copied; on any rank, between two steps, and without the others."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = self._open().state_dict(self)
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "state_dict_post"):
             state = after(self, state) or state
         return state
 
@@ -139,10 +140,10 @@ class CentralOptimizer(torch.optim.Optimizer):
         Every rank must call it, with the same; blocks. Raises ArgumentError if it is of other parameters.
         """
         state = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        for before in state_dict_hooks(self, "load_state_dict_pre"):
             state = before(self, state) or state
         self._open().load_state_dict(state, self.param_groups)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

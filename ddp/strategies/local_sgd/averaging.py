@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
@@ -29,13 +28,14 @@ from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import (
     ArgumentError,
-    CollectiveError,
     DdpError,
     DriftError,
     LayoutMismatchError,
     UnsupportedError,
 )
 from ddp.monitoring.progress import count_step
+from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.torch_internals import call_after_backward, is_in_join
 
 __all__ = ["LocalSGD"]
 
@@ -191,7 +191,7 @@ class LocalSGD:
             self._synchronise(model, is_waiting=False)
         is_own = self._step >= self._settings.after and not self._settings.is_ordinary
         model.steps_alone = is_own  # for what the wrapper cannot do then
-        if is_own and model._join_config.enable:
+        if is_own and is_in_join(model):
             raise UnsupportedError(
                 "LocalSGD inside join(): leave join() out, and call sync() of LocalSGD where a rank's inputs end; it "
                 "waits there for the others"
@@ -220,7 +220,7 @@ class LocalSGD:
         if current.is_queued or not current.is_open:
             return
         current.is_queued = True
-        Variable._execution_engine.queue_callback(lambda: self._after_backward(current))
+        call_after_backward(lambda: self._after_backward(current))
 
     def _after_backward(self, ended: _Round) -> None:
         ended.is_open, ended.is_complete = False, True
@@ -447,20 +447,8 @@ def _remove(*lists: list[RemovableHandle]) -> None:
 
 
 def _exchange(mine: _Note, group: dist.ProcessGroup) -> list[_Note]:
-    try:
+    with waiting_for_peers("exchange of LocalSGD's notes", group):
         return [_Note(**told) for told in gather_values(asdict(mine), device=device_of(group), group=group)]
-    except RuntimeError as error:
-        raise _lost(group, "exchange of LocalSGD's notes", error) from error
-
-
-def _lost(group: dist.ProcessGroup, what: str, error: RuntimeError) -> CollectiveError:
-    rank = group.rank()
-    return CollectiveError(
-        f"rank {rank} of {group.size()}: the {what} failed, most likely because another rank is gone, or averages "
-        f"after another step; see its output. {error}",
-        rank=rank,
-        what=what,
-    )
 
 
 def _compare(notes: Sequence[_Note]) -> None:
@@ -503,10 +491,8 @@ def _average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     for chunk in _chunks(floating):
         # Divided before the sum, float16 does not overflow in it.
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
-        try:
+        with waiting_for_peers("averaging of the replicas", group):
             dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
-        except RuntimeError as error:
-            raise _lost(group, "averaging of the replicas", error) from error
         for tensor, average in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
             tensor.copy_(average.view(tensor.shape))
 

@@ -30,6 +30,7 @@ from ddp.strategies.parameter_server.run_plan import Plan, raise_mismatch
 from ddp.strategies.parameter_server.transport import ClientEndpoint, Poller
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import ChunkGradient, collect, in_flat, in_parameters
+from ddp.torch_internals import foreach_copy, version_of
 
 __all__ = ["Client", "Training"]
 
@@ -237,7 +238,7 @@ class Client:
     def _value_of(self, chunk: Chunk) -> Message:
         """What this replica has of a chunk."""
         flat = torch.empty(chunk.numel, dtype=chunk.dtype)
-        torch._foreach_copy_(in_flat(chunk, flat), self._targets[chunk.index])
+        foreach_copy(in_flat(chunk, flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
 
     def _is_known(self, link: _Link) -> None:
@@ -347,7 +348,7 @@ class Client:
         changed = {}
         for name, tensor in self.plan.extras.items():
             known = self._known_extras.get(name)
-            version = tensor._version, tensor.data_ptr()
+            version = version_of(tensor), tensor.data_ptr()
             # Normalisation layers change their statistics without counting versions: small ones are compared.
             is_small = tensor.nbytes <= _SMALL_BYTES
             if (
@@ -504,7 +505,7 @@ class Client:
         if facts.get("shared"):
             assert link.values is not None
             flat = link.values.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-            torch._foreach_copy_(targets, in_flat(chunk, flat))
+            foreach_copy(targets, in_flat(chunk, flat))
         else:
             read_values(chunk, facts, message.tensors, targets)
 

@@ -15,6 +15,7 @@ from ddp.compression.quantize import dequantize, quantize, row_bytes
 from ddp.strategies.parameter_server.run_plan import WireFormat
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Rows
+from ddp.torch_internals import foreach_copy
 
 __all__ = ["Losses", "average", "read_gradient", "read_values", "write_gradient", "write_values"]
 
@@ -153,7 +154,7 @@ def read_values(
     if "rows" not in facts:
         (flat,) = tensors
         parts = [flat[piece.offset : piece.stop].view(piece.shape) for piece in chunk.pieces]
-        torch._foreach_copy_(list(into), parts)
+        foreach_copy(list(into), parts)
         return
     left = list(tensors)
     for kind, piece, target in zip(facts["rows"], chunk.pieces, into, strict=True):

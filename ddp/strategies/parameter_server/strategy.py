@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.data_parallel.module_watch import Roster
+from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.errors import ArgumentError, BackwardError
 from ddp.monitoring.progress import count_step, stand_alone
 from ddp.strategies.parameter_server.client import Client
@@ -31,6 +31,7 @@ from ddp.strategies.parameter_server.server import Server
 from ddp.strategies.parameter_server.transport import ServerEndpoint
 from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
 from ddp.strategies.strategy import Strategy
+from ddp.torch_internals import mark_as_stepped
 from ddp.world import World
 
 __all__ = ["ParameterServer", "RemoteOptimizer"]
@@ -226,7 +227,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._client = client
         self._users = optimizer
-        self._roster = Roster(model, ())
+        self._roster = ModuleWatch(model, ())
         self._places = [parameter.data_ptr() for parameter in client.plan.parameters]
         self._refusal = optimizer.register_step_pre_hook(_refuse_step)
         self._is_ready = True
@@ -254,7 +255,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             client.finish()
         client.next_step()
         count_step()
-        self._users._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before prepare() looks for it
+        mark_as_stepped(self._users)  # a scheduler made before prepare() looks for it
         return loss
 
     def _gradients(self) -> list[torch.Tensor | None]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ddp.strategies.sharding.partition import Chunk, Piece
+from ddp.torch_internals import foreach_copy
 
 __all__ = ["ChunkGradient", "Gradient", "Rows", "collect", "in_flat", "in_parameters"]
 
@@ -60,7 +61,7 @@ def collect(chunk: Chunk, gradients: Sequence[torch.Tensor | None], out: torch.T
     flat = torch.empty(chunk.numel, dtype=chunk.dtype) if out is None else out
     rows = [_dense_rows(gradients[piece.parameter], piece) for piece in dense]
     if absent or sparse:
-        torch._foreach_copy_([flat[piece.offset : piece.stop].view(piece.shape) for piece in dense], rows)
+        foreach_copy([flat[piece.offset : piece.stop].view(piece.shape) for piece in dense], rows)
         return ChunkGradient(flat, frozenset(absent), sparse)
     if len(rows) == 1:
         return flat.copy_(rows[0].reshape(-1))

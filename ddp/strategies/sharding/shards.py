@@ -17,6 +17,7 @@ from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, hyperparameters, splits_by_element
 from ddp.strategies.sharding.optimizer_state import State, part_of_state, split_state, states_of_pieces, whole_state
 from ddp.strategies.sharding.partition import Chunk
+from ddp.torch_internals import foreach_copy
 
 __all__ = [
     "ChunkGradient",
@@ -68,7 +69,7 @@ class Shards:
         self._chunks = {}
         for chunk in chunks:
             flat = self.values[chunk.index]
-            torch._foreach_copy_(in_flat(chunk, flat), in_parameters(chunk, parameters))
+            foreach_copy(in_flat(chunk, flat), in_parameters(chunk, parameters))
             states = [part_of_state(optimizer.state, parameters[piece.parameter], piece) for piece in chunk.pieces]
             self._chunks[chunk.index] = ChunkOptimizer(optimizer, chunk, flat, states, by_element=by_element)
         self._groups = hyperparameters(optimizer)

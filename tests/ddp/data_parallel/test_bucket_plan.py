@@ -1,4 +1,4 @@
-"""The plan of the buckets: every gradient travels once, in an order that all ranks share, and the verdict is last."""
+"""The plan of the buckets: every gradient travels once, in an order that all share, and the step status is last."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def spec(index: int, rows: int, dtype: torch.dtype = torch.float32) -> GradSpec:
     first_cap=st.integers(1, 400),
     own=st.integers(1, 400),
 )
-def test_every_gradient_has_one_place_and_the_last_bucket_carries_the_verdict(
+def test_every_gradient_has_one_place_and_the_last_bucket_carries_the_step_status(
     gradients: list[tuple[int, torch.dtype]], cap: int, first_cap: int, own: int
 ) -> None:
     specs = [spec(index, rows, dtype) for index, (rows, dtype) in enumerate(gradients)]
-    plans = plan_buckets(specs, BucketLimits(cap, (first_cap,), own), verdict_numel=7)
+    plans = plan_buckets(specs, BucketLimits(cap, (first_cap,), own), status_numel=7)
     assert sorted(slot.spec.index for plan in plans for slot in plan.slots) == list(range(len(specs)))
     *others, last = plans
     assert not last.is_own
-    assert last.verdict_numel == 7
+    assert last.status_numel == 7
     assert last.dtype in (torch.float32, torch.float64)
-    assert all(plan.verdict_numel == 0 for plan in others)
+    assert all(plan.status_numel == 0 for plan in others)
     assert all(plan.slots for plan in others)
     for plan in plans:
         taken = [0] * plan.numel
@@ -48,24 +48,24 @@ def test_every_gradient_has_one_place_and_the_last_bucket_carries_the_verdict(
 
 def test_buckets_are_sent_in_the_order_in_which_they_become_complete() -> None:
     specs = [spec(index, 10) for index in range(10)]
-    plans = plan_buckets(specs, BucketLimits(cap_bytes=120, first_caps_bytes=(40,), own_bytes=1000), verdict_numel=1)
+    plans = plan_buckets(specs, BucketLimits(cap_bytes=120, first_caps_bytes=(40,), own_bytes=1000), status_numel=1)
     assert [[slot.spec.index for slot in plan.slots] for plan in plans] == [[0], [1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_a_large_gradient_travels_alone_and_does_not_wait_for_small_ones() -> None:
     specs = [spec(0, 1), spec(1, 500), spec(2, 1)]
     own, flat = plan_buckets(
-        specs, BucketLimits(cap_bytes=1000, first_caps_bytes=(1000,), own_bytes=1000), verdict_numel=1
+        specs, BucketLimits(cap_bytes=1000, first_caps_bytes=(1000,), own_bytes=1000), status_numel=1
     )
     assert (own.is_own, [slot.spec.index for slot in own.slots]) == (True, [1])
     assert [slot.spec.index for slot in flat.slots] == [0, 2]
 
 
-def test_without_small_gradients_the_verdict_travels_alone() -> None:
+def test_without_small_gradients_the_step_status_travels_alone() -> None:
     *_, last = plan_buckets(
-        [spec(0, 500)], BucketLimits(cap_bytes=1000, first_caps_bytes=(1000,), own_bytes=1000), verdict_numel=1
+        [spec(0, 500)], BucketLimits(cap_bytes=1000, first_caps_bytes=(1000,), own_bytes=1000), status_numel=1
     )
-    assert (last.slots, last.numel, last.verdict_numel) == ((), 0, 1)
+    assert (last.slots, last.numel, last.status_numel) == ((), 0, 1)
 
 
 def test_views_have_the_layout_that_autograd_gives() -> None:
@@ -78,7 +78,7 @@ def test_views_have_the_layout_that_autograd_gives() -> None:
         torch.randn(3, 2, dtype=torch.complex64),
     ]
     specs = [spec_of(index, parameter) for index, parameter in enumerate(parameters)]
-    for plan in plan_buckets(specs, BucketLimits(1 << 20, (), 1 << 20), verdict_numel=1):
+    for plan in plan_buckets(specs, BucketLimits(1 << 20, (), 1 << 20), status_numel=1):
         flat = torch.zeros(plan.numel)
         for slot in plan.slots:
             leaf = parameters[slot.spec.index].detach().requires_grad_()

@@ -54,5 +54,15 @@ def test_ranks_that_differ_are_told(nursery: Nursery, world_size: int) -> None:
     nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
 
 
+def test_sharded_parameters_are_refused_before_anything_communicates(nursery: Nursery) -> None:
+    told, nothing = nursery.run(2, f"{CASES}:sharded_parameters_are_refused_alone")
+    assert nothing == []
+    assert ["'1.weight'" in text for text in told] == [True, True, False, False]
+    for text in told:
+        assert text.startswith("parameter '")
+        assert "is a DTensor" in text
+        assert "without fully_shard() or parallelize_module()" in text
+
+
 def test_a_rank_that_makes_no_backward_pass_is_named(nursery: Nursery) -> None:
     nursery.run(2, f"{CASES}:a_rank_that_makes_no_backward_pass_is_named")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from ddp_worlds.nursery import ROOT
 
-from ddp.monitoring.stall_channel import Answer, Heard, Place, printable
-from ddp.monitoring.stall_report import _report, _Scene
+from ddp.monitoring.stall_channel import Answer, Heard, Position, printable
+from ddp.monitoring.stall_text import Scene, describe_stall
 
 CASES = ROOT / "tests" / "ddp_worlds" / "stall_report_cases.py"
 
@@ -77,7 +77,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     )
     try:
         with process:
-            yield Worlds(process, tmp_path_factory.mktemp("whereabouts"))
+            yield Worlds(process, tmp_path_factory.mktemp("stall_report"))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_details_may_change_or_fail(worlds: Worlds) -> None:
     assert ended.results == [["(changes all the time)", "(no detail: ZeroDivisionError)", "x" * 397 + "..."]]
 
 
-SCENE = _Scene(
+SCENE = Scene(
     rank=0,
     global_ranks=tuple(range(100)),
     key="0/0",
@@ -223,8 +223,8 @@ SCENE = _Scene(
 
 
 def _at(step: int, phase: str, **options: Any) -> Answer:
-    place = Place(step=step, phase=phase, is_waiting=options.pop("is_waiting", False), for_s=1.0)
-    return Answer(1, line="train.py:8 in main", places={"0/0": place}, **options)
+    place = Position(step=step, phase=phase, is_waiting=options.pop("is_waiting", False), for_s=1.0)
+    return Answer(1, line="train.py:8 in main", positions={"0/0": place}, **options)
 
 
 def test_the_likeliest_cause_comes_first_and_victims_are_not_it() -> None:
@@ -235,7 +235,7 @@ def test_the_likeliest_cause_comes_first_and_victims_are_not_it() -> None:
     answers[9] = answers[10] = _at(4, "user code")
     answers[11] = _at(4, "user code", has_group=False)
     del answers[12]
-    lines = _report(SCENE, Heard(answers)).splitlines()
+    lines = describe_stall(SCENE, Heard(answers)).splitlines()
     assert lines[0] == (
         "ranks 8-12 are missing: rank 0 of 100 has waited 2.0 s in the all-reduce of step 5"
     )  # all but rank 7, which left because of them
@@ -252,7 +252,7 @@ def test_the_likeliest_cause_comes_first_and_victims_are_not_it() -> None:
 
 def test_a_report_fits_one_screen() -> None:
     answers = {rank: _at(rank, "user code " + "x" * 300) for rank in range(1, 100)}
-    lines = _report(replace(SCENE, torchs_text="y" * 300), Heard(answers)).splitlines()
+    lines = describe_stall(replace(SCENE, torchs_text="y" * 300), Heard(answers)).splitlines()
     assert len(lines) <= 24
     assert "  ranks 17-99: elsewhere" in lines
     assert max(map(len, lines)) <= 400
@@ -260,21 +260,23 @@ def test_a_report_fits_one_screen() -> None:
 
 def test_nobody_missing_is_said() -> None:
     answers = {rank: _at(4, "all-reduce", is_waiting=True) for rank in range(1, 100)}
-    report = _report(SCENE, Heard(answers))
+    report = describe_stall(SCENE, Heard(answers))
     assert "no rank is missing: all 100 are there" in report
     assert "network" in report
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\xff", b"[]", b"{}", b"null", b'{"question": "x"}', b"[" * 100_000, b'{"places": {"0/0": 1}}']
+    "text", [b"", b"\xff", b"[]", b"{}", b"null", b'{"question": "x"}', b"[" * 100_000, b'{"positions": {"0/0": 1}}']
 )
 def test_what_is_no_answer_is_none(text: bytes) -> None:
     assert Answer.from_json(text) is None
 
 
 def test_answers_arrive_as_they_were_sent_but_printable() -> None:
-    sent = Answer(3, "a.py:1 in f", {"0/0": Place(1, "user\x1b[2J code", False, 0.5)}, {"0/1": 7}, "left", True, False)
+    sent = Answer(
+        3, "a.py:1 in f", {"0/0": Position(1, "user\x1b[2J code", False, 0.5)}, {"0/1": 7}, "left", True, False
+    )
     assert Answer.from_json(sent.to_json().encode()) == replace(
-        sent, places={"0/0": Place(1, "user [2J code", False, 0.5)}
+        sent, positions={"0/0": Position(1, "user [2J code", False, 0.5)}
     )
     assert printable("a\nb\0c" * 200, 6) == "a b..."

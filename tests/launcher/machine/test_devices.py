@@ -15,6 +15,8 @@ from testbed.require import require
 
 from launcher.machine.devices import cores, cpu_limit, share
 
+pytestmark = pytest.mark.ordinary_user
+
 FAKE_NVML = REPOSITORY / "tests/testbed/fake_nvml.c"
 UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"))
 CARD_1 = "GPU-00000001-0000-4000-8000-000000000000"
@@ -36,8 +38,6 @@ for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
 
 SHOW = """
 import os, sys
-
-pytestmark = pytest.mark.ordinary_user
 names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 print(*(os.environ.get(name, "unset") for name in names), flush=True)
 """

@@ -16,6 +16,8 @@ from launcher.agent.run_tag import Mark
 from launcher.machine import processes
 from launcher.machine.processes import Process, Sweep, find, has_variable, related, send
 
+pytestmark = pytest.mark.ordinary_user
+
 # What the sweeping process does: it starts a script that may leave anything behind, then ends all of that.
 SWEEP = """
 import os, subprocess, sys, time
@@ -86,8 +88,6 @@ os._exit(0)
 """,
     "one that starts another when told to end": """
 import os, signal, sys, time
-
-pytestmark = pytest.mark.ordinary_user
 def again(*_):
     if os.fork() == 0:
         os.setsid()

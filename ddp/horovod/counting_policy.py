@@ -1,0 +1,266 @@
+"""Which backward passes a distributed optimizer reduces: each n-th of them, whatever forward pass they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ddp.comm.fingerprint import fingerprints
+from ddp.comm.objects import device_of, gather_values
+from ddp.data_parallel.buckets.sparse_transfer import average_sparse
+from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
+from ddp.data_parallel.reducer import EndOfBackward, Pass, Reducer
+from ddp.errors import BackwardError, DdpError, DriftError
+from ddp.torch_internals import call_after_backward, current_backward
+
+__all__ = ["CountingPolicy", "Counts"]
+
+_COMPARED = 1024  # elements of each parameter that the ranks compare before the first step
+_together: dict[int, list[CountingPolicy]] = {}  # those whose pass ends with a backward pass, by the engine's number
+
+
+@dataclasses.dataclass
+class Counts:
+    """What this rank has done: steps; since the last one, reductions; passes whose gradients wait for one.
+
+    `averages` counts the reductions since gradients were cleared, by `step()` or `zero_grad()`.
+    """
+
+    steps: int = 0
+    reductions: int = 0
+    waiting: int = 0
+    averages: int = 0
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # also Ctrl-C: all are told before the first is raised again
+        errors.append(error)
+
+
+class CountingPolicy:
+    """Reduces at the end of every `passes`-th backward pass since the last reduction; counts in `counts`.
+
+    `on_sparse` is called after a first pass with sparse gradients that `sparse` lacks.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        counts: Counts,
+        *,
+        passes: int,
+        is_sum: bool,
+        sparse: frozenset[str],
+        on_sparse: Callable[[frozenset[str]], None] | None,
+    ) -> None:
+        reducer.policy = self
+        self.passes = passes
+        self.is_cleared = False  # whether every gradient was None before this backward pass
+        self._reducer = reducer
+        self._counts = counts
+        self._is_sum = is_sum
+        self._sparse = sparse
+        self._on_sparse = on_sparse
+        self._backward: object | None = None  # the identity of the backward pass that runs
+        self._task = -1  # the engine's number for the one that reduces
+        self._is_compared = False  # whether the ranks have found their parameters equal
+        self._rows: dict[int, Tensor] = {}  # sparse gradients of this rank in a first pass, by index
+        self._dense: set[str] = set()  # and the names of others
+        self._found: frozenset[str] = frozenset()  # names of sparse gradients that nobody had announced
+
+    def settle(self) -> None:
+        """Wait for what a failed pass left, between backward passes: one that still seems to run was interrupted."""
+        if self._backward is not None and current_backward() == -1:
+            self._reducer.fail("its backward pass was interrupted")
+        self._reducer.settle()
+
+    def reduce_now(self) -> None:
+        """Average the gradients that wait, or take part in what other ranks average. Blocks."""
+        self._reducer.be_last()
+        self._reducer.reduce_now()
+
+    # Called by the reducer: see PassPolicy
+
+    def may_begin(self) -> bool:
+        is_last = self._counts.waiting + 1 >= self.passes
+        if self._backward is None:
+            self._reducer.settle()
+            self._backward = backward = object()
+            if self._counts.averages:
+                self._note_too_many()
+            if not is_last:
+                call_after_backward(EndOfBackward(self._end_waiting, partial(self._abandon, backward)))
+        if is_last:
+            self.begin()
+        return is_last
+
+    def begin(self) -> None:
+        self._backward = self._backward or object()
+        reducer = self._reducer
+        first = reducer.members[next(iter(reducer.touched))].parameter if len(reducer.touched) == 1 else None
+        if self.is_cleared and first is not None:
+            # The transfers look now at which gradients are there that backward has not made; this one it has.
+            grad, first.grad = first.grad, None
+            try:
+                reducer.begin()
+            finally:
+                first.grad = grad
+        else:
+            reducer.begin()
+        self._task = current_backward()
+        _together.setdefault(self._task, []).append(self)
+
+    def _end_waiting(self) -> None:
+        self._counts.waiting += 1
+        self._backward = None
+        self.is_cleared = False
+        self._reducer.report.at("between two backward passes of a step")
+
+    def _abandon(self, backward: object) -> None:
+        if self._backward is backward:
+            self._reducer.fail("its backward pass raised an exception")
+
+    def _note_too_many(self) -> None:
+        """There have been averages since gradients were cleared: exact if they are averaged again, but not added."""
+        text = (
+            f"more than backward_passes_per_step={self.passes} backward passes reach the parameters of this "
+            "DistributedOptimizer between two calls of its step() or zero_grad()"
+        )
+        if self._is_sum:
+            self._reducer.fail(text)
+            raise BackwardError(f"{text}: a sum of sums would be wrong, so say how many there are")
+        self._reducer.warn(
+            f"{text}: their gradients are exact, but averaged several times; say how many there are (checkpoints with "
+            "use_reentrant=True count one by one)"
+        )
+
+    def end(self, pass_: Pass) -> None:
+        """End the pass, also for the other optimizers whose parameters it reached, on all ranks in the same order.
+
+        The engine calls each of them, in the order of their first gradients, which may be another one elsewhere.
+        """
+        if self._reducer.current is not pass_:
+            return  # another one has done it
+        together = sorted(_together.pop(self._task, [self]), key=lambda policy: policy._reducer.channel.number)
+        passes = [(policy, policy._reducer.current) for policy in together]
+        errors: list[BaseException] = []
+        for policy, current in passes:
+            policy._note_end()
+            if len(together) > 1 and current is not None:
+                with _collecting(errors):
+                    policy._reducer.send_rest(current)
+        for policy, current in passes:
+            if current is not None:
+                with _collecting(errors):
+                    policy._finish(current)
+        if errors:
+            raise errors[0]
+
+    def _note_end(self) -> None:
+        self._counts.waiting += self._backward is not None
+        self._backward = None
+        self.is_cleared = False
+        if self._reducer.is_first and self._on_sparse is not None:
+            grads = [(m, m.parameter.grad) for m in self._reducer.members if m.name not in self._sparse]
+            self._rows = {m.index: grad for m, grad in grads if grad is not None and grad.is_sparse}
+            self._dense = {m.name for m, grad in grads if grad is not None and not grad.is_sparse}
+
+    def _finish(self, pass_: Pass) -> None:
+        self._reducer.finish(pass_)
+        found, self._found = self._found, frozenset()
+        self._counts.reductions += 1
+        self._counts.averages += 1
+        if found and self._on_sparse is not None:
+            self._on_sparse(self._sparse | found)
+
+    def starting(self) -> None:
+        """Nothing to prepare."""
+
+    def fill(self, **common: Any) -> RankStatus:
+        said = repr((self._counts.steps, self._counts.waiting, None if self._is_compared else self._samples()))
+        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=6).digest(), "little")
+        return RankStatus(digest=digest, **common)
+
+    def _samples(self) -> dict[str, int]:
+        """A number for the first elements of each parameter."""
+        return fingerprints({m.name: m.parameter.detach().reshape(-1)[:_COMPARED] for m in self._reducer.members})
+
+    def divisor(self, statuses: StatusSum) -> int:
+        return 1 if self._is_sum else self._reducer.channel.group.size()
+
+    def delivered(self, *, is_first: bool) -> None:
+        self._is_compared = True
+        if is_first and self._on_sparse is not None:
+            self._found = self._average_rows()
+
+    def ended(self, *, has_failed: bool) -> None:
+        if has_failed:
+            _together.pop(self._task, None)  # the pass of all that it reached has failed
+        self._backward = None
+        self._counts.waiting = 0
+        self._rows = {}
+
+    def _average_rows(self) -> frozenset[str]:
+        """Average once more, as rows, what is sparse on some ranks and dense on none; return the names.
+
+        Nobody knows a sparse gradient before it is there, and this one has travelled as a dense one.
+        """
+        group, members = self._reducer.channel.group, self._reducer.members
+        device = device_of(group)
+        told = gather_values([members[index].name for index in self._rows], device=device, group=group)
+        found = frozenset(name for names in told for name in names)
+        if not found:
+            return found
+        told = gather_values(sorted(found & self._dense), device=device, group=group)
+        found -= {name for names in told for name in names}
+        for member in members:
+            if member.name in found:
+                member.parameter.grad = self._rows.get(member.index)
+                factor = float(group.size()) if self._is_sum else 1.0
+                average_sparse(group, member, is_used=True, factor=factor)
+        return found
+
+    def disagreement(self, statuses: StatusSum) -> DdpError | None:
+        """Who has made other steps or backward passes than the others, or starts from other values. Collective."""
+        if statuses.same_digest:
+            return None
+        group = self._reducer.channel.group
+        mine = (self._counts.steps, self._counts.waiting, {} if self._is_compared else self._samples())
+        every = gather_values(mine, device=device_of(group), group=group)
+        end = "The gradients of this step are dropped (None) on every rank"
+        for at, what in enumerate(("optimizer steps so far", "backward passes since the last reduction")):
+            if odd := _odd_ones([told[at] for told in every]):
+                why = (
+                    "a rank skipped optimizer.step(), so the replicas are not equal any more"
+                    if at == 0
+                    else "a rank skipped a backward pass, or called step() without one"
+                )
+                return BackwardError(f"the ranks have made different numbers of {what}: {odd}; {why}. {end}")
+        for name in every[0][2]:
+            numbers = [told[2].get(name) for told in every]
+            if len(set(numbers)) > 1:
+                ranks = tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
+                return DriftError(
+                    f"parameter {name!r} differs on rank {', '.join(map(str, ranks))} from rank 0 before the first "
+                    "step: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training. " + end,
+                    parameter=name,
+                    step=1,
+                    ranks=ranks,
+                )
+        return BackwardError(f"the ranks do not agree on where they are: {every}. {end}")
+
+
+def _odd_ones(numbers: Sequence[int]) -> str:
+    """Which ranks have another number than most, or nothing."""
+    usual = min(numbers, key=lambda number: (-numbers.count(number), number))
+    odd = [f"rank {rank} {number}" for rank, number in enumerate(numbers) if number != usual]
+    return f"{', '.join(odd)}, the others {usual}" if odd else ""

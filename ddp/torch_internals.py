@@ -1,0 +1,243 @@
+"""Every private name of torch that ddp uses, in one place: what for, since which version, and what happens without it.
+
+ddp needs torch 2.9 or newer, which has all of these. Where a newer one drops a name, tests/ddp/test_torch_internals.py
+fails, and only this file changes; the test also sees to it that no other file of ddp has a private name of torch.
+`comm/allreduce_speed.py` is left out: it runs without torch's Python code, on the extension alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import CodeType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "AnyBatchNorm",
+    "AnyDropout",
+    "AnyFuture",
+    "allgather_flat",
+    "apply_to_tensors",
+    "backend_of",
+    "buffers_of",
+    "call_after_backward",
+    "compiled_module",
+    "current_backward",
+    "current_node",
+    "default_store",
+    "device_index",
+    "device_types_of",
+    "foreach_copy",
+    "gradient_hooks",
+    "ignored_names",
+    "in_backward_optimizers",
+    "in_compiled_autograd",
+    "is_in_join",
+    "mark_as_stepped",
+    "memory_owner_count",
+    "not_traced",
+    "parameters_of",
+    "root_mesh",
+    "skip_when_compiling",
+    "state_dict_hooks",
+    "submodules_of",
+    "swap_active_ddp_module",
+    "tensor_owner_count",
+    "timeout_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "version_of",
+    "will_be_reached",
+]
+
+# Autograd's engine. Without these nothing can be averaged: there is no public word for the end of a backward pass.
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have the engine call `function` at the end of the backward pass that runs; dropped if the pass fails. 1.0."""
+    Variable._execution_engine.queue_callback(function)
+
+
+# The engine's number for the backward pass that runs in this thread, else -1. Without it a pass that was interrupted,
+# and a forward pass inside a backward pass (activation checkpoints), cannot be told from others. 2.0.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the backward pass that runs will reach a node; RuntimeError if it captures that leaf's gradient. Without it
+# torch.autograd.grad() starts reductions, and buckets wait for parameters that are not used. 2.0.
+will_be_reached: Callable[[Node], bool] = torch._C._will_engine_execute_node
+
+# The node whose hooks run. Without it, what a backward pass through an output leads to is not known. 2.1.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+
+
+def gradient_hooks(parameter: torch.Tensor) -> Any:
+    """The ordered dict of post-accumulate-grad hooks, None if there never was one. 2.1.
+
+    Without it, hooks that the user registers after wrapping run after those of the reducer.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+# Who holds a tensor. Without these every gradient is copied into its bucket and out again.
+
+
+def memory_owner_count(storage: torch.UntypedStorage) -> int:
+    """How many own the memory of a storage, `storage` itself included. 2.1."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+# How many own a tensor besides its Python object; None where torch has no such count. 2.3.
+tensor_owner_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place. Without it every buffer is compared, or sent, each time. 0.4."""
+    return int(tensor._version)
+
+
+# Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
+foreach_copy: Callable[..., None] = torch._foreach_copy_
+
+# Modules. The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
+# checks in each pass become slow. Since the first version.
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of a module itself, without its submodules'."""
+    return module._parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return module._buffers
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer, as `module.double()` does. Without it, complex ones stay as they are."""
+    module._apply(change)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Names that torch's DDP is told to leave out. Without it, they would be averaged. 1.7."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def compiled_module(module: object) -> nn.Module | None:
+    """The module inside what torch.compile returned, else None. Without it, keys keep its prefix. 2.0."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+# torch.compile. Without these it breaks its graphs elsewhere and traces this package, slowly.
+
+
+def skip_when_compiling(code: CodeType) -> None:
+    """Keep torch.compile out of a function's own frame. Does not import torch._dynamo. 2.7."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(code, skip)
+
+
+def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method that must not be inlined into a graph. 2.0."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs or traces this backward pass. Without it, that would average nothing. 2.6."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "in_compiled_autograd_region", False))
+
+
+def swap_active_ddp_module(module: object) -> object:
+    """Set the wrapper whose forward runs, by which torch.compile splits graphs at buckets; return that before. 1.13."""
+    wrapper: Any = nn.parallel.DistributedDataParallel
+    before, wrapper._active_ddp_module = wrapper._active_ddp_module, module
+    return before
+
+
+# Process groups.
+
+
+def default_store() -> Any:
+    """The store of the default group. Without it a stall report knows only this rank. 1.0."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of a group for a device; RuntimeError without one. 2.0."""
+    return group._get_backend(device)
+
+
+def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
+    """The types of devices that a group has backends for. 2.0."""
+    return getattr(group, "_device_types", ())
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of a group's collectives on a device, None if its backend does not tell; then defaults apply. 2.0."""
+    try:
+        timeout: timedelta = backend_of(group, device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
+
+
+def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:
+    """Start gathering equal flat tensors into one. Without it: a list of tensors, and a copy more. 1.8."""
+    work: dist.Work = group._allgather_base(into, mine)
+    return work
+
+
+# The class of futures that collectives return, of which torch.futures.Future is a subclass. Without it, their futures
+# cannot be told from a hook's mistake. 1.6.
+AnyFuture = torch._C.Future
+
+
+def root_mesh(mesh: Any) -> object:
+    """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.9."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def device_index(device: int | torch.device) -> int:
+    """The index of a device, however it is given. 1.0."""
+    return int(torch._utils._get_device_index(device, True))
+
+
+def is_in_join(joinable: Any) -> bool:
+    """Whether a Joinable is inside a Join context that is enabled. Without it, join() hangs. 1.10."""
+    return bool(joinable._join_config.enable)
+
+
+# Optimizers.
+
+
+def in_backward_optimizers(parameter: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
+    """Those of torch's `_apply_optimizer_in_backward()`. Without it, they step before the average. 2.0."""
+    return getattr(parameter, "_in_backward_optimizers", ())
+
+
+def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
+    """The hooks of an optimizer: `when` is "state_dict_pre", "load_state_dict_post" and so on. Else not called. 2.3."""
+    return list(getattr(optimizer, f"_optimizer_{when}_hooks", {}).values())
+
+
+def mark_as_stepped(optimizer: Any) -> None:
+    """Tell learning rate schedulers that `optimizer` has stepped, or they warn that it has not. 2.4."""
+    optimizer._opt_called = True
