@@ -50,7 +50,7 @@ def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFac
     args = ("--backend", "nccl" if on_gpus else "gloo")
     command = Command(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)
     if len(folders) == 1 and (folder := folders.pop()):
-        command = Command(CommandKind.SCRIPT, str(Path(folder) / "allreduce_speed.py"), args)
+        command = Command(CommandKind.SCRIPT, str(Path(folder) / "comm" / "allreduce_speed.py"), args)
     hosts = tuple(hosts if on_gpus else (replace(host, slots=None, max_slots=None) for host in hosts))
     made = replace(
         spec,
