@@ -45,7 +45,7 @@ def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFac
 
     Otherwise gloo, with one worker a host.
     """
-    on_gpus = all(one.gpu_ids and one.torch_cuda for one in facts) and not spec.oversubscribe
+    on_gpus = all(one.offered.gpus and one.torch_cuda for one in facts) and not spec.oversubscribe
     folders = {one.ddp for one in facts}
     args = ("--backend", "nccl" if on_gpus else "gloo")
     command = Command(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)

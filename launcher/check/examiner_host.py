@@ -35,8 +35,6 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 def find_host_facts(prepare: Prepare) -> HostFacts:
     """Return what this host has for a job that is prepared so; takes on the job's environment, as an agent does."""
     os.environ.update(prepare.export)
-    inherited = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
-    found = find_facts(prepare, problems=[], left=[])
     workdir = Path(prepare.workdir)
     total, free = memory()
     return HostFacts(
@@ -55,16 +53,9 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         ddp=folder_of("ddp") or "",
         **vars(find_packages()),
         **vars(find_cards()),
-        gpu_ids=tuple(found.gpus),
-        gpu_variable=found.gpu_variable,
-        gpus_verified=found.gpus_verified,
-        gpus_inherited=inherited,
-        slots=found.slots,
-        room=found.room,
-        room_limit=found.room_limit,
+        offered=find_facts(prepare, problems=[], left=[]),
+        gpus_inherited=any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
         cpu_count=os.cpu_count() or 1,
-        cores=tuple(found.cores),
-        cpu_limit=found.cpu_limit,
         load=os.getloadavg()[0],
         memory_bytes=total,
         memory_free_bytes=free,
@@ -75,7 +66,6 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         name_resolves_to=_resolve(socket.gethostname()),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         interfaces=tuple(interfaces()),
-        problems=tuple(found.problems),
     )
 
 

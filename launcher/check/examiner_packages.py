@@ -7,20 +7,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Packages", "code_digest", "find_packages", "folder_of", "version_of"]
+from launcher.check.facts import Packages
 
-
-@dataclass(frozen=True)
-class Packages:
-    """Versions; None for what is not there. `torch_cuda` is the CUDA (or `ROCm x.y`) that torch was built for."""
-
-    torch: str | None = None
-    torch_cuda: str | None = None
-    nccl: str | None = None
-    numpy: str | None = None
+__all__ = ["code_digest", "find_packages", "folder_of", "version_of"]
 
 
 def find_packages() -> Packages:

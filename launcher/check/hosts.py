@@ -78,7 +78,7 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Say what the host itself has found missing, and whether the workers fit there."""
     finding = one.says(spec)
-    for problem in one.known.problems:
+    for problem in one.known.offered.problems:
         message, fix = fix_in(problem)
         if "the working directory" in problem:
             fix = on_host(spec, one.host)(f"mkdir -p {shlex.quote(str(spec.workdir))}")
@@ -197,7 +197,7 @@ _COMPARED: tuple[tuple[str, str, Callable[[Examined], str], Callable[[str, str],
     ("python-patch", "Python", lambda one: one.known.python, _differ_in(2, _NOTE, _NOTE)),
     ("numpy", "numpy", lambda one: one.known.numpy or "", _differ_in(1, _WARNING, _NOTE)),
     ("gpus", "GPUs", lambda one: one.gpus, lambda *_: _WARNING),
-    ("cores", "processors that may be busy", lambda one: str(one.known.cpu_limit), lambda *_: _NOTE),
+    ("cores", "processors that may be busy", lambda one: str(one.known.offered.cpu_limit), lambda *_: _NOTE),
     ("system", "system", lambda one: one.known.system, lambda *_: _NOTE),
 )  # fmt: skip
 
