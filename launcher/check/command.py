@@ -1,8 +1,8 @@
 """`dtrain check`: whether a run would start on its hosts, and what would be wrong with it, before the job.
 
 Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them probe each other, then runs an
-all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py, gpus.py and pairs.py, told by
-report.py. Leaves nothing anywhere.
+all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, told by report.py.
+Leaves nothing anywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
-from launcher.check.examiner_host import SHA_DIGITS
+from launcher.check.examiner_host import SHA_DIGITS, code_digest
 from launcher.check.examiner_network import AT_ONCE, all_at_once
-from launcher.check.examiner_packages import code_digest
 from launcher.check.facts import HostFacts, Listening, Probe, read
 from launcher.check.finding import Examined, Finding, Severity, merged, on_host, size
 from launcher.check.hosts import host_findings

@@ -402,7 +402,7 @@ def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
 @pytest.mark.parametrize("module", ["launcher/protocol.py", "launcher/transport/ssh/keys.py", "ddp/comm/codec.py"])
 def test_code_that_differs_in_any_folder_has_another_digest(tmp_path: Path, module: str) -> None:
     def digest() -> str:
-        code = "from launcher.check.examiner_packages import code_digest; print(code_digest())"
+        code = "from launcher.check.examiner_host import code_digest; print(code_digest())"
         return run_program(sys.executable, "-c", code, cwd=tmp_path).stdout  # the copy's
 
     source = Path(launcher.__file__).parents[1]
