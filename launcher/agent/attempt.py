@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.agent import temp_folder
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.agent.store import Rendezvous, StoreProcess
 from launcher.agent.stream_writer import Outbox
 from launcher.agent.worker import Files, Worker
@@ -55,7 +55,7 @@ class Attempt:
         number: int,
         *,
         folder: str,
-        mark: Mark,
+        run_tag: RunTag,
         selector: selectors.BaseSelector,
         outbox: Outbox,
         store_process: StoreProcess,
@@ -65,13 +65,13 @@ class Attempt:
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.succession = Succession(mark, grace_s=grace_s)
+        self.succession = Succession(run_tag, grace_s=grace_s)
         self._workdir = workdir
         self._orders: dict[int, StartWorker] = {}
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
-        self._mark = mark
+        self._run_tag = run_tag
         self._selector = selector
         self._outbox = outbox
         self._store: Rendezvous | None = None
@@ -219,7 +219,7 @@ class Attempt:
                 env,
                 cwd=self._workdir,
                 files=files,
-                mark=self._mark,
+                run_tag=self._run_tag,
                 cores=cores,
                 standing=standing,
             )

@@ -6,7 +6,7 @@ import os
 import signal
 
 from launcher.agent.attempt import Attempt
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.machine.processes import Sweep
 
@@ -22,11 +22,11 @@ class Ending:
     """
 
     def __init__(
-        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, kill_at: float
+        self, attempt: Attempt | None, run_tag: RunTag, store_process: StoreProcess, *, signum: int, kill_at: float
     ) -> None:
         self.final = False  # no attempt follows: the store's process is ended as well
         self._attempt = attempt
-        self._mark = mark
+        self._run_tag = run_tag
         self._store_process = store_process
         self._kill_at = kill_at
         self._killed_at: float | None = None
@@ -76,7 +76,7 @@ class Ending:
         if self.final:
             killed = self._store_process.kill() or killed
         kept = self._store_process.pid
-        self._sweep = self._mark.sweep(
+        self._sweep = self._run_tag.sweep(
             ancestor=os.getpid(),
             grace_s=max(0.0, self._kill_at - now),
             spare=[pid for pid in (os.getppid(), killed, kept) if pid is not None],

@@ -26,8 +26,8 @@ from launcher.agent.evidence_round import Inquiry
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
-from launcher.agent.leftovers import Cleaning, Trace
-from launcher.agent.run_tag import Mark
+from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import Outbox
 from launcher.agent.suspension import Suspension
@@ -62,17 +62,19 @@ FLUSH_S = 5.0
 def main() -> None:
     processes.adopt_orphans()
     processes.raise_file_limit()
-    mark, limits, parent = Mark.new(), Limits(), os.getpid()
+    run_tag, limits, parent = RunTag.new(), Limits(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(
+            guard(guarded, run_tag, limits)
+        )  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
         os.environ.pop(secret, None)
     status = 1
     try:
-        status = Agent(mark, limits).run()
+        status = Agent(run_tag, limits).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -82,8 +84,8 @@ def main() -> None:
 class Agent:
     """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
 
-    def __init__(self, mark: Mark, limits: Limits) -> None:
-        self._mark = mark
+    def __init__(self, run_tag: RunTag, limits: Limits) -> None:
+        self._run_tag = run_tag
         self._limits = limits
         self._guard = os.getppid()
         self._selector = selectors.DefaultSelector()
@@ -96,7 +98,7 @@ class Agent:
         self._folder = ""  # for the workers' files, once it is made
         self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
-        self._cleaning: Cleaning | None = None  # what goes on...
+        self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: Suspension | None = None
         self._inquiry = Inquiry(self._outbox)
         self._ending: Ending | None = None
@@ -132,7 +134,7 @@ class Agent:
                 python="{}.{}.{}".format(*sys.version_info[:3]),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
-                trace=str(Trace.ours(self._mark)),
+                trace=str(AgentIdentity.ours(self._run_tag)),
                 time=time.monotonic(),
             )
         )
@@ -143,7 +145,7 @@ class Agent:
                 self._on_time(time.monotonic())
             self._outbox.flush(FLUSH_S)
         finally:
-            self._mark.remove()
+            self._run_tag.remove()
             if os.getppid() == self._guard:
                 os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
         return 1 if self._left else 0
@@ -154,8 +156,8 @@ class Agent:
     def _pause_s(self) -> float:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now]
-        pauses += [work.pause_s for work in (self._cleaning, self._suspension, self._inquiry) if work is not None]
-        if self._ending is not None and self._cleaning is None:
+        pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._inquiry) if work is not None]
+        if self._ending is not None and self._leftovers is None:
             pauses.append(self._ending.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
             pauses.append(self._attempt.succession.pause_s)
@@ -172,8 +174,8 @@ class Agent:
             self._exit(signal.SIGTERM, "its guard was killed" if lost else "somebody sent it SIGTERM")
         if now >= self._next_heartbeat:
             self._beat(now)
-        if self._cleaning is not None and self._cleaning.step():
-            self._cleaned(self._cleaning)
+        if self._leftovers is not None and self._leftovers.step():
+            self._leftovers_swept(self._leftovers)
         if self._suspension is not None:
             self._suspension.step()
         self._inquiry.step()
@@ -181,7 +183,7 @@ class Agent:
             self._attempt.report()
             if self._ending is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
-        if self._ending is not None and self._cleaning is None and self._ending.step(now):
+        if self._ending is not None and self._leftovers is None and self._ending.step(now):
             self._ended(self._ending)
 
     def _beat(self, now: float) -> None:
@@ -266,21 +268,21 @@ class Agent:
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        self._cleaning = Cleaning(message.clean)
+        self._leftovers = LeftoverSweep(message.clean)
 
-    def _cleaned(self, cleaning: Cleaning) -> None:
+    def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
         """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
         assert self._prepared is not None
-        self._cleaning = None
+        self._leftovers = None
         problems = []
         try:
-            self._folder = temp_folder.make_folder(self._mark.value)
+            self._folder = temp_folder.make_folder(self._run_tag.value)
         except OSError as error:
             problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
-        if self._mark.cgroup is not None:
-            self._mark.cgroup.make()
+        if self._run_tag.cgroup is not None:
+            self._run_tag.cgroup.make()
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
-        facts = find_facts(self._prepared, problems=problems, left=cleaning.left)
+        facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
         self._lease.renew(
@@ -297,7 +299,7 @@ class Agent:
             self._attempt = Attempt(
                 message.attempt,
                 folder=self._folder,
-                mark=self._mark,
+                run_tag=self._run_tag,
                 selector=self._selector,
                 outbox=self._outbox,
                 store_process=self._store_process,
@@ -333,7 +335,9 @@ class Agent:
 
     def _members(self) -> list[processes.Process]:
         store = self._store_process.pid
-        return self._mark.members(ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store])
+        return self._run_tag.members(
+            ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store]
+        )
 
     # ---- the end of an attempt, and of the agent ----
 
@@ -351,8 +355,8 @@ class Agent:
         if self._reason is None:
             self._reason = reason
         self._limits.ending_by = self._kill_at(signum) + ENDS_WITHIN_S
-        if self._cleaning is not None:
-            self._cleaning.hurry()
+        if self._leftovers is not None:
+            self._leftovers.hurry()
         self._end(signum)
 
     def _end(self, signum: int) -> None:
@@ -363,7 +367,7 @@ class Agent:
             self._ending.hurry(signum, self._kill_at(signum))
         else:
             self._ending = Ending(
-                self._attempt, self._mark, self._store_process, signum=signum, kill_at=self._kill_at(signum)
+                self._attempt, self._run_tag, self._store_process, signum=signum, kill_at=self._kill_at(signum)
             )
         self._ending.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
