@@ -29,7 +29,7 @@ from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
-from launcher.agent.stream_writer import Outbox
+from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.suspension import Suspension
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
@@ -90,7 +90,7 @@ class Agent:
         self._guard = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._decoder = Decoder()
-        self._outbox = Outbox(1, self._selector, self._hold)
+        self._writer = StreamWriter(1, self._selector, self._hold)
         self._lease = Lease(limits)
         self._prepared: Prepare | None = None
         # Read before the user's own exports can change it: "client address, port, server address, port".
@@ -100,7 +100,7 @@ class Agent:
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: Suspension | None = None
-        self._inquiry = Inquiry(self._outbox)
+        self._inquiry = Inquiry(self._writer)
         self._ending: Ending | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
         self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
@@ -126,8 +126,8 @@ class Agent:
             signal.signal(signal.SIGHUP, lambda *_: None)
         self._watch(0, self._read_controller)
         self._watch(wake_read, lambda: self._children_ended(wake_read))
-        self._outbox.put(PREAMBLE)
-        self._outbox.send(
+        self._writer.put(PREAMBLE)
+        self._writer.send(
             Hello(
                 protocol=PROTOCOL,
                 version=__version__,
@@ -143,7 +143,7 @@ class Agent:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._on_time(time.monotonic())
-            self._outbox.flush(FLUSH_S)
+            self._writer.flush(FLUSH_S)
         finally:
             self._run_tag.remove()
             if os.getppid() == self._guard:
@@ -190,10 +190,10 @@ class Agent:
         self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
         if self._attempt is not None:
             self._attempt.look()
-        if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
+        if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
-            self._outbox.send(Heartbeat(time=now, progress=progress, saved=saved))
+            self._writer.send(Heartbeat(time=now, progress=progress, saved=saved))
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -229,7 +229,7 @@ class Agent:
             return
         if not data:
             self._selector.unregister(0)
-            self._outbox.close()
+            self._writer.close()
             self._exit(signal.SIGTERM, "the controller is gone")
             return
         try:
@@ -288,7 +288,7 @@ class Agent:
         self._lease.renew(
             time.monotonic()
         )  # before it is told, so that it never begins later than the controller knows
-        self._outbox.send(facts)
+        self._writer.send(facts)
 
     def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
@@ -301,7 +301,7 @@ class Agent:
                 folder=self._folder,
                 run_tag=self._run_tag,
                 selector=self._selector,
-                outbox=self._outbox,
+                writer=self._writer,
                 store_process=self._store_process,
                 interfaces=self._prepared.interfaces,
                 workdir=self._prepared.workdir,
@@ -345,7 +345,7 @@ class Agent:
         self._ending_attempt = message.attempt
         if self._ending is None and (self._attempt is None or self._attempt.idle):
             self._close_attempt()
-            self._outbox.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
+            self._writer.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
             self._ending_attempt = None
             return
         self._end(message.signum)
@@ -382,11 +382,11 @@ class Agent:
         self._close_attempt()
         self._ending = None
         if self._ending_attempt is not None:
-            self._outbox.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
+            self._writer.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
             self._store_process.kill()  # if it was to be kept when the ending began
-            self._outbox.send(Bye(swept=swept, left=self._left, reason=self._reason))
+            self._writer.send(Bye(swept=swept, left=self._left, reason=self._reason))
             self._done = True
 
     def _close_attempt(self) -> None:
