@@ -11,10 +11,10 @@ from launcher.protocol import Collect, Collected
 if TYPE_CHECKING:
     from launcher.agent.evidence import Collection
 
-__all__ = ["Inquiry"]
+__all__ = ["EvidenceRound"]
 
 
-class Inquiry:
+class EvidenceRound:
     """At most one look is under way: a newer order ends the one before, which is answered with what is not there."""
 
     def __init__(self, writer: StreamWriter) -> None:

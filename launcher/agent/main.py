@@ -22,7 +22,7 @@ from launcher import __version__
 from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import Ending
-from launcher.agent.evidence_round import Inquiry
+from launcher.agent.evidence_round import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits, heartbeat_pause_s
@@ -100,7 +100,7 @@ class Agent:
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: Suspension | None = None
-        self._inquiry = Inquiry(self._writer)
+        self._evidence_round = EvidenceRound(self._writer)
         self._ending: Ending | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
         self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
@@ -156,7 +156,9 @@ class Agent:
     def _pause_s(self) -> float:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now]
-        pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._inquiry) if work is not None]
+        pauses += [
+            work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work is not None
+        ]
         if self._ending is not None and self._leftovers is None:
             pauses.append(self._ending.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
@@ -178,7 +180,7 @@ class Agent:
             self._leftovers_swept(self._leftovers)
         if self._suspension is not None:
             self._suspension.step()
-        self._inquiry.step()
+        self._evidence_round.step()
         if self._attempt is not None:
             self._attempt.report()
             if self._ending is None and self._suspension is None and now < self._lease.end:
@@ -212,7 +214,7 @@ class Agent:
             os.read(wake_read, READ_BYTES)
         except BlockingIOError:
             return
-        ended = self._inquiry.without_helpers(reap())
+        ended = self._evidence_round.without_helpers(reap())
         store = self._store_process.pid
         last_words = self._store_process.ended(ended[store]) if store in ended else None
         if self._attempt is not None:
@@ -255,7 +257,7 @@ class Agent:
         elif isinstance(message, Suspend):
             self._suspend(message.suspended)
         elif isinstance(message, Collect):
-            self._inquiry.begin(message, None if self._ending is not None else self._attempt)
+            self._evidence_round.begin(message, None if self._ending is not None else self._attempt)
         elif isinstance(message, EndAttempt):
             self._end_attempt(message)
         elif isinstance(message, Stop):
@@ -360,7 +362,7 @@ class Agent:
         self._end(signum)
 
     def _end(self, signum: int) -> None:
-        self._inquiry.stop()
+        self._evidence_round.stop()
         if self._attempt is not None:
             self._attempt.succession.stop()
         if self._ending is not None:
