@@ -20,7 +20,7 @@ from launcher.agent.run_tag import RunTag
 from launcher.agent.store import Rendezvous, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import Files, Worker
-from launcher.agent.worker_restarts import Succession
+from launcher.agent.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
@@ -65,7 +65,7 @@ class Attempt:
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.succession = Succession(run_tag, grace_s=grace_s)
+        self.worker_restarts = WorkerRestarts(run_tag, grace_s=grace_s)
         self._workdir = workdir
         self._orders: dict[int, StartWorker] = {}
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
@@ -170,11 +170,11 @@ class Attempt:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
         worker = self.workers.get(message.rank)
         if worker is not None and worker.reported:
-            self.succession.take(message)
+            self.worker_restarts.take(message)
 
     def go_on(self) -> None:
         """Go on with those that are to be started again."""
-        for cleared in self.succession.step():
+        for cleared in self.worker_restarts.step():
             order = cleared.order
             if cleared.left:
                 left = ", ".join(cleared.left)
@@ -286,7 +286,7 @@ class Attempt:
                 worker.reported = True
                 self._writer.send(worker.exited(self.number))
                 if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
-                    self.succession.clear(worker)
+                    self.worker_restarts.clear(worker)
 
     @property
     def reported(self) -> bool:

@@ -162,7 +162,7 @@ class Agent:
         if self._ending is not None and self._leftovers is None:
             pauses.append(self._ending.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
-            pauses.append(self._attempt.succession.pause_s)
+            pauses.append(self._attempt.worker_restarts.pause_s)
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
@@ -364,7 +364,7 @@ class Agent:
     def _end(self, signum: int) -> None:
         self._evidence_round.stop()
         if self._attempt is not None:
-            self._attempt.succession.stop()
+            self._attempt.worker_restarts.stop()
         if self._ending is not None:
             self._ending.hurry(signum, self._kill_at(signum))
         else:
@@ -380,7 +380,7 @@ class Agent:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved
         swept, self._left = ending.swept, ending.left
-        swept += 0 if self._attempt is None else self._attempt.succession.swept
+        swept += 0 if self._attempt is None else self._attempt.worker_restarts.swept
         self._close_attempt()
         self._ending = None
         if self._ending_attempt is not None:

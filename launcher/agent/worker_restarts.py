@@ -16,7 +16,7 @@ from launcher.agent.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol import RestartWorker
 
-__all__ = ["Cleared", "Succession"]
+__all__ = ["Cleared", "WorkerRestarts"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cleared:
     left: Sequence[str]
 
 
-class Succession:
+class WorkerRestarts:
     """The places of one attempt that are to be cleared; `step` after each `pause_s`."""
 
     def __init__(self, run_tag: RunTag, *, grace_s: float) -> None:
