@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from launcher.agent import temp_folder
 from launcher.agent.run_tag import RunTag
-from launcher.agent.store import Rendezvous, StoreProcess
+from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import Files, Worker
 from launcher.agent.worker_restarts import WorkerRestarts
@@ -74,7 +74,7 @@ class Attempt:
         self._run_tag = run_tag
         self._selector = selector
         self._writer = writer
-        self._store: Rendezvous | None = None
+        self._store: RendezvousStore | None = None
         self._store_process = store_process
         self._interfaces = interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
@@ -111,7 +111,7 @@ class Attempt:
 
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
-            self._store = Rendezvous(address, message.port, self._store_process, exact=message.exact)
+            self._store = RendezvousStore(address, message.port, self._store_process, exact=message.exact)
         except DtrainError as error:
             self._writer.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
             return
