@@ -10,13 +10,13 @@ from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.machine.processes import Sweep
 
-__all__ = ["Ending"]
+__all__ = ["AttemptEnd"]
 
 KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
 
 
-class Ending:
-    """One ending, from the first signal until nothing of the run is left here, or no more can be done about it.
+class AttemptEnd:
+    """The end of an attempt, from the first signal until nothing of the run is left here, or no more can be done about it.
 
     `step` is to be called whenever something happened, and after `pause_s`. It never waits.
     """

@@ -21,7 +21,7 @@ from dataclasses import replace
 from launcher import __version__
 from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
-from launcher.agent.attempt_end import Ending
+from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence_round import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
@@ -101,7 +101,7 @@ class Agent:
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: Suspension | None = None
         self._evidence_round = EvidenceRound(self._writer)
-        self._ending: Ending | None = None
+        self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
         self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
         self._left: list[str] = []
@@ -159,8 +159,8 @@ class Agent:
         pauses += [
             work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work is not None
         ]
-        if self._ending is not None and self._leftovers is None:
-            pauses.append(self._ending.pause_s(now))
+        if self._attempt_end is not None and self._leftovers is None:
+            pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
             pauses.append(self._attempt.worker_restarts.pause_s)
         return max(0.0, min(pauses))
@@ -183,10 +183,10 @@ class Agent:
         self._evidence_round.step()
         if self._attempt is not None:
             self._attempt.report()
-            if self._ending is None and self._suspension is None and now < self._lease.end:
+            if self._attempt_end is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
-        if self._ending is not None and self._leftovers is None and self._ending.step(now):
-            self._ended(self._ending)
+        if self._attempt_end is not None and self._leftovers is None and self._attempt_end.step(now):
+            self._ended(self._attempt_end)
 
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
@@ -249,7 +249,7 @@ class Agent:
         elif isinstance(message, OpenStore | ReservePorts | StartWorker):
             self._begin(message)
         elif isinstance(message, RestartWorker):
-            if self._attempt is not None and self._attempt.number == message.attempt and self._ending is None:
+            if self._attempt is not None and self._attempt.number == message.attempt and self._attempt_end is None:
                 self._attempt.restart(message)
         elif isinstance(message, SignalWorkers):
             if self._attempt is not None:
@@ -257,7 +257,7 @@ class Agent:
         elif isinstance(message, Suspend):
             self._suspend(message.suspended)
         elif isinstance(message, Collect):
-            self._evidence_round.begin(message, None if self._ending is not None else self._attempt)
+            self._evidence_round.begin(message, None if self._attempt_end is not None else self._attempt)
         elif isinstance(message, EndAttempt):
             self._end_attempt(message)
         elif isinstance(message, Stop):
@@ -295,7 +295,9 @@ class Agent:
     def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
-        if self._ending is not None or time.monotonic() >= self._lease.end:  # after a thaw, that is looked at later
+        if (
+            self._attempt_end is not None or time.monotonic() >= self._lease.end
+        ):  # after a thaw, that is looked at later
             return
         if self._attempt is None:
             self._attempt = Attempt(
@@ -322,7 +324,7 @@ class Agent:
         return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
     def _suspend(self, suspended: bool) -> None:
-        if suspended and self._suspension is None and self._ending is None:
+        if suspended and self._suspension is None and self._attempt_end is None:
             self._lease.rest()
             self._suspension = Suspension(self._members)
             self._suspension.step()
@@ -345,7 +347,7 @@ class Agent:
 
     def _end_attempt(self, message: EndAttempt) -> None:
         self._ending_attempt = message.attempt
-        if self._ending is None and (self._attempt is None or self._attempt.idle):
+        if self._attempt_end is None and (self._attempt is None or self._attempt.idle):
             self._close_attempt()
             self._writer.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
             self._ending_attempt = None
@@ -365,24 +367,24 @@ class Agent:
         self._evidence_round.stop()
         if self._attempt is not None:
             self._attempt.worker_restarts.stop()
-        if self._ending is not None:
-            self._ending.hurry(signum, self._kill_at(signum))
+        if self._attempt_end is not None:
+            self._attempt_end.hurry(signum, self._kill_at(signum))
         else:
-            self._ending = Ending(
+            self._attempt_end = AttemptEnd(
                 self._attempt, self._run_tag, self._store_process, signum=signum, kill_at=self._kill_at(signum)
             )
-        self._ending.final = self._reason is not None
+        self._attempt_end.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, attempt_end: AttemptEnd) -> None:
         """Answer, once all of it is told; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved
-        swept, self._left = ending.swept, ending.left
+        swept, self._left = attempt_end.swept, attempt_end.left
         swept += 0 if self._attempt is None else self._attempt.worker_restarts.swept
         self._close_attempt()
-        self._ending = None
+        self._attempt_end = None
         if self._ending_attempt is not None:
             self._writer.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
             self._ending_attempt, swept = None, 0
