@@ -16,7 +16,7 @@ KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D
 
 
 class AttemptEnd:
-    """The end of an attempt, from the first signal until nothing of the run is left here, or no more can be done about it.
+    """From the first signal until nothing of the attempt is left here, or no more can be done about it.
 
     `step` is to be called whenever something happened, and after `pause_s`. It never waits.
     """

@@ -116,7 +116,7 @@ def _control(request: Request, talk: Talk) -> int:
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not talk.quiet:
         talk.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, lambda reason: console.say(reason))
-    output = OutputThread(console, logs, shown=request.shown)
+    output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
     try:
         with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as door:
@@ -165,7 +165,7 @@ def _tell(
     if talk.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         talk.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
-    ranks = request.shown.ranks
+    ranks = request.output_filter.ranks
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
         talk.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")

@@ -28,7 +28,7 @@ HERE = {
     "TORCH_LOGS": "all",
     "TORCHELASTIC_RUN_ID": "outer",
     "TF_CONFIG": "{}",
-    "DTRAIN_AGENT": "mark",
+    "DTRAIN_AGENT": "run tag",
     "RANK": "3",
     "LD_LIBRARY_PATH": "/opt",
 }
