@@ -86,8 +86,8 @@ def _failure(
 ) -> list[str]:
     """Return the screen; the words of the worker get what room the rest leaves."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
-    consequences, standing = _consequences(outcome), _standing(cause, _of_others(outcome))
-    after = standing + consequences if cause.kind is FailureKind.STALLED else consequences + standing
+    consequences, positions = _consequences(outcome), _positions(cause, _of_others(outcome))
+    after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
     if outcome.gave_up:
@@ -219,7 +219,7 @@ def _of_others(outcome: Outcome) -> list[Evidence]:
     return [each for each in outcome.evidence if each.rank not in failed]
 
 
-def _standing(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
+def _positions(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
     """Say where each group of ranks stood when the cause was noticed."""
     found = groups(evidence)
     if not found:

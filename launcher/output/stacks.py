@@ -12,11 +12,21 @@ from pathlib import Path
 
 from launcher.protocol import Evidence
 
-__all__ = ["Group", "Standing", "groups", "odd_one_out", "odd_ranks", "one_line", "ranks_text", "standing", "write_out"]
+__all__ = [
+    "Group",
+    "RankPosition",
+    "groups",
+    "odd_one_out",
+    "odd_ranks",
+    "one_line",
+    "rank_position",
+    "ranks_text",
+    "write_out",
+]
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankPosition:
     """Where one rank stands; all but `state` is empty if its stack could not be had."""
 
     where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
@@ -49,22 +59,22 @@ class _Frame:
 # ---- what is said of them ------------------------------------------------------------------------------------
 
 
-def standing(evidence: Evidence) -> Standing:
+def rank_position(evidence: Evidence) -> RankPosition:
     """Return where a rank stands."""
     frames = _main_thread(evidence.stack)
     state = _state(evidence)
     if not frames:
-        return Standing("", "", "", state)
+        return RankPosition("", "", "", state)
     own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
     at, inside = frames[own], frames[0].function
-    return Standing(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
+    return RankPosition(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
     """Return the ranks by where they stand, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
-        place = standing(each)
+        place = rank_position(each)
         # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
         note = place.state if not place.where or each.state in ("T", "t") else ""
         found.setdefault((place.where, place.call, place.inside, note), []).append(each.rank)
