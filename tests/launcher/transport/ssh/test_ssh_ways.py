@@ -17,7 +17,7 @@ from testbed.sshd import SshHosts
 from launcher.errors import HostError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import SshOptions
-from launcher.transport.ssh import link as ssh_link
+from launcher.transport.ssh import connection as ssh_connection
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 
 pytestmark = pytest.mark.ordinary_user
@@ -62,7 +62,7 @@ def logins(hosts: SshHosts, i: int) -> int:
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server was ever met, whatever other tests have done in this process."""
-    monkeypatch.setattr(ssh_link, "_met", set())
+    monkeypatch.setattr(ssh_connection, "_met", set())
 
 
 # ---- jump hosts ----
@@ -210,7 +210,7 @@ def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
     reason = refusal(ssh_hosts.ssh_config, "node4", within_s=100)
     assert "connection refused; is sshd running there? Try: ssh -F" in reason
     assert time.monotonic() - began < 50
-    monkeypatch.setattr(ssh_link, "REFUSED_S", (0.3,) * 100)
+    monkeypatch.setattr(ssh_connection, "REFUSED_S", (0.3,) * 100)
     starter = threading.Timer(0.6, ssh_hosts.start, [4])
     starter.start()
     try:
