@@ -164,7 +164,7 @@ def test_a_proxy_command_carries_the_connection_and_is_reaped(ssh_hosts: SshHost
     line = f"ssh -F {ssh_hosts.ssh_config} -W %h:%p node3; true"
     config = config_of(ssh_hosts, "proxy", f"Host node1\n  ProxyCommand {line.removesuffix('; true')}")
     stream = connect(config, "node1")
-    proxy = stream._link.route.proxy
+    proxy = stream._connection.route.proxy
     assert proxy is not None
     assert stream.our_address is None
     assert says(stream) == b"hello"
