@@ -22,10 +22,10 @@ from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 from launcher.output.logfiles import attempts_in
 from launcher.placement.ecosystems import parse_ecosystems
 from launcher.placement.job_spec import (
-    Command,
     CommandKind,
     JobSpec,
     SshOptions,
+    WorkerCommand,
     new_run_id,
     parse_exports,
     parse_nproc,
@@ -201,7 +201,7 @@ def _in_slurm(spec: JobSpec, *, named: bool) -> JobSpec:
     return replace(spec, run_id=name, first_attempt=first)
 
 
-def parse_command(options: Options) -> Command:
+def parse_command(options: Options) -> WorkerCommand:
     """Return what is to be run. Raises UsageError."""
     words = options.command
     if not words:
@@ -210,7 +210,7 @@ def parse_command(options: Options) -> Command:
         raise UsageError("--module and --no-python exclude each other")
     program = options.no_python and not options.run_path
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if program else CommandKind.SCRIPT
-    return Command(kind, words[0], words[1:])
+    return WorkerCommand(kind, words[0], words[1:])
 
 
 def _workdir(named: str | None) -> Path:

@@ -33,7 +33,7 @@ from launcher.check.pairs import MOST, pair_findings, targets
 from launcher.errors import ProtocolError
 from launcher.hosts.folding import fold
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.protocol import PROTOCOL, Facts, Hello
 
 SCRIPT = "print('trained')\n"
@@ -252,7 +252,7 @@ FACTS = HostFacts(
 
 def _spec(*names: str, **more: Any) -> JobSpec:
     hosts = tuple(Host(name, HostKind.SSH) for name in names)
-    return JobSpec(Command(CommandKind.SCRIPT, "train.py"), hosts, python="/opt/python", run_id="r", **more)
+    return JobSpec(WorkerCommand(CommandKind.SCRIPT, "train.py"), hosts, python="/opt/python", run_id="r", **more)
 
 
 def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:

@@ -45,8 +45,8 @@ from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Failure, FailureKind, Outcome
-from launcher.placement.job_spec import Command as Program
 from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (
     PROTOCOL,
     Bye,
