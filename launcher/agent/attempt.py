@@ -127,7 +127,7 @@ class Attempt:
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
                 self._reserved[-1].bind((address, 0))
         except OSError as error:
-            reason = f"no ports can be had on {address}: {error.strerror}"
+            reason = f"cannot find free ports on {address}: {error.strerror}"
             self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
             return
         ports = [reserved.getsockname()[1] for reserved in self._reserved]
@@ -179,7 +179,7 @@ class Attempt:
             if cleared.left:
                 left = ", ".join(cleared.left)
                 standing = self.workers[order.rank].standing
-                self._never_started(order.rank, f"what was left of it cannot be ended: {left}", standing)
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", standing)
                 continue
             old = self.workers[order.rank]
             first = self._orders[order.rank]

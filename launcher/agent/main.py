@@ -169,7 +169,7 @@ class Agent:
         """Do what is due, and go on with whatever goes on."""
         if now >= self._lease.end:
             self._lease.used_up(now)
-            self._exit(signal.SIGKILL, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
+            self._exit(signal.SIGKILL, f"it received nothing from dtrain for {self._lease.duration_s:g} s")
         if self._terminated:
             self._terminated = False
             lost = os.getppid() != self._guard
@@ -280,7 +280,7 @@ class Agent:
         try:
             self._folder = temp_folder.make_folder(self._run_tag.value)
         except OSError as error:
-            problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
+            problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
             self._run_tag.cgroup.make()
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end

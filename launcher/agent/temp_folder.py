@@ -48,7 +48,7 @@ def remove_folder(run_tag: str) -> None:
                 _remove(os.path.join(path, name))
             os.rmdir(path)
         except OSError as error:
-            print(f"dtrain agent: {path} is left: {error}", file=sys.stderr)
+            print(f"dtrain agent: cannot remove {path}: {error}", file=sys.stderr)
 
 
 def _remove(path: str) -> None:

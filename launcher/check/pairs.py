@@ -201,7 +201,7 @@ def store_findings(spec: JobSpec, name: str, where: Listening) -> Iterator[Findi
     if not where.store_problem:
         return
     port = spec.master_port or DEFAULT_PORT
-    message = f"the store's port {port} cannot be had at {where.address}: {where.store_problem}"
+    message = f"the store cannot listen at {where.address}, port {port}: {where.store_problem}"
     if spec.master_port is None:
         yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
     else:

@@ -224,7 +224,7 @@ def _positions(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
     found = groups(evidence)
     if not found:
         return []
-    others = "where each rank stands:" if cause.kind is FailureKind.STALLED else "where the others stood then:"
+    others = "where each rank is:" if cause.kind is FailureKind.STALLED else "where the other ranks were:"
     lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]
     if more := len(found[GROUPS:]):
         lines.append(f"  and {sum(len(group.ranks) for group in found[GROUPS:])} ranks in {more} other places")

@@ -95,7 +95,7 @@ class OutputThread:
                 dropped = 0 if self._unsaid else self._dropped
                 self._dropped -= dropped
             if dropped:
-                self._console.say(f"{dropped} more messages came while the terminal took nothing")
+                self._console.say(f"the terminal was blocked: {dropped} more messages are not shown")
 
         with self._lock:
             if self._unsaid < MESSAGES:

@@ -47,7 +47,7 @@ class Trust:
     def algorithms(self, spoken: Sequence[str]) -> tuple[str, ...]:
         """Order the host key algorithms that we speak: first those by which the host is known.
 
-        A host has several keys. If it is asked for one that nobody knows, it seems to be a stranger.
+        A host has several keys. If it is asked for one that nobody knows, it seems to be unknown.
         """
         plain = [name for name in spoken if not name.endswith(_CERTIFICATE)]
         known = [key.type for key in self._known or self._vouching]

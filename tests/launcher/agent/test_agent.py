@@ -458,7 +458,7 @@ def test_a_host_that_hears_nothing_ends_everything_by_itself(agent: AgentProcess
     family.start(agent, "stubborn", *CHILDREN)
     _beat_for(agent, 2 * LEASE_S)
     assert not family.is_gone()
-    assert agent.expect(Bye).reason == f"it heard nothing from dtrain for {LEASE_S:g} s"
+    assert agent.expect(Bye).reason == f"it received nothing from dtrain for {LEASE_S:g} s"
     assert agent.has_ended()
     nothing_is_left(agent, family)
 

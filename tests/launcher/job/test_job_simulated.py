@@ -613,7 +613,7 @@ class World:
         self.host_fails(agent.node)
         agent.lease_end = self.now
         agent.lease.used_up(self.now + agent.node.clock)
-        then = agent.then if agent.ending else Bye(0, [], "it heard nothing from dtrain")
+        then = agent.then if agent.ending else Bye(0, [], "it received nothing from dtrain")
         self.end_workers(agent, 0.0, then=then)
 
     def collect(self, agent: Agent, message: Collect) -> None:

@@ -431,7 +431,7 @@ def test_evidence_is_kept_beside_the_ranks_and_said_where_somebody_asked(tmp_pat
         paths = [sink.output.evidence_path(2, number) for number in (1, 2)]
     assert paths[0] == tmp_path / "logs/attempt_2/evidence-1.txt"
     assert {path.read_text(encoding="utf-8") for path in paths} == {write_out([one]).replace("\udcff", "\\udcff")}
-    assert "rank 0 stands at /home/me/train.py:12 in café" in sink.seen("err")
+    assert "rank 0 is at /home/me/train.py:12 in café" in sink.seen("err")
     assert sink.seen("err").count(f"stacks of all ranks: {paths[1]}") == sink.seen("err").count("stacks of") == 1
 
 

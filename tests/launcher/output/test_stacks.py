@@ -126,7 +126,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_what_was_called_of_a_library_is_named(call: str) -> None:
     (group,) = groups([evidence(0, stack(*CALLS[call], STEP, MAIN))])
-    assert one_line(group) == f"rank 0 stands at /home/me/train.py:40 in step, in {call}, inside wait"
+    assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {call}, inside wait"
 
 
 def test_this_python_prints_what_is_understood() -> None:
@@ -201,8 +201,8 @@ def test_groups_come_by_size_then_rank() -> None:
     all_evidence = [evidence(rank, LOADING if rank in (1, 3) else IN_ALL_REDUCE) for rank in (5, 4, 3, 2, 1, 0)]
     all_evidence.append(evidence(6, ""))
     assert [one_line(group) for group in groups(all_evidence)] == [
-        "ranks 0,2,4-5 stand at /home/me/train.py:40 in step, inside all_reduce",
-        "ranks 1,3 stand at /home/me/data.py:7 in load",
+        "ranks 0,2,4-5 are at /home/me/train.py:40 in step, inside all_reduce",
+        "ranks 1,3 are at /home/me/data.py:7 in load",
         "rank 6: state S (sleeping)",
     ]
     assert groups([]) == []
@@ -223,12 +223,12 @@ def test_ranks_are_written_in_short(ranks: tuple[int, ...], text: str) -> None:
 
 def test_written_out_is_everything_by_rank() -> None:
     text = write_out([evidence(1, LOADING, waits_in="futex_do_wait"), evidence(0, IN_ALL_REDUCE), evidence(2, "")])
-    assert text.startswith("rank 0 stands at /home/me/train.py:40 in step, inside all_reduce\n")
+    assert text.startswith("rank 0 is at /home/me/train.py:40 in step, inside all_reduce\n")
     header = "\n\nrank 1 (pid 801): state S (sleeping), waits in futex_do_wait, 1.2 GiB resident, 12.3 s of CPU\n"
     assert header + LOADING.rstrip() + "\n\n" in text
     assert text.index("rank 0 (pid") < text.index("rank 1 (pid") < text.index("rank 2 (pid")
-    assert text.endswith("\nits stack could not be had: it is no Python program, or gave no answer\n")
-    assert write_out([]) == "no rank was there to be asked\n"
+    assert text.endswith("\nits stack could not be read: it is not a Python program, or it did not answer\n")
+    assert write_out([]) == "no rank could be asked\n"
 
 
 ODD = {

@@ -60,7 +60,7 @@ def logins(hosts: SshHosts, i: int) -> int:
 
 
 @pytest.fixture
-def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server was ever met, whatever other tests have done in this process."""
     monkeypatch.setattr(ssh_connection, "_met", set())
 
@@ -126,7 +126,7 @@ def test_what_goes_wrong_at_a_hop_is_said_of_that_hop(ssh_hosts: SshHosts) -> No
     assert "in a circle" in refusal(around, "node1")
 
 
-def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, stranger: None) -> None:
+def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, unmet: None) -> None:
     config = config_of(
         ssh_hosts, "unreached", "Host node1 nowhere\n  ProxyJump node3\nHost nowhere\n  HostName no.such"
     )
@@ -203,7 +203,7 @@ def test_a_server_that_takes_one_at_a_time_is_tried_again_until_all_are_in(ssh_h
 
 
 def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
-    ssh_hosts: SshHosts, stranger: None, monkeypatch: pytest.MonkeyPatch
+    ssh_hosts: SshHosts, unmet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ssh_hosts.stop(4)
     began = time.monotonic()
