@@ -199,7 +199,7 @@ def send(process: Process, signum: int) -> bool:
 def kill_group(process: Process) -> None:
     """Kill all of a process's group, for one that forks and exits faster than single pids can be found.
 
-    To be called only for a process just seen, and that started in a session of ours: no process of others is in its group then.
+    To be called only for a process just seen, and that started in a session of ours: nothing of others is in its group.
     """
     if process.group in (0, os.getpgrp()):
         return
