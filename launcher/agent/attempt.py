@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.agent import temp_folder
-from launcher.agent.run_tag import Mark
-from launcher.agent.store import Rendezvous, StoreProcess
-from launcher.agent.stream_writer import Outbox
+from launcher.agent.run_tag import RunTag
+from launcher.agent.store import RendezvousStore, StoreProcess
+from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import Files, Worker
-from launcher.agent.worker_restarts import Succession
+from launcher.agent.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
@@ -55,9 +55,9 @@ class Attempt:
         number: int,
         *,
         folder: str,
-        mark: Mark,
+        run_tag: RunTag,
         selector: selectors.BaseSelector,
-        outbox: Outbox,
+        writer: StreamWriter,
         store_process: StoreProcess,
         interfaces: Sequence[str],
         workdir: str,
@@ -65,16 +65,16 @@ class Attempt:
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.succession = Succession(mark, grace_s=grace_s)
+        self.worker_restarts = WorkerRestarts(run_tag, grace_s=grace_s)
         self._workdir = workdir
         self._orders: dict[int, StartWorker] = {}
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
-        self._mark = mark
+        self._run_tag = run_tag
         self._selector = selector
-        self._outbox = outbox
-        self._store: Rendezvous | None = None
+        self._writer = writer
+        self._store: RendezvousStore | None = None
         self._store_process = store_process
         self._interfaces = interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
@@ -111,13 +111,13 @@ class Attempt:
 
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
-            self._store = Rendezvous(address, message.port, self._store_process, exact=message.exact)
+            self._store = RendezvousStore(address, message.port, self._store_process, exact=message.exact)
         except DtrainError as error:
-            self._outbox.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
+            self._writer.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
             return
         assert self._store.listening is not None
         self._watch(self._store.listening.fileno(), self._first_client)
-        self._outbox.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
+        self._writer.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
 
     def reserve_ports(self, message: ReservePorts, address: str) -> None:
         """Bind as many free ports as are wanted, and hold them until a worker is started."""
@@ -127,11 +127,11 @@ class Attempt:
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
                 self._reserved[-1].bind((address, 0))
         except OSError as error:
-            reason = f"no ports can be had on {address}: {error.strerror}"
-            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            reason = f"cannot find free ports on {address}: {error.strerror}"
+            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
             return
         ports = [reserved.getsockname()[1] for reserved in self._reserved]
-        self._outbox.send(PortsReserved(attempt=self.number, address=address, ports=ports))
+        self._writer.send(PortsReserved(attempt=self.number, address=address, ports=ports))
 
     def _release_ports(self) -> None:
         while self._reserved:
@@ -147,7 +147,7 @@ class Attempt:
         """Take note that the store's process was reaped."""
         if self._store is not None and self._store.listening is None:
             reason = f"the store's process ended: {last_words}"
-            self._outbox.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
 
     def close_store(self, *, keep_process: bool) -> int | None:
         """Release the store's port; return the pid of its process if that has to be reaped yet."""
@@ -170,16 +170,16 @@ class Attempt:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
         worker = self.workers.get(message.rank)
         if worker is not None and worker.reported:
-            self.succession.take(message)
+            self.worker_restarts.take(message)
 
     def go_on(self) -> None:
         """Go on with those that are to be started again."""
-        for cleared in self.succession.step():
+        for cleared in self.worker_restarts.step():
             order = cleared.order
             if cleared.left:
                 left = ", ".join(cleared.left)
                 standing = self.workers[order.rank].standing
-                self._never_started(order.rank, f"what was left of it cannot be ended: {left}", standing)
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", standing)
                 continue
             old = self.workers[order.rank]
             first = self._orders[order.rank]
@@ -219,7 +219,7 @@ class Attempt:
                 env,
                 cwd=self._workdir,
                 files=files,
-                mark=self._mark,
+                run_tag=self._run_tag,
                 cores=cores,
                 standing=standing,
             )
@@ -228,8 +228,8 @@ class Attempt:
             self._never_started(message.rank, reason, standing)
             return False
         self.workers[message.rank] = worker
-        self._outbox.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
-        if not self._outbox.holding:
+        self._writer.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
+        if not self._writer.holding:
             self._watch_pipes(worker)
         return True
 
@@ -247,7 +247,7 @@ class Attempt:
         return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
 
     def _never_started(self, rank: int, reason: str, standing: int) -> None:
-        self._outbox.send(
+        self._writer.send(
             Exited(
                 attempt=self.number,
                 rank=rank,
@@ -282,17 +282,17 @@ class Attempt:
             if worker.status is None or worker.reported:
                 continue
             self._drain(worker)
-            if not self._outbox.holding or self._outbox.closed:
+            if not self._writer.holding or self._writer.closed:
                 worker.reported = True
-                self._outbox.send(worker.exited(self.number))
+                self._writer.send(worker.exited(self.number))
                 if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
-                    self.succession.clear(worker)
+                    self.worker_restarts.clear(worker)
 
     @property
     def reported(self) -> bool:
         """Whether there is nothing more to tell of it, or nobody to tell it to."""
         ended = (worker for worker in self.workers.values() if worker.status is not None)
-        return self._outbox.closed or (not self._outbox.holding and all(worker.reported for worker in ended))
+        return self._writer.closed or (not self._writer.holding and all(worker.reported for worker in ended))
 
     def close(self) -> None:
         """Pass on what is still to be read, release everything and remove the workers' files."""
@@ -306,7 +306,7 @@ class Attempt:
 
     def _release(self, worker: Worker) -> None:
         self._drain(worker)
-        if not self._outbox.holding:
+        if not self._writer.holding:
             for descriptor in worker.pipes:
                 self._selector.unregister(descriptor)
         worker.close()
@@ -332,12 +332,12 @@ class Attempt:
     def _drain(self, worker: Worker) -> None:
         for descriptor in list(worker.pipes):
             for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
-                if self._outbox.holding or not self._read_pipe(worker, descriptor):
+                if self._writer.holding or not self._read_pipe(worker, descriptor):
                     break
 
     def _read_pipe(self, worker: Worker, descriptor: int) -> bool:
         """Pass on what a worker wrote; return whether there may be more now."""
-        if self._outbox.holding or descriptor not in worker.pipes:  # changed since the selector looked
+        if self._writer.holding or descriptor not in worker.pipes:  # changed since the selector looked
             return False
         try:
             data = os.read(descriptor, READ_BYTES)
@@ -349,7 +349,7 @@ class Attempt:
             os.close(descriptor)
             return False
         self._output_bytes += len(data)
-        self._outbox.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
+        self._writer.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
         return True
 
 

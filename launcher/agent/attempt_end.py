@@ -6,27 +6,27 @@ import os
 import signal
 
 from launcher.agent.attempt import Attempt
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.machine.processes import Sweep
 
-__all__ = ["Ending"]
+__all__ = ["AttemptEnd"]
 
 KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
 
 
-class Ending:
-    """One ending, from the first signal until nothing of the run is left here, or no more can be done about it.
+class AttemptEnd:
+    """From the first signal until nothing of the attempt is left here, or no more can be done about it.
 
     `step` is to be called whenever something happened, and after `pause_s`. It never waits.
     """
 
     def __init__(
-        self, attempt: Attempt | None, mark: Mark, store_process: StoreProcess, *, signum: int, kill_at: float
+        self, attempt: Attempt | None, run_tag: RunTag, store_process: StoreProcess, *, signum: int, kill_at: float
     ) -> None:
         self.final = False  # no attempt follows: the store's process is ended as well
         self._attempt = attempt
-        self._mark = mark
+        self._run_tag = run_tag
         self._store_process = store_process
         self._kill_at = kill_at
         self._killed_at: float | None = None
@@ -76,7 +76,7 @@ class Ending:
         if self.final:
             killed = self._store_process.kill() or killed
         kept = self._store_process.pid
-        self._sweep = self._mark.sweep(
+        self._sweep = self._run_tag.sweep(
             ancestor=os.getpid(),
             grace_s=max(0.0, self._kill_at - now),
             spare=[pid for pid in (os.getppid(), killed, kept) if pid is not None],

@@ -63,7 +63,7 @@ def _print_stacks() -> None:
         _signal.signal(STACK_SIGNAL, _signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
     except (OSError, ValueError, RuntimeError) as error:  # the script runs as well without
-        print(f"dtrain: no stack can be asked for: {error}", file=sys.stderr)
+        print(f"dtrain: stacks of this worker cannot be requested: {error}", file=sys.stderr)
 
 
 # ---- running it ----------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as problem:
-        return f"<its text cannot be had: {type(problem).__name__}>"
+        return f"<its text cannot be read: {type(problem).__name__}>"
 
 
 def _position(error: BaseException) -> tuple[str, str]:

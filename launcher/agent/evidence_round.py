@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from launcher.agent.attempt import Attempt
-from launcher.agent.stream_writer import Outbox
+from launcher.agent.stream_writer import StreamWriter
 from launcher.protocol import Collect, Collected
 
 if TYPE_CHECKING:
     from launcher.agent.evidence import Collection
 
-__all__ = ["Inquiry"]
+__all__ = ["EvidenceRound"]
 
 
-class Inquiry:
+class EvidenceRound:
     """At most one look is under way: a newer order ends the one before, which is answered with what is not there."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
         self._number = 0
         self._collection: Collection | None = None
 
@@ -31,7 +31,7 @@ class Inquiry:
         self.stop()
         running = [] if attempt is None else attempt.running
         if attempt is None or not running:
-            self._outbox.send(Collected(number=order.number))
+            self._writer.send(Collected(number=order.number))
             return
         from launcher.agent.evidence import Collection, Subject  # only where something fails, or somebody asks
 
@@ -45,7 +45,7 @@ class Inquiry:
         found = self._collection.step()
         if found is not None:
             for evidence in found:
-                self._outbox.send(evidence)
+                self._writer.send(evidence)
             self.stop()
 
     def stop(self) -> None:
@@ -53,7 +53,7 @@ class Inquiry:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
-            self._outbox.send(Collected(number=self._number))
+            self._writer.send(Collected(number=self._number))
 
     def without_helpers(self, ended: dict[int, int]) -> dict[int, int]:
         """Return those of the reaped children (pid to wait status) that no look had started."""

@@ -14,7 +14,7 @@ import signal
 import time
 
 from launcher.agent.lease import Limits
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 
 __all__ = ["guard", "reap"]
@@ -24,7 +24,7 @@ LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
-def guard(agent: int, mark: Mark, limits: Limits) -> int:
+def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
     """Wait for the agent, then end whatever of the run is still there; return the agent's exit status."""
     controller = os.dup(0)  # only to see that it has been closed
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -35,12 +35,12 @@ def guard(agent: int, mark: Mark, limits: Limits) -> int:
     os.close(controller)
     if status == 0:
         return 0
-    sweep = mark.sweep(ancestor=os.getpid())
+    sweep = run_tag.sweep(ancestor=os.getpid())
     while not sweep.step():
         time.sleep(sweep.pause_s)
         reap()
     reap()
-    mark.remove()
+    run_tag.remove()
     return status if status > 0 else 128 - status
 
 

@@ -35,7 +35,7 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
             problems.append(str(error))
     found = find_resources(message.part, message.parts)
     if (count := _slots(slots, len(found.gpus), found.cpu_limit)) == 0:
-        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was said there, but it has no GPU for a worker")
+        problems.append(f"--nproc-per-node {slots.partition(':')[0]} was set there, but it has no GPU for a worker")
     return replace(
         found,
         problems=[*problems, *found.problems],

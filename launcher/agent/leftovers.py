@@ -1,8 +1,8 @@
 """What an agent leaves for the next one on its host, and how that one ends what is left of it.
 
-An agent's trace travels with its Hello. If it is lost and the host is tried again, the next agent is given the trace
-back (Prepare.clean). It says nothing of its reader's own: of every process, pid and start time or the mark are checked
-before it is signalled, and folders and groups are found by the mark, not by what a trace claims.
+An agent's identity travels with its Hello. If the agent is lost and the host is tried again, the next one is given that
+identity (Prepare.clean) and trusts nothing in it: of every process it checks pid and start time, or the run tag, before
+it signals it, and it finds folders and groups by the run tag.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process, Sweep
 
-__all__ = ["Cleaning", "Trace"]
+__all__ = ["AgentIdentity", "LeftoverSweep"]
 
 GUARD_WAIT_S = 5.0  # as long as a guard takes that cannot end something
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Where to look: in which boot, for which mark, and the pid and start time of agent and guard."""
+class AgentIdentity:
+    """Where to look: in which boot, for which run tag, and the pid and start time of agent and guard."""
 
     boot: str
-    mark: str
+    run_tag: str
     agent: tuple[int, int]
     guard: tuple[int, int]
     cgroup: str  # empty: none
 
     @classmethod
-    def ours(cls, mark: Mark) -> Trace:
+    def ours(cls, run_tag: RunTag) -> AgentIdentity:
         """Return this agent's own."""
-        cgroup = "" if mark.cgroup is None else mark.cgroup.path
-        return cls(_boot(), mark.value, _identity(os.getpid()), _identity(os.getppid()), cgroup)
+        cgroup = "" if run_tag.cgroup is None else run_tag.cgroup.path
+        return cls(_boot(), run_tag.value, _pid_and_start(os.getpid()), _pid_and_start(os.getppid()), cgroup)
 
     @classmethod
-    def read(cls, text: str) -> Trace:
-        """Return the trace that `text` says. Raises ProtocolError if it is none."""
-        trace = decode_json(cls, text)
-        if "\0" in trace.cgroup:
+    def read(cls, text: str) -> AgentIdentity:
+        """Return the identity that `text` says. Raises ProtocolError if it is none."""
+        identity = decode_json(cls, text)
+        if "\0" in identity.cgroup:
             raise ProtocolError("a path has no NUL")
-        return trace
+        return identity
 
     def __str__(self) -> str:
         return json.dumps(vars(self))
 
 
-class Cleaning:
+class LeftoverSweep:
     """Ends what is left of lost agents: `step` after each `pause_s` until it is done; then see `left`.
 
     An agent that still lives is killed, and its guard ends the rest, as the parent of all that are left. If the guard
-    is gone as well, or does not get done, what carries the mark is swept.
+    is gone as well, or does not get done, what carries the run tag is swept.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         here = {os.getpid(), *processes.ancestors(os.getpid())}  # a run inside of a run: never our own
         self._spare = here
-        self._marks: list[Mark] = []
+        self._run_tags: list[RunTag] = []
         self._waits: list[Process] = []
         self._sweep: Sweep | None = None
         self.pause_s = 0.0
@@ -76,16 +76,16 @@ class Cleaning:
 
     def _take(self, text: str) -> None:
         try:
-            trace = Trace.read(text)
-            cgroup = Cgroup.named(trace.cgroup, f"dtrain-{trace.mark[:16]}") if trace.cgroup else None
-            mark = Mark(trace.mark, cgroup)
+            identity = AgentIdentity.read(text)
+            cgroup = Cgroup.named(identity.cgroup, f"dtrain-{identity.run_tag[:16]}") if identity.cgroup else None
+            run_tag = RunTag(identity.run_tag, cgroup)
         except (ProtocolError, ValueError) as error:
-            print(f"dtrain agent: no trace of an agent: {error}", file=sys.stderr)
+            print(f"dtrain agent: not the identity of an agent: {error}", file=sys.stderr)
             return
-        if not trace.boot or trace.boot != _boot():
+        if not identity.boot or identity.boot != _boot():
             return  # the machine was started anew: nothing can be left
-        self._marks.append(mark)
-        agent, guard = (self._found(identity) for identity in (trace.agent, trace.guard))
+        self._run_tags.append(run_tag)
+        agent, guard = (self._found(pair) for pair in (identity.agent, identity.guard))
         if agent is not None:
             processes.send(agent, signal.SIGKILL)
             self._waits.append(agent)
@@ -93,8 +93,8 @@ class Cleaning:
             processes.send(guard, signal.SIGCONT)
             self._waits.append(guard)
 
-    def _found(self, identity: tuple[int, int]) -> Process | None:
-        pid, start = identity
+    def _found(self, pair: tuple[int, int]) -> Process | None:
+        pid, start = pair
         process = processes.find(pid) if pid > 1 and pid not in self._spare else None
         return process if process is not None and process.start == start else None
 
@@ -105,7 +105,7 @@ class Cleaning:
 
     def step(self) -> bool:
         """Go on; return whether all is done. Never waits."""
-        if not self._marks:
+        if not self._run_tags:
             return True
         if self._sweep is None:
             self._waits = [process for process in self._waits if processes.lives(process)]
@@ -120,17 +120,17 @@ class Cleaning:
             return False
         left = [*filter(processes.lives, self._waits), *self._sweep.left]
         self.left = [process.describe() for process in left]
-        for mark in self._marks:
-            mark.remove()
+        for run_tag in self._run_tags:
+            run_tag.remove()
         return True
 
     def _members(self) -> list[Process]:
-        found = {p.pid: p for mark in self._marks for p in mark.members(ancestor=None, spare=self._spare)}
+        found = {p.pid: p for run_tag in self._run_tags for p in run_tag.members(ancestor=None, spare=self._spare)}
         return [*found.values()]
 
     def _kill_groups(self) -> None:
-        for mark in self._marks:
-            mark.kill_group()
+        for run_tag in self._run_tags:
+            run_tag.kill_group()
 
 
 def _boot() -> str:
@@ -141,6 +141,6 @@ def _boot() -> str:
         return ""
 
 
-def _identity(pid: int) -> tuple[int, int]:
+def _pid_and_start(pid: int) -> tuple[int, int]:
     process = processes.find(pid)
     return (pid, 0 if process is None else process.start)

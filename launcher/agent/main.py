@@ -21,15 +21,15 @@ from dataclasses import replace
 from launcher import __version__
 from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
-from launcher.agent.attempt_end import Ending
-from launcher.agent.evidence_round import Inquiry
+from launcher.agent.attempt_end import AttemptEnd
+from launcher.agent.evidence_round import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
-from launcher.agent.leftovers import Cleaning, Trace
-from launcher.agent.run_tag import Mark
+from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
-from launcher.agent.stream_writer import Outbox
+from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.suspension import Suspension
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
@@ -63,17 +63,19 @@ FLUSH_S = 5.0
 def main() -> None:
     processes.adopt_orphans()
     processes.raise_file_limit()
-    mark, limits, parent = Mark.new(), Limits(), os.getpid()
+    run_tag, limits, parent = RunTag.new(), Limits(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(guard(guarded, mark, limits))  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(
+            guard(guarded, run_tag, limits)
+        )  # not sys.exit: the interpreter's teardown has nothing to add but time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
         os.environ.pop(secret, None)
     status = 1
     try:
-        status = Agent(mark, limits).run()
+        status = Agent(run_tag, limits).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -83,13 +85,13 @@ def main() -> None:
 class Agent:
     """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
 
-    def __init__(self, mark: Mark, limits: Limits) -> None:
-        self._mark = mark
+    def __init__(self, run_tag: RunTag, limits: Limits) -> None:
+        self._run_tag = run_tag
         self._limits = limits
         self._guard = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._decoder = Decoder()
-        self._outbox = Outbox(1, self._selector, self._hold)
+        self._writer = StreamWriter(1, self._selector, self._hold)
         self._lease = Lease(limits)
         self._prepared: Prepare | None = None
         # Read before the user's own exports can change it: "client address, port, server address, port".
@@ -97,10 +99,10 @@ class Agent:
         self._folder = ""  # for the workers' files, once it is made
         self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
-        self._cleaning: Cleaning | None = None  # what goes on...
+        self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: Suspension | None = None
-        self._inquiry = Inquiry(self._outbox)
-        self._ending: Ending | None = None
+        self._evidence_round = EvidenceRound(self._writer)
+        self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
         self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
         self._left: list[str] = []
@@ -125,15 +127,15 @@ class Agent:
             signal.signal(signal.SIGHUP, lambda *_: None)
         self._watch(0, self._read_controller)
         self._watch(wake_read, lambda: self._children_ended(wake_read))
-        self._outbox.put(PREAMBLE)
-        self._outbox.send(
+        self._writer.put(PREAMBLE)
+        self._writer.send(
             Hello(
                 protocol=PROTOCOL,
                 version=__version__,
                 python="{}.{}.{}".format(*sys.version_info[:3]),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
-                trace=str(Trace.ours(self._mark)),
+                trace=str(AgentIdentity.ours(self._run_tag)),
                 time=time.monotonic(),
             )
         )
@@ -142,9 +144,9 @@ class Agent:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._on_time(time.monotonic())
-            self._outbox.flush(FLUSH_S)
+            self._writer.flush(FLUSH_S)
         finally:
-            self._mark.remove()
+            self._run_tag.remove()
             if os.getppid() == self._guard:
                 os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
         return 1 if self._left else 0
@@ -155,44 +157,46 @@ class Agent:
     def _pause_s(self) -> float:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now]
-        pauses += [work.pause_s for work in (self._cleaning, self._suspension, self._inquiry) if work is not None]
-        if self._ending is not None and self._cleaning is None:
-            pauses.append(self._ending.pause_s(now))
+        pauses += [
+            work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work is not None
+        ]
+        if self._attempt_end is not None and self._leftovers is None:
+            pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
-            pauses.append(self._attempt.succession.pause_s)
+            pauses.append(self._attempt.worker_restarts.pause_s)
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
         """Do what is due, and go on with whatever goes on."""
         if now >= self._lease.end:
             self._lease.used_up(now)
-            self._exit(signal.SIGKILL, f"it heard nothing from dtrain for {self._lease.duration_s:g} s")
+            self._exit(signal.SIGKILL, f"it received nothing from dtrain for {self._lease.duration_s:g} s")
         if self._terminated:
             self._terminated = False
             lost = os.getppid() != self._guard
             self._exit(signal.SIGTERM, "its guard was killed" if lost else "somebody sent it SIGTERM")
         if now >= self._next_heartbeat:
             self._beat(now)
-        if self._cleaning is not None and self._cleaning.step():
-            self._cleaned(self._cleaning)
+        if self._leftovers is not None and self._leftovers.step():
+            self._leftovers_swept(self._leftovers)
         if self._suspension is not None:
             self._suspension.step()
-        self._inquiry.step()
+        self._evidence_round.step()
         if self._attempt is not None:
             self._attempt.report()
-            if self._ending is None and self._suspension is None and now < self._lease.end:
+            if self._attempt_end is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
-        if self._ending is not None and self._cleaning is None and self._ending.step(now):
-            self._ended(self._ending)
+        if self._attempt_end is not None and self._leftovers is None and self._attempt_end.step(now):
+            self._ended(self._attempt_end)
 
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
         if self._attempt is not None:
             self._attempt.look()
-        if not self._outbox:  # otherwise the controller does not read, and what is unsent says that we live
+        if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
-            self._outbox.send(Heartbeat(time=now, progress=progress, saved=saved))
+            self._writer.send(Heartbeat(time=now, progress=progress, saved=saved))
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -211,7 +215,7 @@ class Agent:
             os.read(wake_read, READ_BYTES)
         except BlockingIOError:
             return
-        ended = self._inquiry.without_helpers(reap())
+        ended = self._evidence_round.without_helpers(reap())
         store = self._store_process.pid
         last_words = self._store_process.ended(ended[store]) if store in ended else None
         if self._attempt is not None:
@@ -228,7 +232,7 @@ class Agent:
             return
         if not data:
             self._selector.unregister(0)
-            self._outbox.close()
+            self._writer.close()
             self._exit(signal.SIGTERM, "the controller is gone")
             return
         try:
@@ -246,7 +250,7 @@ class Agent:
         elif isinstance(message, OpenStore | ReservePorts | StartWorker):
             self._begin(message)
         elif isinstance(message, RestartWorker):
-            if self._attempt is not None and self._attempt.number == message.attempt and self._ending is None:
+            if self._attempt is not None and self._attempt.number == message.attempt and self._attempt_end is None:
                 self._attempt.restart(message)
         elif isinstance(message, SignalWorkers):
             if self._attempt is not None:
@@ -254,7 +258,7 @@ class Agent:
         elif isinstance(message, Suspend):
             self._suspend(message.suspended)
         elif isinstance(message, Collect):
-            self._inquiry.begin(message, None if self._ending is not None else self._attempt)
+            self._evidence_round.begin(message, None if self._attempt_end is not None else self._attempt)
         elif isinstance(message, EndAttempt):
             self._end_attempt(message)
         elif isinstance(message, Stop):
@@ -267,40 +271,42 @@ class Agent:
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        self._cleaning = Cleaning(message.clean)
+        self._leftovers = LeftoverSweep(message.clean)
 
-    def _cleaned(self, cleaning: Cleaning) -> None:
+    def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
         """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
         assert self._prepared is not None
-        self._cleaning = None
+        self._leftovers = None
         problems = []
         try:
-            self._folder = temp_folder.make_folder(self._mark.value)
+            self._folder = temp_folder.make_folder(self._run_tag.value)
         except OSError as error:
-            problems.append(f"no temporary folder can be made there ({error.strerror}); see TMPDIR")
-        if self._mark.cgroup is not None:
-            self._mark.cgroup.make()
+            problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
+        if self._run_tag.cgroup is not None:
+            self._run_tag.cgroup.make()
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
-        facts = find_facts(self._prepared, problems=problems, left=cleaning.left)
+        facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
         self._lease.renew(
             time.monotonic()
         )  # before it is told, so that it never begins later than the controller knows
-        self._outbox.send(facts)
+        self._writer.send(facts)
 
     def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
-        if self._ending is not None or time.monotonic() >= self._lease.end:  # after a thaw, that is looked at later
+        if (
+            self._attempt_end is not None or time.monotonic() >= self._lease.end
+        ):  # after a thaw, that is looked at later
             return
         if self._attempt is None:
             self._attempt = Attempt(
                 message.attempt,
                 folder=self._folder,
-                mark=self._mark,
+                run_tag=self._run_tag,
                 selector=self._selector,
-                outbox=self._outbox,
+                writer=self._writer,
                 store_process=self._store_process,
                 interfaces=self._prepared.interfaces,
                 workdir=self._prepared.workdir,
@@ -319,7 +325,7 @@ class Agent:
         return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
     def _suspend(self, suspended: bool) -> None:
-        if suspended and self._suspension is None and self._ending is None:
+        if suspended and self._suspension is None and self._attempt_end is None:
             self._lease.rest()
             self._suspension = Suspension(self._members)
             self._suspension.step()
@@ -334,15 +340,17 @@ class Agent:
 
     def _members(self) -> list[processes.Process]:
         store = self._store_process.pid
-        return self._mark.members(ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store])
+        return self._run_tag.members(
+            ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store]
+        )
 
     # ---- the end of an attempt, and of the agent ----
 
     def _end_attempt(self, message: EndAttempt) -> None:
         self._ending_attempt = message.attempt
-        if self._ending is None and (self._attempt is None or self._attempt.idle):
+        if self._attempt_end is None and (self._attempt is None or self._attempt.idle):
             self._close_attempt()
-            self._outbox.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
+            self._writer.send(Swept(attempt=message.attempt, swept=0, saved=0, left=[]))
             self._ending_attempt = None
             return
         self._end(message.signum)
@@ -352,38 +360,38 @@ class Agent:
         if self._reason is None:
             self._reason = reason
         self._limits.ending_by = self._kill_at(signum) + ENDS_WITHIN_S
-        if self._cleaning is not None:
-            self._cleaning.hurry()
+        if self._leftovers is not None:
+            self._leftovers.hurry()
         self._end(signum)
 
     def _end(self, signum: int) -> None:
-        self._inquiry.stop()
+        self._evidence_round.stop()
         if self._attempt is not None:
-            self._attempt.succession.stop()
-        if self._ending is not None:
-            self._ending.hurry(signum, self._kill_at(signum))
+            self._attempt.worker_restarts.stop()
+        if self._attempt_end is not None:
+            self._attempt_end.hurry(signum, self._kill_at(signum))
         else:
-            self._ending = Ending(
-                self._attempt, self._mark, self._store_process, signum=signum, kill_at=self._kill_at(signum)
+            self._attempt_end = AttemptEnd(
+                self._attempt, self._run_tag, self._store_process, signum=signum, kill_at=self._kill_at(signum)
             )
-        self._ending.final = self._reason is not None
+        self._attempt_end.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, attempt_end: AttemptEnd) -> None:
         """Answer, once all of it is told; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved
-        swept, self._left = ending.swept, ending.left
-        swept += 0 if self._attempt is None else self._attempt.succession.swept
+        swept, self._left = attempt_end.swept, attempt_end.left
+        swept += 0 if self._attempt is None else self._attempt.worker_restarts.swept
         self._close_attempt()
-        self._ending = None
+        self._attempt_end = None
         if self._ending_attempt is not None:
-            self._outbox.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
+            self._writer.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
             self._store_process.kill()  # if it was to be kept when the ending began
-            self._outbox.send(Bye(swept=swept, left=self._left, reason=self._reason))
+            self._writer.send(Bye(swept=swept, left=self._left, reason=self._reason))
             self._done = True
 
     def _close_attempt(self) -> None:

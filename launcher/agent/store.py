@@ -15,7 +15,7 @@ import sys
 from launcher.agent.worker import spawn
 from launcher.errors import StoreError
 
-__all__ = ["Rendezvous", "StoreProcess", "holder"]
+__all__ = ["RendezvousStore", "StoreProcess", "holder"]
 
 RELEASE_S = 0.3  # to close a store; in that time the agent does nothing else
 
@@ -105,7 +105,7 @@ class StoreProcess:
         self.pid = self._control = self._complaints = None
 
 
-class Rendezvous:
+class RendezvousStore:
     """A bound and listening socket, which the store's process gets at the first connection.
 
     `listening` is None from then on.

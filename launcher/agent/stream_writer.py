@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from launcher.protocol import Report, encode
 
-__all__ = ["Outbox"]
+__all__ = ["StreamWriter"]
 
 HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
 
 
-class Outbox:
+class StreamWriter:
     """Owns the writing of one descriptor, which must be non-blocking; `hold(True/False)` is called at the limits."""
 
     def __init__(self, fd: int, selector: selectors.BaseSelector, hold: Callable[[bool], None]) -> None:

@@ -10,10 +10,10 @@ import sys
 __all__ = ["clear", "make_folder", "remove_folder"]
 
 
-def make_folder(mark: str) -> str:
-    """Make the folder of the agent with this mark where temporary files belong. Raises OSError where none can be."""
+def make_folder(run_tag: str) -> str:
+    """Make the folder of the agent with this run tag where temporary files belong. Raises OSError where none can be."""
     problem: OSError = FileNotFoundError("no folder for temporary files")
-    for path in _candidates(mark):
+    for path in _candidates(run_tag):
         try:
             os.mkdir(path, 0o700)
         except OSError as error:
@@ -33,9 +33,9 @@ def clear(folder: str, attempt: int) -> None:
         print(f"dtrain agent: {folder}: {error}", file=sys.stderr)
 
 
-def remove_folder(mark: str) -> None:
-    """Remove the folder with this mark, if there is one of ours, and what is in it."""
-    for path in _candidates(mark):
+def remove_folder(run_tag: str) -> None:
+    """Remove the folder with this run tag, if there is one of ours, and what is in it."""
+    for path in _candidates(run_tag):
         try:
             found = os.lstat(path)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -48,7 +48,7 @@ def remove_folder(mark: str) -> None:
                 _remove(os.path.join(path, name))
             os.rmdir(path)
         except OSError as error:
-            print(f"dtrain agent: {path} is left: {error}", file=sys.stderr)
+            print(f"dtrain agent: cannot remove {path}: {error}", file=sys.stderr)
 
 
 def _remove(path: str) -> None:
@@ -60,6 +60,6 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _candidates(mark: str) -> list[str]:
+def _candidates(run_tag: str) -> list[str]:
     folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp"]
-    return [f"{folder}/dtrain-{mark[:16]}" for folder in folders if os.path.isabs(folder)]
+    return [f"{folder}/dtrain-{run_tag[:16]}" for folder in folders if os.path.isabs(folder)]

@@ -1,7 +1,7 @@
 """One worker process, as its agent knows it: started here, its pipes and files, how far it is, how it ended.
 
 The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
-run's mark, dies with its agent, and has nothing inherited but its three standard streams.
+run tag, dies with its agent, and has nothing inherited but its three standard streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import Exited
 
@@ -34,14 +34,14 @@ def spawn(
     stdout: int,
     stderr: int,
     stdin: int | None = None,
-    mark: Mark | None = None,
+    run_tag: RunTag | None = None,
     number: int = 0,
     cores: Sequence[int] = (),
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
-    It is bound to the processors `cores` if any are given. `mark` is put on it, with its `number` as a worker, but for
-    the variables, which `env` has to hold. Raises OSError if it cannot be executed.
+    It is bound to the processors `cores` if any are given. `run_tag` is put on it, with its `number` as a worker, but
+    for the variables, which `env` has to hold. Raises OSError if it cannot be executed.
     """
     parent = os.getpid()
     failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
@@ -49,8 +49,8 @@ def spawn(
     if pid == 0:
         try:
             processes.die_with_parent(parent)
-            if mark is not None:
-                mark.put_on(number)
+            if run_tag is not None:
+                run_tag.put_on(number)
             if cores:
                 os.sched_setaffinity(0, cores)
             _become(argv, env, cwd, (stdin, stdout, stderr))
@@ -126,14 +126,14 @@ class Worker:
         *,
         cwd: str,
         files: Files,
-        mark: Mark,
+        run_tag: RunTag,
         cores: Sequence[int] = (),
         standing: int = 0,
     ) -> None:
         """`standing` is that of the worker whose place it takes, until it says its own."""
         self.rank = rank
         self.files = files
-        self.number = mark.number_worker()
+        self.number = run_tag.number_worker()
         self.provoked = False  # whether the agent has signalled it
         self.killer = ""
         self.status: int | None = None
@@ -145,7 +145,7 @@ class Worker:
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
         self.began = time.monotonic()
-        variables = {**files.variables, **mark.variables}
+        variables = {**files.variables, **run_tag.variables}
         try:
             self.pid = spawn(
                 argv,
@@ -153,7 +153,7 @@ class Worker:
                 cwd=cwd,
                 stdout=out_write,
                 stderr=err_write,
-                mark=mark,
+                run_tag=run_tag,
                 number=self.number,
                 cores=cores,
             )

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.agent.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol import RestartWorker
 
-__all__ = ["Cleared", "Succession"]
+__all__ = ["Cleared", "WorkerRestarts"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Cleared:
     left: Sequence[str]
 
 
-class Succession:
+class WorkerRestarts:
     """The places of one attempt that are to be cleared; `step` after each `pause_s`."""
 
-    def __init__(self, mark: Mark, *, grace_s: float) -> None:
-        self._mark = mark
+    def __init__(self, run_tag: RunTag, *, grace_s: float) -> None:
+        self._run_tag = run_tag
         self._grace_s = grace_s
         self._sweeps: dict[int, Sweep] = {}  # by rank, those under way
         self._due: dict[int, float] = {}  # when they are to go on
@@ -48,7 +48,7 @@ class Succession:
     def clear(self, worker: Worker) -> None:
         """Begin to end what a dead worker has left."""
         variable = f"TORCHELASTIC_ERROR_FILE={worker.files.error}"
-        listing = partial(self._mark.left_by, worker.number, variable)
+        listing = partial(self._run_tag.left_by, worker.number, variable)
         self._sweeps[worker.rank] = Sweep(listing, grace_s=self._grace_s, adopted=False)
         self._due[worker.rank] = time.monotonic()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.check.facts import HostFacts
 from launcher.hosts.host import Host
-from launcher.placement.job_spec import Command, CommandKind, JobSpec, new_run_id
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id
 from launcher.placement.roles import Roles
 
 __all__ = ["Measured", "allreduce_spec", "measure_allreduce"]
@@ -45,12 +45,12 @@ def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFac
 
     Otherwise gloo, with one worker a host.
     """
-    on_gpus = all(one.gpu_ids and one.torch_cuda for one in facts) and not spec.oversubscribe
+    on_gpus = all(one.offered.gpus and one.torch_cuda for one in facts) and not spec.oversubscribe
     folders = {one.ddp for one in facts}
     args = ("--backend", "nccl" if on_gpus else "gloo")
-    command = Command(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)
+    command = WorkerCommand(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)
     if len(folders) == 1 and (folder := folders.pop()):
-        command = Command(CommandKind.SCRIPT, str(Path(folder) / "allreduce_speed.py"), args)
+        command = WorkerCommand(CommandKind.SCRIPT, str(Path(folder) / "comm" / "allreduce_speed.py"), args)
     hosts = tuple(hosts if on_gpus else (replace(host, slots=None, max_slots=None) for host in hosts))
     made = replace(
         spec,

@@ -1,8 +1,8 @@
 """`dtrain check`: whether a run would start on its hosts, and what would be wrong with it, before the job.
 
-Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them knock at each other, then
-runs an all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py, gpus.py
-and pairs.py, told by report.py. Leaves nothing anywhere.
+Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them probe each other, then runs an
+all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, told by report.py.
+Leaves nothing anywhere.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
-from launcher.check.at_once import all_at_once
-from launcher.check.examiner_host import SHA_DIGITS
-from launcher.check.examiner_network import AT_ONCE
-from launcher.check.examiner_packages import code_digest
-from launcher.check.facts import Dialled, HostFacts, Listening, read
+from launcher.check.examiner_host import SHA_DIGITS, code_digest
+from launcher.check.examiner_network import AT_ONCE, all_at_once
+from launcher.check.facts import HostFacts, Listening, Probe, read
 from launcher.check.finding import Examined, Finding, Severity, merged, on_host, size
 from launcher.check.hosts import host_findings
 from launcher.check.link import HostLink
-from launcher.check.pairs import Way, pair_findings, store_findings, targets
+from launcher.check.pairs import pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
@@ -38,7 +36,7 @@ from launcher.transport.connect import Connector
 __all__ = ["run_check"]
 
 FACTS_S = 20.0  # a driver without persistence mode takes seconds for each card
-KNOCK_S = 3.0
+PROBE_S = 3.0
 LOGS_BYTES = 100 << 20
 HOSTS_AT_ONCE = 256
 
@@ -135,7 +133,7 @@ class _Examination:
 
     spec: JobSpec
     examined: list[Examined] = field(default_factory=list)
-    ways: list[Way] = field(default_factory=list)
+    ways: list[Probe] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -161,7 +159,7 @@ class _Examination:
         there = {one.name: self._links[one.name] for one in self.examined if one.facts is not None}
         listening = self._listen(there)
         if len(listening) > 1:
-            self._knock({name: there[name] for name in listening}, listening)
+            self._probe({name: there[name] for name in listening}, listening)
 
     def _examine(self, link: HostLink, until: float) -> Examined:
         try:
@@ -176,15 +174,15 @@ class _Examination:
             return Examined(link.host, f"{type(error).__name__}: {error}")
 
     def _listen(self, there: Mapping[str, HostLink]) -> dict[str, Listening]:
-        """Have every examiner open its door where a run would be reached; the first one the store's port as well."""
+        """Have every examiner listen where a run would be reached; the first one at the store's port as well."""
         spec = self.spec
         seen_from = [link.our_address for link in there.values() if link.our_address]
-        here = "" if spec.interfaces else "127.0.0.1"
+        here = "" if spec.interfaces else (seen_from or ["127.0.0.1"])[0]
 
         def listen(link: HostLink) -> Listening:
             first = link.host.name == spec.hosts[0].name
-            address = "" if link.host.remote else (seen_from[0] if seen_from and not spec.interfaces else here)
-            said = link.ask(
+            address = "" if link.host.remote else here
+            answer = link.ask(
                 time.monotonic() + FACTS_S,
                 ask="listen",
                 address=(spec.master_addr or address) if first else address,
@@ -193,55 +191,58 @@ class _Examination:
                 token=self._token,
                 store_port=(spec.master_port or DEFAULT_PORT) if first else 0,
             )
-            return read(Listening, said)
+            return read(Listening, answer)
 
-        doors = {}
-        for name, found in _ask_all(_or_why_not(listen), there).items():
-            if isinstance(found, str):
-                message = f"it cannot listen where the others would reach it: {found}"
-                fix = on_host(spec, there[name].host)("ip -brief address")
-                self.findings.append(Finding(Severity.ERROR, "cannot-listen", (name,), message, fix))
-                continue
-            doors[name] = found
+        listening = self._ask(listen, there, "cannot-listen", "it cannot listen where the others would reach it")
+        for name, found in listening.items():
             self.findings += store_findings(spec, name, found)
-        return doors
+        return listening
 
-    def _knock(self, there: Mapping[str, HostLink], listening: Mapping[str, Listening]) -> None:
+    def _probe(self, there: Mapping[str, HostLink], listening: Mapping[str, Listening]) -> None:
         where = {name: targets(listening, name) for name in there}
         rounds = -(-max(map(len, where.values())) // AT_ONCE)
-        master = next(iter(listening.values())).address
 
-        def knock(link: HostLink) -> tuple[list[Dialled], str]:
-            doors = [vars(target) for target in where[link.host.name]]
-            until = time.monotonic() + FACTS_S + rounds * KNOCK_S
-            sockets = link.ask(until, ask="sockets", master_addr=master, interfaces=list(self.spec.interfaces))
-            said = link.ask(until, ask="dial", targets=doors, token=self._token, limit_s=KNOCK_S)
-            return list(read(tuple[Dialled, ...], said)), str(sockets.get("GLOO_SOCKET_IFNAME", ""))
+        def probe(link: HostLink) -> tuple[tuple[Probe, ...], str]:
+            ways, variables = link.ask(
+                time.monotonic() + FACTS_S + rounds * PROBE_S,
+                ask="probe",
+                targets=[vars(target) for target in where[link.host.name]],
+                token=self._token,
+                limit_s=PROBE_S,
+                master_addr=next(iter(listening.values())).address,
+                interfaces=list(self.spec.interfaces),
+            )
+            return read(tuple[Probe, ...], ways), str(variables.get("GLOO_SOCKET_IFNAME", ""))
 
-        gloo = {}
-        for name, found in _ask_all(_or_why_not(knock), there).items():
-            if isinstance(found, str):
-                self.findings.append(Finding(Severity.ERROR, "unusable", (name,), f"while it knocked: {found}"))
-                continue
-            self.ways += [Way(name, dialled.host, dialled) for dialled in found[0]]
-            gloo[name] = found[1]
+        found = self._ask(probe, there, "unusable", "while it tried to reach the others")
+        self.ways += [way for ways, _ in found.values() for way in ways]
+        gloo = {name: interface for name, (_, interface) in found.items()}
         self.findings += pair_findings(self.spec, self.examined, listening, self.ways, gloo)
+
+    def _ask(
+        self, question: Callable[[HostLink], T], links: Mapping[str, HostLink], kind: str, failed: str
+    ) -> dict[str, T]:
+        """Return the answers of the hosts that give one; the others are found to be of this kind of failure."""
+
+        def ask(link: HostLink) -> T | DtrainError:
+            try:
+                return question(link)
+            except DtrainError as error:
+                return error
+
+        answers = {}
+        for name, answer in _ask_all(ask, links).items():
+            if isinstance(answer, DtrainError):
+                message = f"{failed}: {getattr(answer, 'reason', answer)}"
+                fix = on_host(self.spec, links[name].host)("ip -brief address")
+                self.findings.append(Finding(Severity.ERROR, kind, (name,), message, fix))
+            else:
+                answers[name] = answer
+        return answers
 
 
 def _ask_all(work: Callable[[HostLink], T], links: Mapping[str, HostLink]) -> dict[str, T]:
     return dict(zip(links, all_at_once(work, list(links.values()), most=HOSTS_AT_ONCE), strict=True))
-
-
-def _or_why_not(ask: Callable[[HostLink], T]) -> Callable[[HostLink], T | str]:
-    """Return what asks a host, and says why if that fails."""
-
-    def asked(link: HostLink) -> T | str:
-        try:
-            return ask(link)
-        except DtrainError as error:
-            return getattr(error, "reason", str(error))
-
-    return asked
 
 
 def _script_here(spec: JobSpec) -> str | None:

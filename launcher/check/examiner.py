@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher import __version__
-from launcher.check.facts import Listening, Target, read
+from launcher.check.facts import Target, read
 from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
 
 __all__ = ["main"]
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class _Examiner:
-    """Owns standard output, and the door that the other hosts knock at."""
+    """Owns standard output."""
 
     def __init__(self) -> None:
         # Read before the user's own exports can change it: "client address, port, server address, port".
@@ -65,8 +65,8 @@ class _Examiner:
         """Answer in the background; the time at once."""
         if question.ask == "time":
             self.say(encode(Answer(time.time())))
-            return
-        threading.Thread(target=self._answer, args=(question,), daemon=True).start()
+        else:
+            threading.Thread(target=self._answer, args=(question,), daemon=True).start()
 
     def _answer(self, question: Question) -> None:
         try:
@@ -77,30 +77,20 @@ class _Examiner:
         self.say(encode(answer))
 
     def _find(self, asked: str, about: Mapping[str, Any]) -> Any:
+        from launcher.check.examiner_host import find_host_facts
+        from launcher.check.examiner_network import listen, probe_all
+        from launcher.machine.network import choose_address, socket_interfaces
+
         if asked == "facts":
-            from launcher.check.examiner_host import find_host_facts
-
             return asdict(find_host_facts(Prepare(**about["prepare"])))
+        token = about["token"].encode()
         if asked == "listen":
-            return asdict(self._listen(about))
-        if asked == "dial":
-            from launcher.check.examiner_network import dial
-
-            targets = [read(Target, target) for target in about["targets"]]
-            return [vars(found) for found in dial(targets, about["token"].encode(), about["limit_s"])]
-        if asked == "sockets":
-            from launcher.machine.network import socket_interfaces
-
-            return socket_interfaces(about["master_addr"], about["interfaces"])
+            address = about["address"] or choose_address(about["interfaces"], about["towards"], self._reached_at)
+            return asdict(listen(address, token, about["store_port"]))
+        if asked == "probe":
+            found = probe_all(read(tuple[Target, ...], about["targets"]), token, about["limit_s"])
+            return [vars(one) for one in found], socket_interfaces(about["master_addr"], about["interfaces"])
         raise ValueError(f"{asked!r} is not known")
-
-    def _listen(self, question: Mapping[str, Any]) -> Listening:
-        from launcher.check.examiner_network import listen
-        from launcher.machine.network import choose_address
-
-        interfaces, towards = question["interfaces"], question["towards"]
-        address = question["address"] or choose_address(interfaces, towards, self._reached_at)
-        return listen(address, question["token"].encode(), question["store_port"])
 
 
 if __name__ == "__main__":

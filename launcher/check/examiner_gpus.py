@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from launcher.check.facts import Gpu
+from launcher.check.facts import Driver, Gpu
 
-__all__ = ["Driver", "find_cards"]
+__all__ = ["find_cards"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Driver:
-    """The driver's version and the newest CUDA that it can run; None where there is no driver."""
-
-    driver: str | None = None
-    driver_cuda: str | None = None
-    gpus: tuple[Gpu, ...] = ()
 
 
 def find_cards() -> Driver:
@@ -67,7 +57,9 @@ def _card(index: int) -> Gpu:
         memory_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
         busy_percent=None if use is None else int(use.gpu),
-        processes=tuple(_processes(card)),
+        processes=tuple(
+            _describe(int(one.pid)) for one in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, card) or ()
+        ),
         ecc_errors=_ask(
             pynvml.nvmlDeviceGetTotalEccErrors,
             card,
@@ -78,13 +70,6 @@ def _card(index: int) -> Gpu:
         persistence=None if persistence is None else bool(persistence),
         mig=None if mig is None else bool(mig[0]),
     )
-
-
-def _processes(card: object) -> Iterator[str]:
-    import pynvml
-
-    for process in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, card) or ():
-        yield _describe(int(process.pid))
 
 
 def _describe(pid: int) -> str:

@@ -1,14 +1,17 @@
-"""This host's own facts for `dtrain check` and `dtrain env`: system, processors, memory, disks, limits, interfaces.
+"""This host's own facts for `dtrain check` and `dtrain env`: system, memory, disks, limits, interfaces, packages.
 
-Reads /proc, /sys and the file system; starts no process and writes nothing.
+Reads /proc, /sys and the file system; starts no process and writes nothing. torch is not imported: that takes seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import locale
 import os
 import platform
+import re
 import resource
 import socket
 import sys
@@ -18,14 +21,16 @@ from pathlib import Path
 from launcher import __version__
 from launcher.agent.host_facts import find_facts
 from launcher.check.examiner_gpus import find_cards
-from launcher.check.examiner_packages import code_digest, find_packages, folder_of
-from launcher.check.facts import Disk, HostFacts, Interface, Limit
+from launcher.check.facts import Disk, HostFacts, Interface, Limit, Packages
 from launcher.errors import DtrainError
 from launcher.machine import routes
 from launcher.machine.cgroup import folders_of
 from launcher.protocol import Prepare
 
-__all__ = ["disks", "find_host_facts", "interfaces", "limits", "memory", "system_name"]
+__all__ = [
+    "code_digest", "disks", "find_host_facts", "find_packages", "interfaces", "limits", "memory", "system_name",
+    "version_of",
+]  # fmt: skip
 
 SHA_DIGITS = 12
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK,
@@ -35,8 +40,6 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 def find_host_facts(prepare: Prepare) -> HostFacts:
     """Return what this host has for a job that is prepared so; takes on the job's environment, as an agent does."""
     os.environ.update(prepare.export)
-    inherited = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
-    found = find_facts(prepare, problems=[], left=[])
     workdir = Path(prepare.workdir)
     total, free = memory()
     return HostFacts(
@@ -55,16 +58,9 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         ddp=folder_of("ddp") or "",
         **vars(find_packages()),
         **vars(find_cards()),
-        gpu_ids=tuple(found.gpus),
-        gpu_variable=found.gpu_variable,
-        gpus_verified=found.gpus_verified,
-        gpus_inherited=inherited,
-        slots=found.slots,
-        room=found.room,
-        room_limit=found.room_limit,
+        offered=find_facts(prepare, problems=[], left=[]),
+        gpus_inherited=any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
         cpu_count=os.cpu_count() or 1,
-        cores=tuple(found.cores),
-        cpu_limit=found.cpu_limit,
         load=os.getloadavg()[0],
         memory_bytes=total,
         memory_free_bytes=free,
@@ -75,7 +71,6 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         name_resolves_to=_resolve(socket.gethostname()),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         interfaces=tuple(interfaces()),
-        problems=tuple(found.problems),
     )
 
 
@@ -128,6 +123,84 @@ def interfaces() -> list[Interface]:
         Interface(name, tuple(found), _number(f"/sys/class/net/{name}/mtu"), _number(f"/sys/class/net/{name}/speed"))
         for name, found in named.items()
     ]
+
+
+# ---- packages ------------------------------------------------------------------------------------------------
+
+
+def find_packages() -> Packages:
+    """Return the versions by torch's own file and the metadata of packages."""
+    folder = folder_of("torch")
+    if folder is None:
+        return Packages(numpy=version_of("numpy"))
+    try:
+        text = Path(folder, "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    cuda, rocm = _assigned(text, "cuda"), _assigned(text, "hip")
+    return Packages(
+        torch=_assigned(text, "__version__") or version_of("torch"),
+        torch_cuda=cuda or (f"ROCm {rocm}" if rocm else None),
+        nccl=_nccl(folder) if cuda else None,
+        numpy=version_of("numpy"),
+    )
+
+
+def folder_of(package: str) -> str | None:
+    """Return the folder of a package that could be imported, without importing it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def code_digest() -> str:
+    """Return a SHA-256 over dtrain's own files: one version may still have different code, as in a clone."""
+    digest = hashlib.sha256()
+    for package in ("launcher", "ddp"):
+        folder = folder_of(package)
+        if folder is None:
+            continue
+        for file in sorted(Path(folder).rglob("*.py")):
+            try:
+                content = file.read_bytes()
+            except OSError:  # gone meanwhile, or not for this user to read: the same for all hosts where it is so
+                content = b""
+            name = f"{package}/{file.relative_to(folder).as_posix()}"
+            # Of each part its own hash: both have a fixed length, so that no byte counts as another file's.
+            digest.update(hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _assigned(text: str, name: str) -> str | None:
+    found = re.search(rf"^{name}(?::[^=\n]*)? = '([^'\n]*)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _nccl(torch_folder: str) -> str | None:
+    """Return NCCL's version: of the package that torch's wheels use, else of the library that would be loaded."""
+    for major in ("13", "12", "11"):
+        if version := version_of(f"nvidia-nccl-cu{major}"):
+            return version
+    import ctypes
+
+    for path in (Path(torch_folder).parent / "nvidia" / "nccl" / "lib" / "libnccl.so.2", "libnccl.so.2"):
+        number = ctypes.c_int()
+        try:
+            failed = ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(number))
+        except (OSError, AttributeError):
+            continue
+        if not failed and number.value >= 10000:
+            return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return None
 
 
 # ---- single facts --------------------------------------------------------------------------------------------

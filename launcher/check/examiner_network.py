@@ -1,6 +1,6 @@
-"""The ways between hosts, for the examiner: a door that echoes to those who know the token, and knocking at others'.
+"""The ways between hosts, for the examiner: it listens, echoes to those who know the token, and probes the others.
 
-A knock is a connection as a training makes it: small round trips, then some 100 KB at once, which is what shows a path
+A probe is a connection as a training makes it: small round trips, then some 100 KB at once, which is what shows a path
 that loses large packets.
 """
 
@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from launcher.check.at_once import all_at_once
-from launcher.check.facts import Dialled, Listening, Target
+from launcher.check.facts import Listening, Probe, Target
 from launcher.machine.routes import interface_of
 
-__all__ = ["dial", "listen"]
+__all__ = ["AT_ONCE", "all_at_once", "listen", "probe", "probe_all"]
 
-AT_ONCE = 8  # knocks
+AT_ONCE = 8  # probes
 ROUND_TRIPS = 5
 PING = b"dtrain check...\n"
 BULK_BYTES = 96 << 10  # far more than a window of small packets
-SENDS = (*(len(PING) for _ in range(ROUND_TRIPS)), BULK_BYTES)  # what a knock sends, each after the last came back
+SENDS = (*(len(PING) for _ in range(ROUND_TRIPS)), BULK_BYTES)  # what a probe sends, each after the last came back
 CONNECTIONS = 512  # at once; others wait
 CONNECTION_S = 15.0
 _IP_MTU, _IPV6_MTU = 14, 24
@@ -39,36 +41,32 @@ _PROBLEMS = {
 }
 
 
-# ---- the door ------------------------------------------------------------------------------------------------
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+# ---- listening -----------------------------------------------------------------------------------------------
 
 
 def listen(address: str, token: bytes, store_port: int) -> Listening:
-    """Open the door on a free port of an address, and on the store's port unless that is 0.
+    """Listen on a free port of an address, and on the store's port unless that is 0, as long as this process lives.
 
-    It stays open as long as this process. Raises OSError where the address is none of this host's.
+    Raises OSError where the address is none of this host's.
     """
-    door = _bind(address, 0)
-    _serve(door, token)
+    listening = _bind(address, 0)
+    _serve(listening, token)
     problem = ""
     if store_port:
         try:
             _serve(_bind(address, store_port), token)
         except OSError as error:
-            problem = error.strerror or str(error)
-    return Listening(address, int(door.getsockname()[1]), 0 if problem else store_port, problem)
+            problem = os.strerror(error.errno) if error.errno else str(error)
+    return Listening(address, int(listening.getsockname()[1]), 0 if problem else store_port, problem)
 
 
 def _bind(address: str, port: int) -> socket.socket:
-    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
-        listening.listen(1024)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def _serve(listening: socket.socket, token: bytes) -> None:
@@ -95,7 +93,7 @@ def _serve(listening: socket.socket, token: bytes) -> None:
 
 
 def _echo_back(connection: socket.socket, token: bytes, deadline: float) -> None:
-    """Send back what a knock sends, and nothing to who does not begin with the token. Raises OSError."""
+    """Send back what a probe sends, and nothing to who does not begin with the token. Raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hmac.compare_digest(_receive(connection, len(token), deadline), token):
         for count in SENDS:
@@ -114,28 +112,26 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     return data
 
 
-# ---- knocking ------------------------------------------------------------------------------------------------
+# ---- probing -------------------------------------------------------------------------------------------------
 
 
-def dial(targets: Sequence[Target], token: bytes, limit_s: float) -> list[Dialled]:
-    """Knock at every target, a few at a time, each within `limit_s`; return how that went, in their order. Blocks."""
-    return all_at_once(lambda target: knock(target, token, limit_s), targets, most=AT_ONCE)
+def probe_all(targets: Sequence[Target], token: bytes, limit_s: float) -> list[Probe]:
+    """Probe every target, a few at a time, each within `limit_s`; return how that went, in their order. Blocks."""
+    return all_at_once(lambda target: probe(target, token, limit_s), targets, most=AT_ONCE)
 
 
-def knock(target: Target, token: bytes, limit_s: float) -> Dialled:
+def probe(target: Target, token: bytes, limit_s: float) -> Probe:
     deadline = time.monotonic() + limit_s
-    host, address, port = target.host, target.address, target.port
     try:
-        connection = socket.create_connection((address, port), timeout=limit_s)
+        connection = socket.create_connection((target.address, target.port), timeout=limit_s)
     except OSError as error:
         problem = "no answer" if isinstance(error, TimeoutError) else _PROBLEMS.get(error.errno or 0, "other")
-        return Dialled(host, address, port, problem, error.strerror or str(error))
+        return Probe(**vars(target), problem=problem, reason=error.strerror or str(error))
+    problem = reason = ""
+    taken: list[float] = []
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         local = str(connection.getsockname()[0])
-        mtu = _path_mtu(connection)
-        interface = interface_of(local) or ""
-        taken: list[float] = []
         try:
             connection.sendall(token)
             for _ in range(ROUND_TRIPS):
@@ -146,9 +142,31 @@ def knock(target: Target, token: bytes, limit_s: float) -> Dialled:
         except OSError as error:
             problem = "no large packets" if len(taken) == ROUND_TRIPS else "stranger"
             reason = error.strerror or str(error) or "the connection was closed"
-            return Dialled(host, address, port, problem, reason, local=local, interface=interface, mtu=mtu)
         # The least: what busy processors add is not the network's.
-        return Dialled(host, address, port, "", "", min(taken), local, interface, _path_mtu(connection))
+        took_s = 0.0 if problem else min(taken)
+        way = Probe(**vars(target), problem=problem, reason=reason, round_trip_s=took_s, local=local)
+        return replace(way, interface=interface_of(local) or "", mtu=_path_mtu(connection))
+
+
+def all_at_once(work: Callable[[T], R], things: Sequence[T], *, most: int) -> list[R]:
+    """Return the results in order, made in at most so many threads.
+
+    Blocks until all are there: each needs a deadline of its own, and must not raise.
+    """
+    turns = iter(enumerate(things))  # next() of it is atomic
+    results: dict[int, R] = {}
+
+    def take_turns() -> None:
+        for number, thing in turns:
+            results[number] = work(thing)
+
+    # No ThreadPoolExecutor: at the interpreter's end that waits for its threads, also for one that hangs.
+    threads = [threading.Thread(target=take_turns, daemon=True) for _ in range(min(most, len(things)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[number] for number in range(len(things))]
 
 
 def _echo(connection: socket.socket, data: bytes, deadline: float) -> None:

@@ -1,7 +1,4 @@
-"""What `dtrain check` asks of a host and what it is told, as data: made there by the examiner, read here by command.py.
-
-It goes through the stream in an Answer (protocol.py); `read` takes nothing else than these fields.
-"""
+"""What an examiner says of its host, as data that `read` takes from an Answer (protocol.py), and nothing else."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ from launcher.errors import ProtocolError
 from launcher.protocol import Facts
 
 __all__ = [
-    "FORMAT", "Dialled", "Disk", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Target", "read",
+    "Disk", "Driver", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Packages", "Probe", "Target", "read",
 ]  # fmt: skip
-
-FORMAT = 1  # of `dtrain check --json`
 
 T = TypeVar("T")
 
@@ -38,6 +33,25 @@ class Gpu:
     pending: str = ""  # a repair that waits for a reset
     persistence: bool | None = None
     mig: bool | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver's version and the newest CUDA that it can run; None where there is no driver."""
+
+    driver: str | None = None
+    driver_cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Versions; None for what is not there. `torch_cuda` is the CUDA (or `ROCm x.y`) that torch was built for."""
+
+    torch: str | None = None
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    numpy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,14 +81,13 @@ class Limit:
     hard: int
 
 
-@dataclass(frozen=True)
-class HostFacts:
-    """All that is asked of a host without the others.
+@dataclass(frozen=True, kw_only=True)
+class HostFacts(Packages, Driver):
+    """All that is asked of a host without the others; `offered` is what its agent would tell a run.
 
     `machine` is the same for two names of one machine. `code` and `script` are beginnings of SHA-256 sums, of dtrain's
     own files and of the script. `workdir_mark` is the same where the working directory is the same folder on shared
-    storage. `gpu_ids` are those that a run may hand out, before the user's choice among them. `problems` are why a run
-    cannot start here.
+    storage.
     """
 
     hostname: str
@@ -90,23 +103,9 @@ class HostFacts:
     dtrain: str
     code: str
     ddp: str  # its folder
-    torch: str | None
-    torch_cuda: str | None
-    nccl: str | None
-    numpy: str | None
-    driver: str | None
-    driver_cuda: str | None
-    gpus: tuple[Gpu, ...]
-    gpu_ids: tuple[str, ...]
-    gpu_variable: str
-    gpus_verified: bool
-    gpus_inherited: bool  # the variable was set there
-    slots: int | None
-    room: int | None
-    room_limit: str
+    offered: Facts
+    gpus_inherited: bool  # the variable that lists the GPUs was set there
     cpu_count: int
-    cores: tuple[int, ...]
-    cpu_limit: int
     load: float
     memory_bytes: int
     memory_free_bytes: int
@@ -117,22 +116,6 @@ class HostFacts:
     name_resolves_to: tuple[str, ...]
     gloo_interface: str
     interfaces: tuple[Interface, ...]
-    problems: tuple[str, ...]
-
-    def offered(self) -> Facts:
-        """Return the part of it that a run asks for."""
-        return Facts(
-            gpus=list(self.gpu_ids),
-            gpu_variable=self.gpu_variable,
-            gpus_verified=self.gpus_verified,
-            cores=list(self.cores),
-            cpu_limit=self.cpu_limit,
-            problems=list(self.problems),
-            time=0.0,
-            slots=self.slots,
-            room=self.room,
-            room_limit=self.room_limit,
-        )
 
 
 @dataclass(frozen=True)
@@ -147,23 +130,21 @@ class Listening:
 
 @dataclass(frozen=True)
 class Target:
-    """Where another examiner waits."""
+    """A way from one host to where another one listens; the hosts by name."""
 
-    host: str
+    source: str
+    to: str
     address: str
     port: int
 
 
 @dataclass(frozen=True)
-class Dialled:
-    """How one way to another host is. `problem` is empty if data came back; else `reason` says more.
+class Probe(Target):
+    """How that way is. `problem` is empty if data came back; else `reason` says more.
 
-    `problem`: refused, no answer, no route, stranger, no large packets, other.
+    `problem`: refused, no answer, no route, stranger (something else answers), no large packets, other.
     """
 
-    host: str
-    address: str
-    port: int
     problem: str = ""
     reason: str = ""
     round_trip_s: float = 0.0
@@ -182,8 +163,8 @@ def _read(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if isinstance(kind, types.UnionType):
         return None if value is None else _read(next(k for k in kind.__args__ if k is not type(None)), value)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(kind.__args__[0], item) for item in value)
+    if origin in (tuple, list) and isinstance(value, list):
+        return origin(_read(kind.__args__[0], item) for item in value)
     if is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         if value.keys() <= hints.keys():

@@ -73,7 +73,7 @@ class Examined:
     @property
     def offer(self) -> HostOffer:
         """Return what a run could use of it."""
-        return offer(self.host, self.known.offered())
+        return offer(self.host, self.known.offered)
 
     @property
     def gpus(self) -> str:

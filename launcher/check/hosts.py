@@ -7,9 +7,8 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from launcher import __version__
-from launcher.check.facts import HostFacts
+from launcher.check.facts import Gpu, HostFacts
 from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, on_host, size
-from launcher.check.gpus import gpu_findings
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
@@ -25,6 +24,9 @@ SHM_BYTES = 64 << 20  # what a container has by default, with which DataLoader's
 DISK_BYTES, DISK_SHARE = 1 << 30, 0.05
 MEMORY_SHARE = 0.1
 BUSY = 1.5  # as many times its processors
+GPU_BYTES = 1 << 30  # more than a driver, a display or an idle context takes
+GPU_PERCENT = 10
+_PRINTED = 3
 _ERROR, _WARNING, _NOTE = Severity
 
 
@@ -46,7 +48,7 @@ def host_findings(
         yield from _versions(spec, one, code_here)
         yield from _can_start(spec, one)
         yield from _resources(spec, one)
-        yield from gpu_findings(spec, one)
+        yield from _gpus(spec, one)
     yield from _differences(spec, there)
     yield from _scripts(spec, there, script_here)
     yield from _machines(there)
@@ -78,7 +80,7 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Say what the host itself has found missing, and whether the workers fit there."""
     finding = one.says(spec)
-    for problem in one.known.problems:
+    for problem in one.known.offered.problems:
         message, fix = fix_in(problem)
         if "the working directory" in problem:
             fix = on_host(spec, one.host)(f"mkdir -p {shlex.quote(str(spec.workdir))}")
@@ -143,6 +145,66 @@ def _resources(spec: JobSpec, one: Examined) -> Iterator[Finding]:
         )
 
 
+def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
+    """Yield what is to be said of the cards that a run would hand out; of lost ones unless the list leaves them out."""
+    facts, finding = one.known, one.says(spec)
+    for gpu in facts.gpus:
+        which = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
+        if gpu.lost:
+            severity = _NOTE if facts.gpus_inherited else _ERROR
+            message = f"{which} cannot be used: {gpu.lost}; a run would go without it"
+            yield finding(severity, "gpu-lost", message, "sudo dmesg | grep -i xid")
+        elif not _handed_out(gpu, one.offer.gpus):
+            continue
+        elif gpu.ecc_errors or gpu.pending:
+            found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
+            reset = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
+            yield finding(_ERROR, "gpu-memory", f"{which}: {found}", reset)
+        elif busy := _gpu_use(gpu):
+            pid = gpu.processes[0].split()[1] if gpu.processes else ""
+            look = f"ps -fp {shlex.quote(pid)}" if pid else f"nvidia-smi -i {gpu.index}"
+            yield finding(_WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
+    if any(gpu.persistence is False for gpu in facts.gpus):
+        message = "persistence mode is off: the first use of a GPU takes seconds"
+        yield finding(_NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")
+    # Within a major version of CUDA an older driver will do.
+    install, torch, driver = f"{spec.python} -m pip install --force-reinstall", facts.torch, facts.driver_cuda
+    if not facts.gpus or torch is None:
+        return
+    if facts.torch_cuda is None:
+        message = f"it has GPUs, but torch {torch} is built without CUDA"
+        yield finding(_WARNING, "torch-without-cuda", message, f"{install} torch=={torch.partition('+')[0]}")
+    elif driver and _major(facts.torch_cuda) > _major(driver):
+        message = (
+            f"torch {torch} needs CUDA {facts.torch_cuda}, the driver {facts.driver} knows up to {driver}; "
+            f"install a newer driver, or a torch for CUDA {driver}"
+        )
+        index = f"https://download.pytorch.org/whl/cu{driver.replace('.', '')}"
+        yield finding(_ERROR, "driver-too-old", message, f"{install} torch --index-url {index}")
+
+
+def _major(version: str) -> int:
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
+    """Say whether a card, or a slice of it, is among those of the run; slices are not traced to their cards."""
+    return any(name == str(gpu.index) or gpu.uuid.startswith(name) or name.startswith("MIG-") for name in names)
+
+
+def _gpu_use(gpu: Gpu) -> str:
+    said = []
+    if gpu.processes:
+        more = len(gpu.processes) - _PRINTED
+        said.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
+    if gpu.used_bytes is not None and gpu.memory_bytes and (gpu.processes or gpu.used_bytes > GPU_BYTES):
+        said.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
+    if gpu.busy_percent is not None and gpu.busy_percent >= GPU_PERCENT:
+        said.append(f"{gpu.busy_percent} % busy")
+    return "; ".join(said)
+
+
 # ---- between hosts -------------------------------------------------------------------------------------------
 
 
@@ -197,7 +259,7 @@ _COMPARED: tuple[tuple[str, str, Callable[[Examined], str], Callable[[str, str],
     ("python-patch", "Python", lambda one: one.known.python, _differ_in(2, _NOTE, _NOTE)),
     ("numpy", "numpy", lambda one: one.known.numpy or "", _differ_in(1, _WARNING, _NOTE)),
     ("gpus", "GPUs", lambda one: one.gpus, lambda *_: _WARNING),
-    ("cores", "processors that may be busy", lambda one: str(one.known.cpu_limit), lambda *_: _NOTE),
+    ("cores", "processors that may be busy", lambda one: str(one.known.offered.cpu_limit), lambda *_: _NOTE),
     ("system", "system", lambda one: one.known.system, lambda *_: _NOTE),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from launcher.check.facts import read
 from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.hosts.host import Host
 from launcher.protocol import PREAMBLE, Answer, Decoder, Hello, Message, Question, encode
-from launcher.transport.connect import Connector
+from launcher.transport.connect import Connector, why_not_started
 from launcher.transport.stream import Stream
 
 __all__ = ["Clock", "HostLink"]
@@ -41,7 +41,7 @@ class HostLink:
         self.host = host
         self._python = python
         self._stream: Stream | None = None
-        self._said: queue.SimpleQueue[Message | ProtocolError | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | ProtocolError | None] = queue.SimpleQueue()
         self._decoder = Decoder()
         self._closed = False
 
@@ -58,22 +58,16 @@ class HostLink:
         threading.Thread(target=self._read, args=(stream,), name=f"read {self.host.name}", daemon=True).start()
         greeting = self._next(deadline)
         if greeting is None:
-            raise HostError(self.host.name, self._why_not_started())
+            reason = why_not_started(self._python, *stream.finish(FINISH_S), self._decoder.noise)
+            raise HostError(self.host.name, reason)
         if not isinstance(greeting, Hello):
             raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
-        try:
-            stream.write(PREAMBLE)
-        except StreamError as error:
-            raise HostError(self.host.name, str(error)) from error
+        self._tell(PREAMBLE)
         return greeting
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
         """Return the answer as JSON has it. Raises HostError."""
-        assert self._stream is not None
-        try:
-            self._stream.write(encode(Question(ask, about)))
-        except StreamError as error:
-            raise HostError(self.host.name, str(error)) from error
+        self._tell(encode(Question(ask, about)))
         answer = self._next(deadline)
         if not isinstance(answer, Answer):
             raise HostError(self.host.name, "the connection closed before all was answered")
@@ -83,15 +77,13 @@ class HostLink:
 
     def find_clock(self, deadline: float) -> Clock:
         """Compare the clocks by the quickest of several questions."""
-        best: Clock | None = None
+        clocks = []
         for _ in range(ROUND_TRIPS):
             asked, began = time.time(), time.monotonic()
             theirs = read(float, self.ask(deadline, ask="time"))
             took_s = time.monotonic() - began
-            if best is None or took_s < best.round_trip_s:
-                best = Clock(theirs - (asked + took_s / 2), took_s / 2, took_s)
-        assert best is not None
-        return best
+            clocks.append(Clock(theirs - (asked + took_s / 2), took_s / 2, took_s))
+        return min(clocks, key=lambda clock: clock.round_trip_s)
 
     def end(self) -> None:
         """End the examiner's input, by which it ends."""
@@ -106,38 +98,30 @@ class HostLink:
         if self._stream is not None:
             self._stream.finish(FINISH_S)
 
+    def _tell(self, data: bytes) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.write(data)
+        except StreamError as error:
+            raise HostError(self.host.name, str(error)) from error
+
     def _next(self, deadline: float) -> Message | None:
         """Return what it says next; None at the end. Raises HostError."""
         try:
-            said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+            message = self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise HostError(self.host.name, "did not answer in time; see --start-timeout-s") from None
-        if isinstance(said, ProtocolError):
-            raise HostError(self.host.name, str(said)) from said
-        return said
+        if isinstance(message, ProtocolError):
+            raise HostError(self.host.name, str(message)) from message
+        return message
 
     def _read(self, stream: Stream) -> None:
-        """Read to the end, in a thread of its own."""
+        """Read to the end, in a thread of its own: not every stream can be given up while it is read."""
         try:
             with contextlib.suppress(StreamError):  # it broke, which is an end as well
                 while data := stream.read():
                     for message in self._decoder.feed(data):
-                        self._said.put(message)
+                        self._messages.put(message)
         except ProtocolError as error:
-            self._said.put(error)
-        self._said.put(None)
-
-    def _why_not_started(self) -> str:
-        assert self._stream is not None
-        status, words = self._stream.finish(FINISH_S)
-        python = self._python
-        if status in (126, 127):
-            return f"there is no Python at {python}; name the one that has dtrain with --python"
-        if "No module named launcher.check.examiner" in words:
-            return f"{python} there has an older dtrain, without `dtrain check`"
-        if "No module named" in words:
-            return f"{python} there has no dtrain"
-        said = [line.strip() for line in words.splitlines() if line.strip()]
-        noise = self._decoder.noise.decode("utf-8", "replace").strip().splitlines()
-        last = (said or noise or ["it said nothing"])[-1]
-        return f"the examiner did not start (status {status}): {last}"
+            self._messages.put(error)
+        self._messages.put(None)

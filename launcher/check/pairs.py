@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.check.facts import Dialled, Listening, Target
+from launcher.check.facts import Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, on_host
 from launcher.hosts.folding import fold
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
-__all__ = ["Summary", "Way", "pair_findings", "store_findings", "summary", "targets"]
+__all__ = ["Summary", "pair_findings", "store_findings", "summary", "targets"]
 
 SLOW_S = 0.010
 PAIRS = 6  # that are named one by one
@@ -24,15 +24,6 @@ _SAID = {
     "stranger": "meets something else than dtrain",
     "no large packets": "loses large packets: the MTU of the path is less than that of the interfaces",
 }
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way between two hosts, by name, as it was tried."""
-
-    source: str
-    to: str
-    dialled: Dialled
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,7 @@ class Summary:
 
 
 def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
-    """Return where a host knocks: at the first host's door and the store's port, and at others' doors.
+    """Return what a host probes: where the first host listens, the store's port as well, and where others do.
 
     Of more than MOST others it tries MOST, at even distances from its place in the list. So every host is tried by as
     many, and who is cut off shows; a single closed way between two hosts of a large run may not.
@@ -60,24 +51,24 @@ def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
     chosen = dict.fromkeys([names[0], *(names[(own + step) % len(names)] for step in steps)])
     chosen.pop(source, None)
     return [
-        Target(name, listening[name].address, port)
+        Target(source, name, listening[name].address, port)
         for name in chosen
         for port in (listening[name].port, listening[name].store_port)
         if port
     ]
 
 
-def summary(ways: Sequence[Way]) -> Summary:
-    well = [way for way in ways if not way.dialled.problem]
-    slowest = max(well, key=lambda way: way.dialled.round_trip_s, default=None)
+def summary(ways: Sequence[Probe]) -> Summary:
+    well = [way for way in ways if not way.problem]
+    slowest = max(well, key=lambda way: way.round_trip_s, default=None)
     return Summary(
         ways=len(ways),
         failed=len(ways) - len(well),
-        median_s=statistics.median(way.dialled.round_trip_s for way in well) if well else None,
-        most_s=slowest.dialled.round_trip_s if slowest else None,
+        median_s=statistics.median(way.round_trip_s for way in well) if well else None,
+        most_s=slowest.round_trip_s if slowest else None,
         slowest=(slowest.source, slowest.to) if slowest else None,
-        interfaces=tuple(sorted({way.dialled.interface for way in well if way.dialled.interface})),
-        mtus=tuple(sorted({way.dialled.mtu for way in well if way.dialled.mtu})),
+        interfaces=tuple(sorted({way.interface for way in well if way.interface})),
+        mtus=tuple(sorted({way.mtu for way in well if way.mtu})),
     )
 
 
@@ -88,7 +79,7 @@ def pair_findings(
     spec: JobSpec,
     examined: Sequence[Examined],
     listening: Mapping[str, Listening],
-    ways: Sequence[Way],
+    ways: Sequence[Probe],
     gloo_interfaces: Mapping[str, str],
 ) -> Iterator[Finding]:
     """Yield what is to be said. `gloo_interfaces`: what a run would set for gloo on each host; empty: nothing."""
@@ -96,12 +87,12 @@ def pair_findings(
     cut_off = list(_cut_off(listening, ways))
     to = {name for name, way, _ in cut_off if way.to == name}
     away = {name for name, way, _ in cut_off if way.source == name}
-    failed = [way for way in ways if way.dialled.problem and way.to not in to and way.source not in away]
+    failed = [way for way in ways if way.problem and way.to not in to and way.source not in away]
     for name, way, message in cut_off:
         yield _blocked(spec, by_name, listening, way, (name,), message)
     for way in failed[:PAIRS]:
-        port = "the store's port" if way.dialled.port == listening[way.to].store_port else "port"
-        message = f"{way.source} does not reach {way.to} at {way.dialled.address}, {port} {way.dialled.port}"
+        port = "the store's port" if way.port == listening[way.to].store_port else "port"
+        message = f"{way.source} does not reach {way.to} at {way.address}, {port} {way.port}"
         yield _blocked(spec, by_name, listening, way, (way.source, way.to), message)
     if rest := failed[PAIRS:]:
         hosts = tuple(dict.fromkeys(name for way in rest for name in (way.source, way.to)))
@@ -111,20 +102,20 @@ def pair_findings(
     yield from _names(examined, listening, gloo_interfaces)
 
 
-def _cut_off(listening: Mapping[str, Listening], ways: Sequence[Way]) -> Iterator[tuple[str, Way, str]]:
+def _cut_off(listening: Mapping[str, Listening], ways: Sequence[Probe]) -> Iterator[tuple[str, Probe, str]]:
     """Yield the hosts that none of several others reaches, or that reach none, each with one such way."""
-    to: dict[str, list[Way]] = {name: [] for name in listening}
-    away: dict[str, list[Way]] = {name: [] for name in listening}
+    to: dict[str, list[Probe]] = {name: [] for name in listening}
+    away: dict[str, list[Probe]] = {name: [] for name in listening}
     for way in ways:
-        if way.dialled.port == listening[way.to].port:
+        if way.port == listening[way.to].port:
             to[way.to].append(way)
             away[way.source].append(way)
-    for name, door in listening.items():
+    for name, where in listening.items():
         for all_of, message in (
-            (to[name], f"no other host reaches it at {door.address}"),
+            (to[name], f"no other host reaches it at {where.address}"),
             (away[name], "it reaches no other host"),
         ):
-            if len(all_of) > 1 and all(way.dialled.problem for way in all_of):
+            if len(all_of) > 1 and all(way.problem for way in all_of):
                 yield name, all_of[0], message
 
 
@@ -132,19 +123,19 @@ def _blocked(
     spec: JobSpec,
     by_name: Mapping[str, Examined],
     listening: Mapping[str, Listening],
-    way: Way,
+    way: Probe,
     hosts: tuple[str, ...],
     message: str,
 ) -> Finding:
-    found, name = way.dialled, way.to
-    said = _SAID.get(found.problem, "fails")
-    if found.problem == "other":
-        said += f" ({found.reason})"
-    if found.problem == "no large packets":
-        fix = f"sudo ip link set dev {found.interface or 'eth0'} mtu 1500"
-    elif found.problem == "no route":
-        name, fix = way.source, f"ip route get {found.address}"
-    elif found.problem == "stranger":
+    name = way.to
+    said = _SAID.get(way.problem, "fails")
+    if way.problem == "other":
+        said += f" ({way.reason})"
+    if way.problem == "no large packets":
+        fix = f"sudo ip link set dev {way.interface or 'eth0'} mtu 1500"
+    elif way.problem == "no route":
+        name, fix = way.source, f"ip route get {way.address}"
+    elif way.problem == "stranger":
         fix = "ip -brief address"  # its address is somebody else's as well
     else:
         fix = f"sudo ufw allow proto tcp from {listening[way.source].address}"
@@ -153,23 +144,23 @@ def _blocked(
     return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}", fix)
 
 
-def _slow(examined: Sequence[Examined], ways: Sequence[Way]) -> Iterator[Finding]:
+def _slow(examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Finding]:
     """Find slow ways, but for those of hosts whose own processors are the likely reason."""
     busy = {one.host.name for one in examined if one.facts is not None and one.facts.load > one.facts.cpu_count}
-    usable = [way for way in ways if not way.dialled.problem and busy.isdisjoint((way.source, way.to))]
-    slow = [way for way in usable if way.dialled.round_trip_s > SLOW_S]
+    usable = [way for way in ways if not way.problem and busy.isdisjoint((way.source, way.to))]
+    slow = [way for way in usable if way.round_trip_s > SLOW_S]
     if slow:
-        worst = max(slow, key=lambda way: way.dialled.round_trip_s)
+        worst = max(slow, key=lambda way: way.round_trip_s)
         hosts = tuple(dict.fromkeys(name for way in slow for name in (way.source, way.to)))
-        message = f"a round trip {worst.source} > {worst.to} takes {worst.dialled.round_trip_s * 1e3:.0f} ms"
+        message = f"a round trip {worst.source} > {worst.to} takes {worst.round_trip_s * 1e3:.0f} ms"
         if len(slow) > 1:
             message += f", and {len(slow) - 1} others over {SLOW_S * 1e3:.0f} ms"
         yield Finding(Severity.NOTE, "slow-way", hosts, message)
 
 
-def _mtus(spec: JobSpec, examined: Sequence[Examined], ways: Sequence[Way]) -> Iterator[Finding]:
+def _mtus(spec: JobSpec, examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Finding]:
     """Compare the MTUs of the interfaces that the ways begin at."""
-    used = {way.source: way.dialled.interface for way in ways if not way.dialled.problem}
+    used = {way.source: way.interface for way in ways if not way.problem}
     mtus: dict[str, int] = {}
     for one in examined:
         for interface in one.facts.interfaces if one.facts is not None else ():
@@ -191,26 +182,26 @@ def _names(
 ) -> Iterator[Finding]:
     """Find hosts whose own name leads gloo to an address that no other host reaches."""
     for one in examined:
-        door, facts = listening.get(one.host.name), one.facts
-        if door is None or facts is None or is_loopback(door.address):
+        where, facts = listening.get(one.host.name), one.facts
+        if where is None or facts is None or is_loopback(where.address):
             continue
         if gloo_interfaces.get(one.host.name) or facts.gloo_interface:
             continue
         found = facts.name_resolves_to
         if all(map(is_loopback, found)):
             means = f"means {found[0]}" if found else "is not known"
-            interface = next((i.name for i in facts.interfaces if door.address in i.addresses), "eth0")
+            interface = next((i.name for i in facts.interfaces if where.address in i.addresses), "eth0")
             message = f"its name {facts.hostname} {means} there, which gloo would tell the others as its address"
             fix = f"export GLOO_SOCKET_IFNAME={interface}"
             yield Finding(Severity.WARNING, "own-name", (one.host.name,), message, fix)
 
 
-def store_findings(spec: JobSpec, name: str, door: Listening) -> Iterator[Finding]:
+def store_findings(spec: JobSpec, name: str, where: Listening) -> Iterator[Finding]:
     """Say whether the store's port is free on the first host."""
-    if not door.store_problem:
+    if not where.store_problem:
         return
     port = spec.master_port or DEFAULT_PORT
-    message = f"the store's port {port} cannot be had at {door.address}: {door.store_problem}"
+    message = f"the store cannot listen at {where.address}, port {port}: {where.store_problem}"
     if spec.master_port is None:
         yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
     else:

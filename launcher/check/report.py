@@ -13,15 +13,16 @@ from typing import Any
 
 from launcher import __version__
 from launcher.check.allreduce import Measured
-from launcher.check.facts import FORMAT
+from launcher.check.facts import Probe
 from launcher.check.finding import Examined, Finding, Severity, most_common, size
-from launcher.check.pairs import MOST, Way, summary
+from launcher.check.pairs import MOST, summary
 from launcher.hosts.folding import fold
 from launcher.output.console import printable
 from launcher.placement.job_spec import JobSpec
 
 __all__ = ["Report", "report_as_json", "report_as_text"]
 
+FORMAT = 1  # of `dtrain check --json`
 FIXES = 2  # of one finding
 SAME = 5  # findings of one kind
 
@@ -32,7 +33,7 @@ class Report:
 
     spec: JobSpec
     examined: tuple[Examined, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[Probe, ...]
     findings: tuple[Finding, ...]
     measured: Measured | None
     asked_for_allreduce: bool
@@ -60,7 +61,7 @@ def report_as_json(report: Report) -> str:
                 "hosts": [_host(one) for one in report.examined],
                 "network": {
                     **asdict(summary(report.ways)),
-                    "pairs": [{"from": way.source, "to": way.to, **asdict(way.dialled)} for way in report.ways],
+                    "pairs": [_pair(way) for way in report.ways],
                 },
                 "allreduce": None if report.measured is None else asdict(report.measured),
                 "findings": [
@@ -78,14 +79,29 @@ def report_as_json(report: Report) -> str:
     )
 
 
+def _pair(way: Probe) -> dict[str, Any]:
+    return {
+        "from": way.source,
+        "host": way.to,
+        **{name: value for name, value in vars(way).items() if name != "source"},
+    }
+
+
 def _host(one: Examined) -> dict[str, Any]:
+    facts = None if one.facts is None else asdict(one.facts)
+    if facts is not None:
+        offered = facts.pop("offered")
+        facts |= {name: offered[name] for name in _OFFERED} | {"gpu_ids": one.offer.gpus}
     return {
         "name": one.host.name,
         "kind": one.host.kind.value,
         "problem": one.problem or None,
-        "facts": None if one.facts is None else asdict(one.facts) | {"gpu_ids": one.offer.gpus},
+        "facts": facts,
         "clock": None if one.clock is None else asdict(one.clock),
     }
+
+
+_OFFERED = ("gpu_variable", "gpus_verified", "slots", "room", "room_limit", "cores", "cpu_limit", "problems")
 
 
 # ---- for people ----------------------------------------------------------------------------------------------
@@ -111,7 +127,7 @@ def _row(one: Examined) -> tuple[str, ...]:
         facts.nccl or "-",
         facts.driver or "-",
         one.gpus or "-",
-        str(facts.cpu_limit),
+        str(facts.offered.cpu_limit),
         size(facts.memory_bytes),
         facts.script[:7] if facts.script else "-",
         f"{facts.dtrain} {facts.code[:7]}",

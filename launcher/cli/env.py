@@ -22,8 +22,17 @@ from typing import Any
 
 from launcher import __version__
 from launcher.check.examiner_gpus import find_cards
-from launcher.check.examiner_host import SHA_DIGITS, disks, interfaces, limits, memory, system_name
-from launcher.check.examiner_packages import code_digest, find_packages, version_of
+from launcher.check.examiner_host import (
+    SHA_DIGITS,
+    code_digest,
+    disks,
+    find_packages,
+    interfaces,
+    limits,
+    memory,
+    system_name,
+    version_of,
+)
 from launcher.check.facts import Interface
 from launcher.check.finding import size
 from launcher.machine import devices

@@ -18,14 +18,14 @@ from launcher.cli.settings import current_folder
 from launcher.errors import UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
-from launcher.output.filter import Shown, parse_ranks, parse_std
+from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 from launcher.output.logfiles import attempts_in
 from launcher.placement.ecosystems import parse_ecosystems
 from launcher.placement.job_spec import (
-    Command,
     CommandKind,
     JobSpec,
     SshOptions,
+    WorkerCommand,
     new_run_id,
     parse_exports,
     parse_nproc,
@@ -48,7 +48,7 @@ class Request:
 
     spec: JobSpec
     place: Place | None
-    shown: Shown
+    output_filter: OutputFilter
     notices: tuple[str, ...]
 
 
@@ -78,13 +78,13 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
     else:
         # Each node says for itself how many workers it takes, and has its user's variables.
         spec = replace(_spec(options, place.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
-    shown = Shown(
+    output_filter = OutputFilter(
         ranks=parse_ranks(options.only_rank, "--only-rank"),
         local_ranks=parse_ranks(options.local_ranks_filter, "--local-ranks-filter"),
         redirected=parse_std(options.redirects, "--redirects"),
         teed=parse_std(options.tee, "--tee"),
     )
-    return Request(spec, place, shown, tuple(notices))
+    return Request(spec, place, output_filter, tuple(notices))
 
 
 def check_here(spec: JobSpec) -> None:
@@ -201,7 +201,7 @@ def _in_slurm(spec: JobSpec, *, named: bool) -> JobSpec:
     return replace(spec, run_id=name, first_attempt=first)
 
 
-def parse_command(options: Options) -> Command:
+def parse_command(options: Options) -> WorkerCommand:
     """Return what is to be run. Raises UsageError."""
     words = options.command
     if not words:
@@ -210,7 +210,7 @@ def parse_command(options: Options) -> Command:
         raise UsageError("--module and --no-python exclude each other")
     program = options.no_python and not options.run_path
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if program else CommandKind.SCRIPT
-    return Command(kind, words[0], words[1:])
+    return WorkerCommand(kind, words[0], words[1:])
 
 
 def _workdir(named: str | None) -> Path:

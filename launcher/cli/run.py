@@ -30,7 +30,7 @@ __all__ = ["run_job"]
 
 
 @dataclass(frozen=True)
-class Talk:
+class Verbosity:
     """How much dtrain says of itself, by what, and where it writes how the run ended."""
 
     quiet: bool
@@ -45,8 +45,8 @@ class Talk:
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
     """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
-    talk = Talk(options.quiet, options.verbose, say, _error_file(options.error_json))
-    with _usage_error_in(talk.error_json):
+    verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
+    with _usage_error_in(verbosity.error_json):
         if options.print_commands:
             from launcher.cli.print_commands import commands
 
@@ -54,7 +54,7 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             return 0
         request = read_request(options, wait=True)
         check_here(request.spec)
-    if not talk.quiet:
+    if not verbosity.quiet:
         for notice in [*unknown_variables(os.environ), *request.notices]:
             say(notice)
     spec, place = request.spec, request.place
@@ -63,12 +63,12 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             signal.signal(signum, lambda *_: None)
     if place is None or place.lead:
         with contextlib.suppress(PlaceTakenError):  # then another command on this machine was first
-            return _control(request, talk)
+            return _control(request, verbosity)
         assert place is not None
     from launcher.cli.run_node import join_run
 
     # Under srun all tasks share one terminal, where node 0 says everything.
-    return join_run(place, spec, say if place.by_hand and not talk.quiet else lambda _: None)
+    return join_run(place, spec, say if place.by_hand and not verbosity.quiet else lambda _: None)
 
 
 def _error_file(text: str | None) -> Path | None:
@@ -96,7 +96,7 @@ def _usage_error_in(error_json: Path | None) -> Iterator[None]:
         raise
 
 
-def _control(request: Request, talk: Talk) -> int:
+def _control(request: Request, verbosity: Verbosity) -> int:
     spec, place = request.spec, request.place
     if place is not None:
         os.environ.update(place.agent_environment)
@@ -113,17 +113,17 @@ def _control(request: Request, talk: Talk) -> int:
     raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id
-    if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not talk.quiet:
-        talk.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
+    if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
+        verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, lambda reason: console.say(reason))
-    output = OutputThread(console, logs, shown=request.shown)
+    output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
     try:
         with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as listener:
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
-                show_progress=output.show_status if talk.progress else lambda _: None,
+                show_progress=output.show_status if verbosity.progress else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
@@ -134,8 +134,8 @@ def _control(request: Request, talk: Talk) -> int:
                 listener.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
-    _tell(request, talk, outcome, output, controller.evidence_file, folder if logs.usable else None)
-    return _requeue(outcome, talk) if outcome.preempted else outcome.exit_code
+    _tell(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
+    return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
 
 def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Listener]:
@@ -146,7 +146,7 @@ def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> cont
 
 def _tell(
     request: Request,
-    talk: Talk,
+    verbosity: Verbosity,
     outcome: Outcome,
     output: OutputThread,
     evidence_file: Path | None,
@@ -155,32 +155,32 @@ def _tell(
     from launcher.output.report import report
 
     spec = request.spec
-    if talk.error_json is not None:
+    if verbosity.error_json is not None:
         from launcher.output.error_json import write_error_json
 
         try:
-            write_error_json(talk.error_json, outcome, folder=folder, evidence_file=evidence_file)
+            write_error_json(verbosity.error_json, outcome, folder=folder, evidence_file=evidence_file)
         except OSError as error:
-            talk.say(f"--error-json: {talk.error_json} cannot be written: {error.strerror}")
-    if talk.verbose:
+            verbosity.say(f"--error-json: {verbosity.error_json} cannot be written: {error.strerror}")
+    if verbosity.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
-        talk.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
-    ranks = request.shown.ranks
+        verbosity.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
+    ranks = request.output_filter.ranks
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
-        talk.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
+        verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
-    if text and (not talk.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
-        talk.say(text)
+    if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
+        verbosity.say(text)
 
 
-def _requeue(outcome: Outcome, talk: Talk) -> int:
+def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     """Have SLURM start the job again, unless it was cancelled; return the exit code."""
     from launcher.hosts.slurm_allocation import is_cancelled, requeue
 
     if outcome.signum is not None and is_cancelled(os.environ):
-        talk.say("the job was cancelled; it is not queued again")
+        verbosity.say("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
     problem = requeue(os.environ)
-    talk.say("the job is queued again and resumes from its checkpoint" if problem is None else problem)
+    verbosity.say("the job is queued again and resumes from its checkpoint" if problem is None else problem)
     return outcome.exit_code

@@ -19,6 +19,7 @@ from launcher.job.events import Connected, Event, Lost, Said
 from launcher.output.writer import OutputThread
 from launcher.protocol import PREAMBLE, Bye, Decoder, Output, encode
 from launcher.protocol import Command as AgentCommand
+from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
 
 __all__ = ["LET_GO_S", "Link", "close_links"]
@@ -141,19 +142,13 @@ class Link:
 
     def _why_ended(self, stream: Stream, decoder: Decoder, greeted: bool) -> str:
         status, words = stream.finish(2.0)
-        last = [line.strip() for line in words.splitlines() if line.strip()]
         if greeted:
+            last = [line.strip() for line in words.splitlines() if line.strip()]
             how = "the connection closed" if status is None else f"its agent ended with status {status}"
             if status == 128 + signal.SIGKILL:
                 how = "its agent was killed"
             return f"{how}{': ' + last[-1] if last else ''}"
-        if status in (126, 127):
-            return f"there is no Python at {self._python}; name the one that has dtrain with --python"
-        if "No module named" in words:
-            return f"{self._python} there has no dtrain; install it: {self._python} -m pip install dtrain"
-        noise = decoder.noise.decode("utf-8", "replace").strip().splitlines()
-        said = (last or noise or ["it said nothing"])[-1]
-        return f"the agent did not start (status {status}): {said}"
+        return why_not_started(self._python, status, words, decoder.noise)
 
     # ---- in the writer's thread ----
 

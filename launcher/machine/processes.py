@@ -62,7 +62,7 @@ def restore_file_limit() -> None:
 _file_limit: tuple[int, int] | None = None
 
 
-def brand(number: int) -> None:
+def set_tag_number(number: int) -> None:
     """Give this process and all that it will ever start a number that they cannot lose by accident.
 
     It is the soft limit of a resource that no kernel counts any more, which goes through every fork and exec. A
@@ -76,8 +76,8 @@ def brand(number: int) -> None:
         return
 
 
-def brand_of(pid: int) -> int:
-    """Return the number that a process has by `brand`; without one, what means no limit."""
+def tag_number_of(pid: int) -> int:
+    """Return the number that a process has by `set_tag_number`; without one, what means no limit."""
     try:
         return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except (OSError, ValueError):  # another user's, or ended meanwhile
@@ -199,7 +199,7 @@ def send(process: Process, signum: int) -> bool:
 def kill_group(process: Process) -> None:
     """Kill all of a process's group, for one that forks and exits faster than single pids can be found.
 
-    To be called only for a process just seen, and that started in a session of ours: no stranger is in its group then.
+    To be called only for a process just seen, and that started in a session of ours: nothing of others is in its group.
     """
     if process.group in (0, os.getpgrp()):
         return

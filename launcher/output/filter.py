@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from launcher.errors import UsageError
 
-__all__ = ["Shown", "parse_ranks", "parse_std"]
+__all__ = ["OutputFilter", "parse_ranks", "parse_std"]
 
 STREAMS = frozenset({1, 2})
 _ALL = -1  # the key of a choice that is for every local rank
 
 
 @dataclass(frozen=True)
-class Shown:
+class OutputFilter:
     """`ranks` and `local_ranks` to be shown, None for all; streams (1, 2) by local rank that
     do not go there, and that do all the same."""
 

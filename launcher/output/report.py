@@ -78,8 +78,8 @@ def _failure(
 ) -> list[str]:
     """Return the screen; the words of the worker get what room the rest leaves."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
-    consequences, standing = _consequences(outcome), _standing(cause, _of_others(outcome))
-    after = standing + consequences if cause.kind is FailureKind.STALLED else consequences + standing
+    consequences, positions = _consequences(outcome), _positions(cause, _of_others(outcome))
+    after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
     if outcome.no_restart_reason:
@@ -175,12 +175,12 @@ def _of_others(outcome: Outcome) -> list[Evidence]:
     return [each for each in outcome.evidence if each.rank not in failed]
 
 
-def _standing(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
+def _positions(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
     """Say where each group of ranks stood when the cause was noticed."""
     found = groups(evidence)
     if not found:
         return []
-    others = "where each rank stands:" if cause.kind is FailureKind.STALLED else "where the others stood then:"
+    others = "where each rank is:" if cause.kind is FailureKind.STALLED else "where the other ranks were:"
     lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]
     if more := len(found[GROUPS:]):
         lines.append(f"  and {sum(len(group.ranks) for group in found[GROUPS:])} ranks in {more} other places")

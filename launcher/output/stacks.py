@@ -12,12 +12,22 @@ from pathlib import Path
 
 from launcher.protocol import Evidence
 
-__all__ = ["Group", "Standing", "groups", "odd_one_out", "odd_ranks", "one_line", "ranks_text", "standing", "write_out"]
+__all__ = [
+    "Group",
+    "RankPosition",
+    "groups",
+    "odd_one_out",
+    "odd_ranks",
+    "one_line",
+    "rank_position",
+    "ranks_text",
+    "write_out",
+]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where one rank stands; all but `state` is empty if its stack could not be had."""
+class RankPosition:
+    """Where one rank stands; all but `state` is empty if its stack could not be read."""
 
     where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
     call: str  # "torch.utils.cpp_extension.load": what that line called of a library, where that is not `inside`
@@ -49,22 +59,22 @@ class _Frame:
 # ---- what is said of them ------------------------------------------------------------------------------------
 
 
-def standing(evidence: Evidence) -> Standing:
+def rank_position(evidence: Evidence) -> RankPosition:
     """Return where a rank stands."""
     frames = _main_thread(evidence.stack)
     state = _state(evidence)
     if not frames:
-        return Standing("", "", "", state)
+        return RankPosition("", "", "", state)
     own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
     at, inside = frames[own], frames[0].function
-    return Standing(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
+    return RankPosition(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
     """Return the ranks by where they stand, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
-        place = standing(each)
+        place = rank_position(each)
         # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
         note = place.state if not place.where or each.state in ("T", "t") else ""
         found.setdefault((place.where, place.call, place.inside, note), []).append(each.rank)
@@ -73,7 +83,7 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
 
 
 def one_line(group: Group) -> str:
-    """Say where a group stands: `ranks 0-2,5 stand at train.py:40 in step, inside all_reduce`.
+    """Say where a group stands: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.
 
     With the call that leads there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
     """
@@ -84,7 +94,7 @@ def one_line(group: Group) -> str:
     call = f", in {group.call}" if group.call else ""
     inside = f", inside {group.inside}" if group.inside else ""
     note = f" ({group.note})" if group.note else ""
-    return f"{who} {'stand' if many else 'stands'} at {group.where}{call}{inside}{note}"
+    return f"{who} {'are' if many else 'is'} at {group.where}{call}{inside}{note}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -103,11 +113,11 @@ def write_out(evidence: Sequence[Evidence]) -> str:
     summary = [one_line(group) for group in groups(evidence)]
     if odd := odd_one_out(evidence):
         summary.append(odd)
-    parts = ["\n".join(summary) or "no rank was there to be asked"]
+    parts = ["\n".join(summary) or "no rank could be asked"]
     for each in sorted(evidence, key=lambda each: each.rank):
         used = f"{_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
         header = f"rank {each.rank} (pid {each.pid}): {_state(each)}, {used}"
-        stack = each.stack.rstrip() or "its stack could not be had: it is no Python program, or gave no answer"
+        stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
         parts.append(f"{header}\n{stack}")
     return "\n\n".join(parts) + "\n"
 

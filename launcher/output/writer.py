@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.output.console import Console, printable
-from launcher.output.filter import Shown
+from launcher.output.filter import OutputFilter
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import groups, one_line, write_out
 from launcher.protocol import Evidence
@@ -31,10 +31,10 @@ STATUS_PAUSE_S = 0.1
 class OutputThread:
     """Owns the console and the log files from `start` to `close`. Every method may be called from any thread."""
 
-    def __init__(self, console: Console, logs: LogFiles, *, shown: Shown | None = None) -> None:
+    def __init__(self, console: Console, logs: LogFiles, *, output_filter: OutputFilter | None = None) -> None:
         self._console = console
         self._logs = logs
-        self._shown = shown or Shown()
+        self._filter = output_filter or OutputFilter()
         self._local_ranks: dict[int, int] = {}
         self._queue: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
@@ -95,7 +95,7 @@ class OutputThread:
                 dropped = 0 if self._unsaid else self._dropped
                 self._dropped -= dropped
             if dropped:
-                self._console.say(f"{dropped} more messages came while the terminal took nothing")
+                self._console.say(f"the terminal was blocked: {dropped} more messages are not shown")
 
         with self._lock:
             if self._unsaid < MESSAGES:
@@ -191,5 +191,5 @@ class OutputThread:
         self._logs.write(rank, stream, data)
         key = (rank, stream)
         self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]
-        if self._shown.shows(rank, self._local_ranks.get(rank, 0), stream):
+        if self._filter.shows(rank, self._local_ranks.get(rank, 0), stream):
             self._console.write(rank, stream, data)

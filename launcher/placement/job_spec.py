@@ -15,10 +15,10 @@ from launcher.hosts.host import Host
 from launcher.placement.roles import Roles
 
 __all__ = [
-    "Command",
     "CommandKind",
     "JobSpec",
     "SshOptions",
+    "WorkerCommand",
     "new_run_id",
     "parse_exports",
     "parse_nnodes",
@@ -51,7 +51,7 @@ class CommandKind(Enum):
 
 
 @dataclass(frozen=True)
-class Command:
+class WorkerCommand:
     """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments."""
 
     kind: CommandKind
@@ -59,12 +59,12 @@ class Command:
     args: tuple[str, ...] = ()
 
 
-def command_of_words(words: Sequence[str]) -> Command:
+def command_of_words(words: Sequence[str]) -> WorkerCommand:
     """Read a command as it stands in a text: a Python script by its ending, `-m MODULE`, else any program."""
     if words[0] == "-m" and len(words) > 1:
-        return Command(CommandKind.MODULE, words[1], tuple(words[2:]))
+        return WorkerCommand(CommandKind.MODULE, words[1], tuple(words[2:]))
     kind = CommandKind.SCRIPT if words[0].endswith(".py") else CommandKind.PROGRAM
-    return Command(kind, words[0], tuple(words[1:]))
+    return WorkerCommand(kind, words[0], tuple(words[1:]))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class JobSpec:
     """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: as many as its slots,
     else one for each GPU, else one."""
 
-    command: Command
+    command: WorkerCommand
     hosts: tuple[Host, ...]
     nnodes: tuple[int, int] | None = None  # least and most hosts of an attempt; None: all. More are spares
     nproc: int | str | None = None
@@ -125,7 +125,7 @@ class JobSpec:
         """Whether an attempt may do without one of the hosts, and the loss of a host thus costs no restart."""
         return self.min_hosts < max(self.max_hosts, len(self.hosts))
 
-    def command_of(self, role: str) -> Command:
+    def command_of(self, role: str) -> WorkerCommand:
         """Return what the processes of a role run."""
         words = self.roles.command(role)
         return command_of_words(words) if words else self.command

@@ -16,7 +16,7 @@ from launcher.transport.stream import Stream
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents"]
+__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents", "why_not_started"]
 
 AGENT = "launcher.agent"
 LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
@@ -69,3 +69,17 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 def agent_command(spec: JobSpec) -> list[str]:
     """Return what starts an agent, wherever."""
     return [spec.python, "-m", AGENT]
+
+
+def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
+    """Return why a stream ended before a greeting: by what `finish` returned, and what came instead."""
+    if status in (126, 127):
+        return f"there is no Python at {python}; name the one that has dtrain with --python"
+    if "No module named launcher.check" in words:
+        return f"{python} there has an older dtrain, without `dtrain check`"
+    if "No module named" in words:
+        return f"{python} there has no dtrain; install it: {python} -m pip install dtrain"
+    said = [
+        line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
+    ]
+    return f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"

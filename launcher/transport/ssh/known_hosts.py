@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["KnownKey", "Mark", "add_key", "known_keys"]
+__all__ = ["KnownKey", "Marker", "add_key", "known_keys"]
 
-Mark = str  # "", "@revoked" or "@cert-authority"
-_MARKS = ("", "@revoked", "@cert-authority")
+Marker = str  # "", "@revoked" or "@cert-authority"
+_MARKERS = ("", "@revoked", "@cert-authority")
 
 
 @dataclass(frozen=True)
 class KnownKey:
     """A key that a line gives for a host: its type's name and the bytes that the host sends as well."""
 
-    mark: Mark
+    marker: Marker
     type: str
     blob: bytes
     file: Path
@@ -63,7 +63,7 @@ def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool =
 @dataclass(frozen=True)
 class _Line:
     number: int
-    mark: Mark
+    marker: Marker
     names: tuple[str, ...]
     type: str
     key: str  # base64
@@ -79,7 +79,7 @@ class _File:
     patterns: list[_Line] = field(default_factory=list)
 
     def add(self, line: _Line) -> None:
-        if any(mark in name for name in line.names for mark in "*?!"):
+        if any(character in name for name in line.names for character in "*?!"):
             self.patterns.append(line)
             return
         for name in line.names:
@@ -99,7 +99,7 @@ class _File:
             except binascii.Error:
                 continue
             if blob[4 : 4 + len(line.type)] == line.type.encode():  # otherwise damaged
-                yield KnownKey(line.mark, line.type, blob, self.path, line.number)
+                yield KnownKey(line.marker, line.type, blob, self.path, line.number)
 
 
 _lock = threading.Lock()
@@ -128,10 +128,10 @@ def _lines(texts: Iterable[str]) -> Iterator[_Line]:
         words = text.split(None, 4)
         if not words or words[0].startswith("#"):
             continue
-        mark = words.pop(0) if words[0].startswith("@") else ""
-        if mark in _MARKS and len(words) >= 3:
+        marker = words.pop(0) if words[0].startswith("@") else ""
+        if marker in _MARKERS and len(words) >= 3:
             names = words[0] if words[0].startswith("|") else words[0].lower()
-            yield _Line(number, mark, tuple(names.split(",")), words[1], words[2])
+            yield _Line(number, marker, tuple(names.split(",")), words[1], words[2])
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Agents on remote hosts, at the other end of an SSH channel: the entrance to the ssh_*.py files.
+"""Agents on remote hosts, at the other end of an SSH channel: what the rest of this package serves.
 
-They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (link.py,
+They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (connection.py,
 jump.py, route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys.py), through paramiko.
 """
 
@@ -22,7 +22,7 @@ from launcher.transport.ssh.config import Target
 from launcher.transport.stream import broken_by
 
 if TYPE_CHECKING:
-    from launcher.transport.ssh.link import Link
+    from launcher.transport.ssh.connection import SshConnection
 
 __all__ = ["SshStream", "connect_ssh"]
 
@@ -36,13 +36,13 @@ def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: f
     """
     address = resolve(Target(host.name, user=host.user, port=host.port), options, deadline)
     _import_paramiko()
-    from launcher.transport.ssh.link import open_link
+    from launcher.transport.ssh.connection import open_connection
 
-    link = open_link(address, options, deadline)
+    connection = open_connection(address, options, deadline)
     try:
-        return _start(link, address, command, deadline)
+        return _start(connection, address, command, deadline)
     except BaseException:
-        link.close()
+        connection.close()
         raise
 
 
@@ -61,15 +61,15 @@ def _import_paramiko() -> None:
             del sys.modules["invoke"]
 
 
-def _start(link: Link, address: Address, command: list[str], deadline: float) -> SshStream:
+def _start(connection: SshConnection, address: Address, command: list[str], deadline: float) -> SshStream:
     import paramiko
 
-    from launcher.transport.ssh.link import cut_at
+    from launcher.transport.ssh.connection import cut_at
     from launcher.transport.ssh.reasons import why
 
     try:
-        with cut_at(deadline, link.transport):
-            return SshStream(link, command, deadline)
+        with cut_at(deadline, connection.transport):
+            return SshStream(connection, command, deadline)
     except TimeoutError as error:
         raise HostError(address.host, why(address, error)) from error
     except (OSError, EOFError, paramiko.SSHException) as error:
@@ -83,10 +83,10 @@ def _start(link: Link, address: Address, command: list[str], deadline: float) ->
 class SshStream:
     """An agent at the other end of an SSH channel. A `Stream`."""
 
-    def __init__(self, link: Link, command: list[str], deadline: float) -> None:
-        self._link = link
-        self.our_address = link.route.our_address
-        self._channel = link.transport.open_session(timeout=max(0.1, deadline - time.monotonic()))
+    def __init__(self, connection: SshConnection, command: list[str], deadline: float) -> None:
+        self._connection = connection
+        self.our_address = connection.route.our_address
+        self._channel = connection.transport.open_session(timeout=max(0.1, deadline - time.monotonic()))
         # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
         # With `;`, because that is the same to sh, csh and every fish; `cd /` does not fail.
         self._words = bytearray()
@@ -111,7 +111,7 @@ class SshStream:
         with contextlib.suppress(StreamError), self._broken_by():
             self._listen()
         status = self._channel.exit_status if self._channel.exit_status >= 0 else None
-        self._link.close()
+        self._connection.close()
         return status, self._words.decode("utf-8", "replace")
 
     def _broken_by(self) -> AbstractContextManager[None]:

@@ -36,16 +36,18 @@ class Trust:
         keys = known_keys(address.known_hosts, address.known_name)
         # As with ssh, what is known of the host without its port can vouch for it, but not speak against it.
         bare = [] if address.alias or address.port == 22 else known_keys(address.known_hosts, address.hostname)
-        revoked = {key.blob for key in (*keys, *bare) if key.mark == "@revoked"} | _revoked_in(address)
+        revoked = {key.blob for key in (*keys, *bare) if key.marker == "@revoked"} | _revoked_in(address)
         self._revoked = revoked
-        self._known = [key for key in keys if not key.mark and key.blob not in revoked]
-        self._vouching = [key for key in bare if not key.mark and key.blob not in revoked]
-        self._authorities = [key for key in (*keys, *bare) if key.mark == "@cert-authority" and key.blob not in revoked]
+        self._known = [key for key in keys if not key.marker and key.blob not in revoked]
+        self._vouching = [key for key in bare if not key.marker and key.blob not in revoked]
+        self._authorities = [
+            key for key in (*keys, *bare) if key.marker == "@cert-authority" and key.blob not in revoked
+        ]
 
     def algorithms(self, spoken: Sequence[str]) -> tuple[str, ...]:
         """Order the host key algorithms that we speak: first those by which the host is known.
 
-        A host has several keys. If it is asked for one that nobody knows, it seems to be a stranger.
+        A host has several keys. If it is asked for one that nobody knows, it seems to be unknown.
         """
         plain = [name for name in spoken if not name.endswith(_CERTIFICATE)]
         known = [key.type for key in self._known or self._vouching]

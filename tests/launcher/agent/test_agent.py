@@ -146,12 +146,12 @@ def family(tmp_path: Path) -> Family:
     return Family(tmp_path)
 
 
-def scratch_folder(agent: AgentProcess) -> Path:
-    return Path(os.environ.get("TMPDIR", "/tmp"), f"dtrain-{mark_of(agent)[:16]}")
+def temp_folder_of(agent: AgentProcess) -> Path:
+    return Path(os.environ.get("TMPDIR", "/tmp"), f"dtrain-{run_tag_of(agent)[:16]}")
 
 
-def mark_of(agent: AgentProcess) -> str:
-    return agent.hello.trace.partition('"mark": "')[2].partition('"')[0]
+def run_tag_of(agent: AgentProcess) -> str:
+    return agent.hello.trace.partition('"run_tag": "')[2].partition('"')[0]
 
 
 def cgroup_of(agent: AgentProcess) -> Path | None:
@@ -162,7 +162,7 @@ def cgroup_of(agent: AgentProcess) -> Path | None:
 def nothing_is_left(agent: AgentProcess, family: Family) -> None:
     """Check it for an agent that has ended."""
     wait_until(family.is_gone, "all that the workers started is gone")
-    wait_until(lambda: not scratch_folder(agent).exists(), "the folder is removed")
+    wait_until(lambda: not temp_folder_of(agent).exists(), "the folder is removed")
     wait_until(lambda: cgroup_of(agent) is None, "the control group is removed")
 
 
@@ -180,7 +180,7 @@ def test_attempts_follow_each_other_and_leave_nothing(agent: AgentProcess, famil
         assert swept.swept >= len(CHILDREN)
         assert swept.left == []
         assert family.is_gone()
-        assert [*scratch_folder(agent).iterdir()] == []
+        assert [*temp_folder_of(agent).iterdir()] == []
     exited = [message for message in agent.seen if isinstance(message, Exited)]
     assert [(each.attempt, each.status, each.provoked) for each in exited] == [
         (attempt, -signal.SIGTERM, True) for attempt in (0, 1, 4)
@@ -417,7 +417,7 @@ def test_an_agent_that_still_lives_is_ended_by_the_next_one(
         successor.stop()
 
 
-@pytest.mark.parametrize("change", ["boot", "start", "mark"])
+@pytest.mark.parametrize("change", ["boot", "start", "run_tag"])
 def test_a_trace_that_does_not_fit_ends_nothing(
     agent: AgentProcess, family: Family, tmp_path: Path, change: str
 ) -> None:
@@ -431,8 +431,8 @@ def test_a_trace_that_does_not_fit_ends_nothing(
             found = processes.find(pid)
             assert found is not None
             trace = trace.replace(str(found.start), str(found.start - 1))
-        trace = trace.replace(mark_of(agent), "0" * 32)
-    if change == "mark":
+        trace = trace.replace(run_tag_of(agent), "0" * 32)
+    if change == "run_tag":
         trace = trace.replace("0" * 32, "../" + "0" * 29)
     with AgentProcess(tmp_path) as successor:
         assert successor.prepare(clean=[trace]).left == []
@@ -458,7 +458,7 @@ def test_a_host_that_hears_nothing_ends_everything_by_itself(agent: AgentProcess
     family.start(agent, "stubborn", *CHILDREN)
     _beat_for(agent, 2 * LEASE_S)
     assert not family.is_gone()
-    assert agent.expect(Bye).reason == f"it heard nothing from dtrain for {LEASE_S:g} s"
+    assert agent.expect(Bye).reason == f"it received nothing from dtrain for {LEASE_S:g} s"
     assert agent.has_ended()
     nothing_is_left(agent, family)
 
@@ -555,7 +555,7 @@ def test_what_is_found_later_is_stopped_as_well(agent: AgentProcess, family: Fam
     agent.prepare()
     family.start(agent)
     agent.tell(Suspend(True))
-    environment = {**os.environ, "DTRAIN_AGENT": mark_of(agent)}
+    environment = {**os.environ, "DTRAIN_AGENT": run_tag_of(agent)}
     with subprocess.Popen(["sleep", "600"], env=environment) as late:
         wait_until(lambda: psutil.Process(late.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
         agent.stop()
@@ -660,9 +660,9 @@ def test_a_worker_s_own_folder_among_its_files_is_removed(agent: AgentProcess) -
         "open(path + '/file', 'w').close()"
     )
     agent.expect(Exited)
-    assert scratch_folder(agent).is_dir()
+    assert temp_folder_of(agent).is_dir()
     agent.stop()
-    assert not scratch_folder(agent).exists()
+    assert not temp_folder_of(agent).exists()
 
 
 def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: AgentProcess, tmp_path: Path) -> None:
@@ -671,7 +671,7 @@ def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: Agent
     agent.start("import os\nprint(os.environ['DTRAIN_PROGRESS_FILE'], flush=True)\nimport time; time.sleep(600)")
     path = Path(agent.expect(Output).data.decode().strip())
     assert path.read_bytes() == struct.pack("<QQQ", 0, 0, 0)
-    assert path.parent == scratch_folder(agent)
+    assert path.parent == temp_folder_of(agent)
     agent.stop()
 
 

@@ -227,7 +227,7 @@ def test_worker_runs_where_no_stack_file_can_be_made(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_ERROR_FILE": "/nowhere/0-1.json"}
     ours = run_program(sys.executable, BOOTSTRAP, "script", "script.py", cwd=tmp_path, env=env)
     assert (ours.returncode, ours.stdout) == (0, "done\n")
-    assert ours.stderr.startswith("dtrain: no stack can be asked for: ")
+    assert ours.stderr.startswith("dtrain: stacks of this worker cannot be requested: ")
 
 
 def test_record_of_torch_elastic_works(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_exception_that_cannot_be_shown_is_still_the_cause(tmp_path: Path) -> No
     )
     ours = run_dtrain("run", "script.py", cwd=tmp_path)
     assert ours.returncode == 1
-    assert "dtrain:   Odd: <its text cannot be had: TypeError>" in ours.stderr
+    assert "dtrain:   Odd: <its text cannot be read: TypeError>" in ours.stderr
     assert "bootstrap" not in ours.stderr
 
 

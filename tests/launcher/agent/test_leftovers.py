@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from testbed.processes import started, wait_until
 
 from launcher.agent import temp_folder
-from launcher.agent.leftovers import Cleaning, Trace
-from launcher.agent.run_tag import Mark
+from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.run_tag import RunTag
 from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
@@ -22,56 +22,56 @@ JSON = st.recursive(
 )
 
 
-def _clean(*traces: str) -> Cleaning:
-    cleaning = Cleaning(traces)
-    wait_until(cleaning.step, "it is done")
-    return cleaning
+def _clean(*identities: str) -> LeftoverSweep:
+    leftovers = LeftoverSweep(identities)
+    wait_until(leftovers.step, "it is done")
+    return leftovers
 
 
-def test_a_trace_is_read_as_it_was_written() -> None:
-    trace = Trace.ours(Mark("0" * 32, Cgroup("/sys/fs/cgroup/a\u00e4 \udcff")))
-    assert Trace.read(str(trace)) == trace
-    assert trace.agent[0] == os.getpid()
-    assert trace.guard[0] == os.getppid()
+def test_an_identity_is_read_as_it_was_written() -> None:
+    identity = AgentIdentity.ours(RunTag("0" * 32, Cgroup("/sys/fs/cgroup/a\u00e4 \udcff")))
+    assert AgentIdentity.read(str(identity)) == identity
+    assert identity.agent[0] == os.getpid()
+    assert identity.guard[0] == os.getppid()
 
 
-@pytest.mark.parametrize("field", ["boot", "mark", "agent", "guard", "cgroup"])
+@pytest.mark.parametrize("field", ["boot", "run_tag", "agent", "guard", "cgroup"])
 @given(value=JSON)
-def test_whatever_a_trace_says_is_a_trace_or_an_error(field: str, value: object) -> None:
+def test_whatever_an_identity_says_is_one_or_an_error(field: str, value: object) -> None:
     import json
 
-    text = str(Trace.ours(Mark("0" * 32, None)))
+    text = str(AgentIdentity.ours(RunTag("0" * 32, None)))
     changed = json.dumps({**json.loads(text), field: value})
     try:
-        trace = Trace.read(changed)
+        identity = AgentIdentity.read(changed)
     except ProtocolError:
         return
-    assert all(isinstance(number, int) for number in trace.agent + trace.guard)
+    assert all(isinstance(number, int) for number in identity.agent + identity.guard)
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "7", "[]", "{}", "[" * 100_000, "\udcff"])
 def test_junk_is_ignored(text: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert _clean(text).left == []
-    assert "no trace of an agent" in capfd.readouterr().err
+    assert "not the identity of an agent" in capfd.readouterr().err
 
 
-def test_only_the_very_process_that_a_trace_names_is_ended() -> None:
-    with started("/bin/sleep", "60") as stranger, started("/bin/sleep", "60") as lost:
-        ours = Trace.ours(Mark("0" * 32, None))
-        found = [processes.find(process.pid) for process in (stranger, lost)]
+def test_only_the_very_process_that_an_identity_names_is_ended() -> None:
+    with started("/bin/sleep", "60") as other, started("/bin/sleep", "60") as lost:
+        ours = AgentIdentity.ours(RunTag("0" * 32, None))
+        found = [processes.find(process.pid) for process in (other, lost)]
         assert found[0] is not None
         assert found[1] is not None
-        reused = (stranger.pid, found[0].start - 1)
-        _clean(str(Trace(ours.boot, ours.mark, reused, reused, "")))
-        _clean(str(Trace("another boot", ours.mark, (lost.pid, found[1].start), reused, "")))
+        reused = (other.pid, found[0].start - 1)
+        _clean(str(AgentIdentity(ours.boot, ours.run_tag, reused, reused, "")))
+        _clean(str(AgentIdentity("another boot", ours.run_tag, (lost.pid, found[1].start), reused, "")))
         assert lost.poll() is None
-        _clean(str(Trace(ours.boot, ours.mark, (lost.pid, found[1].start), reused, "")))
+        _clean(str(AgentIdentity(ours.boot, ours.run_tag, (lost.pid, found[1].start), reused, "")))
         assert lost.wait(60) == -signal.SIGKILL
-        assert stranger.poll() is None
+        assert other.poll() is None
 
 
 def test_a_run_inside_of_a_run_never_ends_itself_or_what_it_runs_in() -> None:
-    ours = Trace.ours(Mark("0" * 32, None))  # this process, and its parent
+    ours = AgentIdentity.ours(RunTag("0" * 32, None))  # this process, and its parent
     assert _clean(str(ours)).left == []
 
 

@@ -24,17 +24,17 @@ from testbed.sshd import SshHosts
 
 import launcher
 from launcher import __version__
-from launcher.check.examiner_network import dial, knock, listen
-from launcher.check.facts import Dialled, HostFacts, Listening, Target, read
+from launcher.check.examiner_network import listen, probe, probe_all
+from launcher.check.facts import HostFacts, Listening, Probe, Target, read
 from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
-from launcher.check.pairs import MOST, Way, pair_findings, targets
+from launcher.check.pairs import MOST, pair_findings, targets
 from launcher.errors import ProtocolError
 from launcher.hosts.folding import fold
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
-from launcher.protocol import PROTOCOL, Hello
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
+from launcher.protocol import PROTOCOL, Facts, Hello
 
 SCRIPT = "print('trained')\n"
 
@@ -239,20 +239,20 @@ def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Pat
 
 # ---- what is said of what was found --------------------------------------------------------------------------
 
+OFFERED = Facts([], "CUDA_VISIBLE_DEVICES", False, cores=[0, 1], cpu_limit=2, problems=[], time=0.0)
 FACTS = HostFacts(
     hostname="a", machine="m1", system="Debian", kernel="6.1", user="ann", uid=1000, umask="0022", locale="C.UTF-8",
     python="3.11.7", executable="/opt/python", dtrain="0.1.0", code="c0de", ddp="/opt/ddp", torch="2.13.0+cu126",
-    torch_cuda="12.6", nccl="2.27.3", numpy="2.1.0", driver=None, driver_cuda=None, gpus=(), gpu_ids=(),
-    gpu_variable="CUDA_VISIBLE_DEVICES", gpus_verified=False, gpus_inherited=False, slots=None, room=None,
-    room_limit="", cpu_count=8, cores=(0, 1), cpu_limit=2,
-    load=0.0, memory_bytes=64 << 30, memory_free_bytes=60 << 30, disks=(), limits=(),
-    script="5c819e", workdir_mark="1:1", name_resolves_to=("10.0.0.1",), gloo_interface="", interfaces=(), problems=(),
+    torch_cuda="12.6", nccl="2.27.3", numpy="2.1.0", driver=None, driver_cuda=None, gpus=(),
+    offered=OFFERED, gpus_inherited=False, cpu_count=8, load=0.0, memory_bytes=64 << 30,
+    memory_free_bytes=60 << 30, disks=(), limits=(),
+    script="5c819e", workdir_mark="1:1", name_resolves_to=("10.0.0.1",), gloo_interface="", interfaces=(),
 )  # fmt: skip
 
 
 def _spec(*names: str, **more: Any) -> JobSpec:
     hosts = tuple(Host(name, HostKind.SSH) for name in names)
-    return JobSpec(Command(CommandKind.SCRIPT, "train.py"), hosts, python="/opt/python", run_id="r", **more)
+    return JobSpec(WorkerCommand(CommandKind.SCRIPT, "train.py"), hosts, python="/opt/python", run_id="r", **more)
 
 
 def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:
@@ -300,14 +300,14 @@ def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_fou
     assert said["user"].hosts == ("c",)
     assert "bob (1001), elsewhere ann (1000)" in said["user"].message
     assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
-    one = {"gpu_ids": ("0",), "gpus_verified": True}
+    one = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
     same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
     assert _said(*same)["same-machine"].severity is Severity.WARNING
 
 
-def _ways(names: str, closed: Mapping[tuple[str, str], str]) -> list[Way]:
+def _ways(names: str, closed: Mapping[tuple[str, str], str]) -> list[Probe]:
     return [
-        Way(a, b, Dialled(b, f"10.0.0.{b}", 7, closed.get((a, b), ""), "", 1e-4, f"10.0.0.{a}", "eth0", 1500))
+        Probe(a, b, f"10.0.0.{b}", 7, closed.get((a, b), ""), "", 1e-4, f"10.0.0.{a}", "eth0", 1500)
         for a in names
         for b in names
         if a != b
@@ -316,8 +316,8 @@ def _ways(names: str, closed: Mapping[tuple[str, str], str]) -> list[Way]:
 
 def _network(names: str, closed: Mapping[tuple[str, str], str], **facts: Any) -> list[Finding]:
     examined = [_examined(name, name_resolves_to=("10.0.0.1",), **facts) for name in names]
-    doors = {name: Listening(f"10.0.0.{name}", 7) for name in names}
-    return merged(pair_findings(_spec(*names), examined, doors, _ways(names, closed), {}))
+    listening = {name: Listening(f"10.0.0.{name}", 7) for name in names}
+    return merged(pair_findings(_spec(*names), examined, listening, _ways(names, closed), {}))
 
 
 def test_a_host_that_nobody_reaches_is_one_finding() -> None:
@@ -334,11 +334,13 @@ def test_a_host_that_nobody_reaches_is_one_finding() -> None:
 
 def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -> None:
     names = [f"n{k}" for k in range(1000)]
-    doors = {name: Listening(f"10.0.{k // 250}.{k % 250}", 7, 29500 if k == 0 else 0) for k, name in enumerate(names)}
-    tried = {name: targets(doors, name) for name in names}
+    listening = {
+        name: Listening(f"10.0.{k // 250}.{k % 250}", 7, 29500 if k == 0 else 0) for k, name in enumerate(names)
+    }
+    tried = {name: targets(listening, name) for name in names}
     assert all(len(found) <= MOST + 2 for found in tried.values())
-    assert all({("n0", 7), ("n0", 29500)} <= {(one.host, one.port) for one in tried[name]} for name in names[1:])
-    reached = Counter(one.host for found in tried.values() for one in found if one.port == 7)
+    assert all({("n0", 7), ("n0", 29500)} <= {(one.to, one.port) for one in tried[name]} for name in names[1:])
+    reached = Counter(one.to for found in tried.values() for one in found if one.port == 7)
     assert len(reached) == 1000
     assert min(reached.values()) >= MOST
     looked_at = 0
@@ -351,22 +353,22 @@ def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -
             looked_at += 1
             return len(self) > 0
 
-    def way(name: str, one: Target) -> Way:
-        problem = Counted("refused" if one.host == "n500" else "")
-        return Way(name, one.host, Dialled(one.host, one.address, one.port, problem, "", 1e-4, name, "eth0", 1500))
+    def way(name: str, one: Target) -> Probe:
+        problem = Counted("refused" if one.to == "n500" else "")
+        return Probe(**vars(one), problem=problem, round_trip_s=1e-4, local=name, interface="eth0", mtu=1500)
 
     ways = [way(name, one) for name, found in tried.items() for one in found]
     examined = [_examined(name, name_resolves_to=("10.0.0.1",)) for name in names]
-    (finding,) = merged(pair_findings(_spec(*names), examined, doors, ways, {}))
+    (finding,) = merged(pair_findings(_spec(*names), examined, listening, ways, {}))
     assert finding.message.startswith("no other host reaches it at 10.0.2.0: it is refused")
     assert looked_at < 10 * len(ways)
 
 
 def test_a_name_that_means_loopback_is_a_warning_unless_the_interface_is_set() -> None:
     examined = [_examined(name, name_resolves_to=("127.0.1.1",)) for name in "12"]
-    doors = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
+    listening = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
     ways = _ways("12", {})
-    (finding,) = merged(pair_findings(_spec("1", "2"), examined, doors, ways, {"2": "eth0"}))
+    (finding,) = merged(pair_findings(_spec("1", "2"), examined, listening, ways, {"2": "eth0"}))
     assert (finding.kind, finding.hosts) == ("own-name", ("1",))
     assert "127.0.1.1" in finding.message
 
@@ -394,13 +396,13 @@ def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
             read(HostFacts, wrong)
 
 
-# ---- knocking ------------------------------------------------------------------------------------------------
+# ---- probing -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["launcher/spec.py", "launcher/ssh/keys.py", "ddp/ps/wire.py"])
+@pytest.mark.parametrize("module", ["launcher/protocol.py", "launcher/transport/ssh/keys.py", "ddp/comm/codec.py"])
 def test_code_that_differs_in_any_folder_has_another_digest(tmp_path: Path, module: str) -> None:
     def digest() -> str:
-        code = "from launcher.check.examiner_packages import code_digest; print(code_digest())"
+        code = "from launcher.check.examiner_host import code_digest; print(code_digest())"
         return run_program(sys.executable, "-c", code, cwd=tmp_path).stdout  # the copy's
 
     source = Path(launcher.__file__).parents[1]
@@ -417,13 +419,13 @@ def test_code_that_differs_in_any_folder_has_another_digest(tmp_path: Path, modu
     assert digest() != was
 
 
-def test_only_a_door_that_knows_the_token_counts() -> None:
+def test_only_a_listener_that_knows_the_token_counts() -> None:
     token = b"0123456789abcdef0123456789abcdef"
-    door = listen("127.0.0.1", token, 0)
-    here = Target("here", door.address, door.port)
-    well = dial([here] * 20, token, 5.0)
+    listener = listen("127.0.0.1", token, 0)
+    here = Target("a", "here", listener.address, listener.port)
+    well = probe_all([here] * 20, token, 5.0)
     assert [(one.problem, one.interface) for one in well] == [("", "lo")] * 20
-    assert knock(here, b"f" * 32, 2.0).problem == "stranger"
+    assert probe(here, b"f" * 32, 2.0).problem == "stranger"
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 
@@ -437,8 +439,8 @@ def test_only_a_door_that_knows_the_token_counts() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert knock(Target("other", "127.0.0.1", port), token, 2.0).problem == "stranger"
+        assert probe(Target("a", "other", "127.0.0.1", port), token, 2.0).problem == "stranger"
         over.set()
         thread.join(60)
-    assert knock(Target("gone", "127.0.0.1", port), token, 2.0).problem == "refused"
-    assert [target.port for target in targets({"a": door, "b": Listening("::1", 5, 6)}, "a")] == [5, 6]
+    assert probe(Target("a", "gone", "127.0.0.1", port), token, 2.0).problem == "refused"
+    assert [target.port for target in targets({"a": listener, "b": Listening("::1", 5, 6)}, "a")] == [5, 6]

@@ -17,7 +17,7 @@ from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_dis
 from launcher.job.events import Connected, Discovered, Notice, Open, Said, Tell, Tick
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.protocol import PROTOCOL, EndAttempt, Facts, Hello, Started, StoreOpened, Swept
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -153,7 +153,13 @@ def _ready(job: Job, name: str, now: float) -> list[object]:
 def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     hosts = (Host("a", HostKind.SSH, slots=1), Host("b", HostKind.SSH, slots=1))
     spec = JobSpec(
-        Command(CommandKind.SCRIPT, "t.py"), hosts, nnodes=(1, 3), run_id="r", python="p", grow=True, hosts_script="x"
+        WorkerCommand(CommandKind.SCRIPT, "t.py"),
+        hosts,
+        nnodes=(1, 3),
+        run_id="r",
+        python="p",
+        grow=True,
+        hosts_script="x",
     )
     job, now = Job(spec, 0.0), 0.0
     job.start()

@@ -35,8 +35,8 @@ from launcher.job.failure import FailureKind
 from launcher.job.job import ROOT_WAIT_S, Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.job.stopping import ANSWER_S, CHECK_S
-from launcher.placement.job_spec import Command as Program
 from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (
     PROTOCOL,
     Bye,

@@ -46,8 +46,8 @@ from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
-from launcher.placement.job_spec import Command as Program
 from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (
     PROTOCOL,
     Bye,
@@ -614,7 +614,7 @@ class World:
         self.host_fails(agent.node)
         agent.lease_end = self.now
         agent.lease.used_up(self.now + agent.node.clock)
-        then = agent.then if agent.ending else Bye(0, [], "it heard nothing from dtrain")
+        then = agent.then if agent.ending else Bye(0, [], "it received nothing from dtrain")
         self.end_workers(agent, 0.0, then=then)
 
     def collect(self, agent: Agent, message: Collect) -> None:

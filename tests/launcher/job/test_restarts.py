@@ -9,7 +9,7 @@ import pytest
 from launcher.hosts.host import Host, HostKind
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.restarts import LOOP, FailedAttempt, failed_attempt, judge, judge_early
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 
 CRASH = Failure(kind=FailureKind.EXITED, host="a", at=5.0, ran_s=5.0, attempt=1, rank=0, status=7)
 LOST = Failure(kind=FailureKind.HOST_LOST, host="b", at=5.0, ran_s=5.0, attempt=1)
@@ -17,7 +17,7 @@ LOST = Failure(kind=FailureKind.HOST_LOST, host="b", at=5.0, ran_s=5.0, attempt=
 
 def spec(**changes: Any) -> JobSpec:
     hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
-    base = JobSpec(Command(CommandKind.SCRIPT, "t.py"), hosts, run_id="r", workdir=Path("/w"), max_restarts=3)
+    base = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), hosts, run_id="r", workdir=Path("/w"), max_restarts=3)
     return replace(base, **changes)
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from testbed.processes import Result, run_program, started, wait_until
 
-from launcher.agent.run_tag import Mark
+from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 from launcher.machine.processes import Process, Sweep, find, has_variable, related, send
 
@@ -219,23 +219,23 @@ def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()]
 
 
-def test_a_mark_stays_whatever_its_bearer_does_to_itself() -> None:
+def test_a_run_tag_stays_whatever_its_process_does_to_itself() -> None:
     put_on = """
 import os, sys
-from launcher.agent.run_tag import Mark
-Mark(sys.argv[1], None).put_on()
+from launcher.agent.run_tag import RunTag
+RunTag(sys.argv[1], None).put_on()
 print(flush=True)
 if os.fork() == 0:
     os.setsid()
     os.execve("/bin/sleep", ["sleep", "60"], {})
 os.wait()
 """
-    mark, other = Mark("a" * 32, None), Mark("b" * 32, None)
+    run_tag, other = RunTag("a" * 32, None), RunTag("b" * 32, None)
     with started(sys.executable, "-c", put_on, "a" * 32) as process:
-        wait_until(lambda: "sleep" in {found.name for found in mark.members(ancestor=None)}, "the bearer is found")
-        assert {found.pid for found in mark.members(ancestor=None)} == {process.pid, *children(process.pid)}
+        wait_until(lambda: "sleep" in {found.name for found in run_tag.members(ancestor=None)}, "the process is found")
+        assert {found.pid for found in run_tag.members(ancestor=None)} == {process.pid, *children(process.pid)}
         assert other.members(ancestor=None) == []
-        sweep = Sweep(lambda: mark.members(ancestor=None), grace_s=0, adopted=False)
+        sweep = Sweep(lambda: run_tag.members(ancestor=None), grace_s=0, adopted=False)
         wait_until(sweep.step, "both are gone")
         assert (process.wait(60), sweep.ended, sweep.left) == (-signal.SIGKILL, 2, [])
 

@@ -37,7 +37,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         left=(("sim1", ("pid 9 (python, state D)",)),), unchecked=(("sim0", "gone"),),
     )  # fmt: skip
     content = written(tmp_path, end, evidence_file=Path("runs/r1/attempt_2/evidence-1.txt"))
-    standing = content.pop("standing")
+    positions = content.pop("standing")
     assert content == {
         "version": 2,
         "run_id": "r1",
@@ -71,8 +71,8 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "log_folder": "runs/r1",
         "evidence_file": "runs/r1/attempt_2/evidence-1.txt",
     }  # fmt: skip
-    assert sorted(group["ranks"] for group in standing) == [[0, 1, 3], [2]]
-    assert all(set(group) == {"ranks", "where", "call", "inside", "note"} for group in standing)
+    assert sorted(group["ranks"] for group in positions) == [[0, 1, 3], [2]]
+    assert all(set(group) == {"ranks", "where", "call", "inside", "note"} for group in positions)
 
 
 @pytest.mark.parametrize(

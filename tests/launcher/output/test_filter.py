@@ -6,7 +6,7 @@ import pytest
 from testbed.processes import run_dtrain
 
 from launcher.errors import UsageError
-from launcher.output.filter import Shown, parse_ranks, parse_std
+from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from launcher.output.filter import Shown, parse_ranks, parse_std
 def test_redirected_streams_are_not_shown_unless_they_are_teed(
     redirects: str | None, tee: str | None, shown: list[str]
 ) -> None:
-    choice = Shown(redirected=parse_std(redirects, "--redirects"), teed=parse_std(tee, "--tee"))
+    choice = OutputFilter(redirected=parse_std(redirects, "--redirects"), teed=parse_std(tee, "--tee"))
     assert [f"{local}{stream}" for local in (0, 1) for stream in (1, 2) if choice.shows(5, local, stream)] == shown
 
 
 def test_ranks_and_local_ranks_both_have_to_be_chosen() -> None:
-    choice = Shown(ranks=frozenset({2, 3}), local_ranks=frozenset({0}))
+    choice = OutputFilter(ranks=frozenset({2, 3}), local_ranks=frozenset({0}))
     assert [rank for rank, local in [(0, 0), (1, 1), (2, 0), (3, 1)] if choice.shows(rank, local, 1)] == [2]
 
 

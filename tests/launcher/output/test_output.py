@@ -27,7 +27,7 @@ from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import write_out
 from launcher.output.writer import OutputThread
-from launcher.placement.job_spec import Command, CommandKind, JobSpec
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 
 
 def script(folder: Path, text: str) -> Path:
@@ -431,12 +431,12 @@ def test_evidence_is_kept_beside_the_ranks_and_said_where_somebody_asked(tmp_pat
         paths = [sink.output.evidence_path(2, number) for number in (1, 2)]
     assert paths[0] == tmp_path / "logs/attempt_2/evidence-1.txt"
     assert {path.read_text(encoding="utf-8") for path in paths} == {write_out([one]).replace("\udcff", "\\udcff")}
-    assert "rank 0 stands at /home/me/train.py:12 in café" in sink.seen("err")
+    assert "rank 0 is at /home/me/train.py:12 in café" in sink.seen("err")
     assert sink.seen("err").count(f"stacks of all ranks: {paths[1]}") == sink.seen("err").count("stacks of") == 1
 
 
 def test_stacks_are_never_read_in_the_loop_which_has_heartbeats_to_send(tmp_path: Path) -> None:
-    spec = JobSpec(Command(CommandKind.SCRIPT, "t.py"), (Host("here", HostKind.LOCAL),), run_id="r", python="p")
+    spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), (Host("here", HostKind.LOCAL),), run_id="r", python="p")
     found = tuple(replace(one, stack=Stack(one.stack)) for one in STOOD)
     with output_thread(tmp_path) as sink:
         output = sink.output

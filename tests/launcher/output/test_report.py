@@ -212,7 +212,7 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
         outcome(stalled, evidence=STOOD, stopped=4), evidence_file=FOLDER / "attempt_0/evidence-1.txt", stderr=["words"]
     )
     assert shown[0] == "no rank has made progress for 300 s"
-    at = shown.index("where each rank stands:")
+    at = shown.index("where each rank is:")
     assert any("all_reduce" in line for line in shown[at + 1 : at + 3])
     assert any("look at rank 2 first" in line for line in shown[at + 1 : at + 4])
     assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
@@ -220,7 +220,7 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
 
 def test_failure_quotes_where_the_secondary_failures_stood() -> None:
     shown = lines(outcome(failure(), evidence=STOOD))
-    at = shown.index("where the others stood then:")
+    at = shown.index("where the other ranks were:")
     assert "train.py" in shown[at + 1]
     assert not any("look at rank" in line for line in shown)
 
@@ -228,7 +228,7 @@ def test_failure_quotes_where_the_secondary_failures_stood() -> None:
 def test_at_most_five_places_are_shown() -> None:
     many = [evidence(rank, "forward", line=100 + rank) for rank in range(9)]
     shown = lines(outcome(failure(), evidence=many))
-    at = shown.index("where the others stood then:")
+    at = shown.index("where the other ranks were:")
     assert shown[at + 6] == "and 4 ranks in 4 other places"
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from testbed import REPOSITORY
 
-from launcher.output.stacks import groups, odd_one_out, odd_ranks, one_line, ranks_text, standing, write_out
+from launcher.output.stacks import groups, odd_one_out, odd_ranks, one_line, rank_position, ranks_text, write_out
 from launcher.protocol import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"
@@ -88,7 +88,7 @@ Thread 813 (active+gil): "my "own" (thread)"
     ids=["3.10", "3.14", "other", "free", "py-spy"],
 )
 def test_innermost_line_of_the_main_thread_s_own_code_is_found(text: str) -> None:
-    found = standing(evidence(0, text))
+    found = rank_position(evidence(0, text))
     assert (found.where, found.inside) == ("/home/me/train.py:5 in main", "join")
 
 
@@ -126,7 +126,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_what_was_called_of_a_library_is_named(call: str) -> None:
     (group,) = groups([evidence(0, stack(*CALLS[call], STEP, MAIN))])
-    assert one_line(group) == f"rank 0 stands at /home/me/train.py:40 in step, in {call}, inside wait"
+    assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {call}, inside wait"
 
 
 def test_this_python_prints_what_is_understood() -> None:
@@ -142,8 +142,8 @@ def test_this_python_prints_what_is_understood() -> None:
     for thread in threads:
         thread.join()
     name = "test_this_python_prints_what_is_understood"
-    assert standing(evidence(0, text)).where.endswith(f" in {name}")
-    assert standing(evidence(0, text)).where.startswith(f"{__file__}:")
+    assert rank_position(evidence(0, text)).where.endswith(f" in {name}")
+    assert rank_position(evidence(0, text)).where.startswith(f"{__file__}:")
 
 
 def test_main_thread_that_was_cut_off_is_unknown() -> None:
@@ -159,14 +159,14 @@ def test_main_thread_that_was_cut_off_is_unknown() -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    assert standing(evidence(0, text)).where == ""
+    assert rank_position(evidence(0, text)).where == ""
 
 
 def test_name_that_is_not_ascii_is_shown_as_it_is() -> None:
     text = stack(("/home/j\\xfcrgen/\\u8bad\\u7ec3/\\U0001f525.py", 3, "gr\\xf6\\xdfe"), MAIN)
-    assert standing(evidence(0, text)).where == "/home/jürgen/训练/🔥.py:3 in größe"
+    assert rank_position(evidence(0, text)).where == "/home/jürgen/训练/🔥.py:3 in größe"
     half = stack(("/home/me/\\udcff.py", 3, "f"), MAIN)  # a byte that is no UTF-8
-    assert standing(evidence(0, half)).where == "/home/me/\\udcff.py:3 in f"
+    assert rank_position(evidence(0, half)).where == "/home/me/\\udcff.py:3 in f"
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_name_that_is_not_ascii_is_shown_as_it_is() -> None:
     ],
 )
 def test_library_is_not_the_users_own(library: str) -> None:
-    found = standing(evidence(0, stack((library, 3, "f"), STEP, (library, 9, "g"))))
+    found = rank_position(evidence(0, stack((library, 3, "f"), STEP, (library, 9, "g"))))
     assert (found.where, found.inside) == ("/home/me/train.py:40 in step", "f")
-    assert standing(evidence(0, stack((library, 3, "f")))).where == f"{library}:3 in f"
+    assert rank_position(evidence(0, stack((library, 3, "f")))).where == f"{library}:3 in f"
 
 
 def test_kernel_s_stack_is_no_place_in_a_program() -> None:
     stuck = evidence(3, "[<0>] io_schedule+0x46/0x80\n[<0>] nfs_wait+0x1/0x2\n", state="D", waits_in="io_schedule")
-    assert standing(stuck).where == ""
+    assert rank_position(stuck).where == ""
     (group,) = groups([stuck])
     assert one_line(group) == (
         "rank 3: state D (waiting for a device or a network disk; cannot be killed), waits in io_schedule"
@@ -201,8 +201,8 @@ def test_groups_come_by_size_then_rank() -> None:
     all_evidence = [evidence(rank, LOADING if rank in (1, 3) else IN_ALL_REDUCE) for rank in (5, 4, 3, 2, 1, 0)]
     all_evidence.append(evidence(6, ""))
     assert [one_line(group) for group in groups(all_evidence)] == [
-        "ranks 0,2,4-5 stand at /home/me/train.py:40 in step, inside all_reduce",
-        "ranks 1,3 stand at /home/me/data.py:7 in load",
+        "ranks 0,2,4-5 are at /home/me/train.py:40 in step, inside all_reduce",
+        "ranks 1,3 are at /home/me/data.py:7 in load",
         "rank 6: state S (sleeping)",
     ]
     assert groups([]) == []
@@ -223,12 +223,12 @@ def test_ranks_are_written_in_short(ranks: tuple[int, ...], text: str) -> None:
 
 def test_written_out_is_everything_by_rank() -> None:
     text = write_out([evidence(1, LOADING, waits_in="futex_do_wait"), evidence(0, IN_ALL_REDUCE), evidence(2, "")])
-    assert text.startswith("rank 0 stands at /home/me/train.py:40 in step, inside all_reduce\n")
+    assert text.startswith("rank 0 is at /home/me/train.py:40 in step, inside all_reduce\n")
     header = "\n\nrank 1 (pid 801): state S (sleeping), waits in futex_do_wait, 1.2 GiB resident, 12.3 s of CPU\n"
     assert header + LOADING.rstrip() + "\n\n" in text
     assert text.index("rank 0 (pid") < text.index("rank 1 (pid") < text.index("rank 2 (pid")
-    assert text.endswith("\nits stack could not be had: it is no Python program, or gave no answer\n")
-    assert write_out([]) == "no rank was there to be asked\n"
+    assert text.endswith("\nits stack could not be read: it is not a Python program, or it did not answer\n")
+    assert write_out([]) == "no rank could be asked\n"
 
 
 ODD = {

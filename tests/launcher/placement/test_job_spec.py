@@ -7,7 +7,7 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import Command, CommandKind, JobSpec, new_run_id, parse_exports, parse_nproc
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id, parse_exports, parse_nproc
 
 HERE = {
     "MY_A": "1",
@@ -28,7 +28,7 @@ HERE = {
     "TORCH_LOGS": "all",
     "TORCHELASTIC_RUN_ID": "outer",
     "TF_CONFIG": "{}",
-    "DTRAIN_AGENT": "mark",
+    "DTRAIN_AGENT": "run tag",
     "RANK": "3",
     "LD_LIBRARY_PATH": "/opt",
 }
@@ -38,7 +38,7 @@ TRAVELLING = {
 
 
 def _spec(**changes: Any) -> JobSpec:
-    command = Command(CommandKind.SCRIPT, "train.py")
+    command = WorkerCommand(CommandKind.SCRIPT, "train.py")
     given = {"command": command, "hosts": (Host("a", HostKind.LOCAL),), "run_id": "r1", **changes}
     return JobSpec(**given)
 

@@ -70,8 +70,8 @@ def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(
     result = run_dtrain("run", *options, *where, script, cwd=script.parent)
     assert result.returncode == 1, result.stderr
     assert "no rank has made progress for 5 s" in result.stderr
-    assert f"rank 1 stands at {script}:{LOAD} in load_batch" in result.stderr
-    assert f"ranks 0,2 stand at {script}:{STEP} in train_step, inside all_reduce" in result.stderr
+    assert f"rank 1 is at {script}:{LOAD} in load_batch" in result.stderr
+    assert f"ranks 0,2 are at {script}:{STEP} in train_step, inside all_reduce" in result.stderr
     assert "rank 1 first" in result.stderr
     (stacks,) = (script.parent / "runs/r/attempt_0").glob("evidence-*.txt")
     text = stacks.read_text()
@@ -84,7 +84,7 @@ def test_a_stall_in_a_library_names_what_was_called(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from concurrent.futures import Future\n\nFuture().result()\n")
     result = run_dtrain("run", "--stall-timeout-s", "1", script, cwd=tmp_path)
-    assert f"rank 0 stands at {script}:3 in <module>, in concurrent.futures._base.result, inside wait" in result.stderr
+    assert f"rank 0 is at {script}:3 in <module>, in concurrent.futures._base.result, inside wait" in result.stderr
 
 
 def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], 
                 said += line
             assert (script.parent / f"runs/r/attempt_0/evidence-{next(numbers)}.txt").exists()
             return (
-                f"rank 1 stands at {script}:{LOAD} in load_batch".encode() in said
-                and f"ranks 0,2 stand at {script}:{STEP} in train_step".encode() in said
+                f"rank 1 is at {script}:{LOAD} in load_batch".encode() in said
+                and f"ranks 0,2 are at {script}:{STEP} in train_step".encode() in said
             )
 
         wait_until(all_are_there, "two are in the collective")
@@ -143,7 +143,7 @@ def test_where_the_others_stood_when_one_failed_is_quoted(where: list[str], tmp_
     assert result.returncode == 1, result.stderr
     assert "rank 2 on " in result.stderr
     assert "RuntimeError: out of luck" in result.stderr
-    assert f"ranks 0-1 stand at {script}:4 in wait" in result.stderr
+    assert f"ranks 0-1 are at {script}:4 in wait" in result.stderr
 
 
 def test_victims_are_counted_by_what_they_say(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_host_that_is_gone_without_a_word_is_named_and_ends_its_own_workers(
         assert process.stderr is not None
         stderr = process.stderr.read().decode()
     assert "host far2 was lost" in stderr
-    assert "was heard" in stderr or "it heard nothing from dtrain" in stderr
+    assert "was heard" in stderr or "it received nothing from dtrain" in stderr
     assert not network_hosts.processes("far1")
     if fault is NetworkHosts.freeze:
         assert network_hosts.processes("far2")
@@ -109,7 +109,7 @@ def test_hosts_that_lose_dtrain_end_their_workers_by_themselves(network_hosts: N
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == 1
         assert process.stderr is not None
-        assert b"it heard nothing from dtrain" in process.stderr.read()
+        assert b"it received nothing from dtrain" in process.stderr.read()
 
 
 def test_a_short_break_of_the_network_is_not_noticed(network_hosts: NetworkHosts, script: Path) -> None:

@@ -97,11 +97,11 @@ def test_a_host_with_several_keys_is_asked_for_one_that_is_known(ssh_hosts: SshH
 
 def test_names_of_known_hosts_are_those_of_ssh(ssh_hosts: SshHosts) -> None:
     key = public(ssh_hosts.host_key(1))
-    stranger = public(new_key(ssh_hosts.folder / "stranger"))
+    other_key = public(new_key(ssh_hosts.folder / "other_key"))
     address = ssh_hosts.address(1)
     reach(write_config(ssh_hosts, 1, known_hosts=f"{address} {key}\n", identity=True))  # whatever its port
     unknown = write_config(
-        ssh_hosts, 1, "KnownHostsCommand /bin/x", known_hosts=f"{address} {stranger}\n", identity=True
+        ssh_hosts, 1, "KnownHostsCommand /bin/x", known_hosts=f"{address} {other_key}\n", identity=True
     )
     assert "; KnownHostsCommand of its ssh configuration cannot be asked from here; if it" in refusal(unknown)
     alias = write_config(ssh_hosts, 1, "HostKeyAlias Login", known_hosts=f"login {key}\n", identity=True)

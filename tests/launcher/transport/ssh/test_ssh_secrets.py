@@ -57,9 +57,9 @@ def test_no_secret_is_in_any_command_line_file_or_message(ssh_hosts: SshHosts, t
         + (f"Host node1\n  IdentityFile {locked}\n  IdentityFile none\n" if fails else "")
         + ssh_hosts.ssh_config.read_text().replace(str(ssh_hosts.identity), str(locked), 1 if fails else 0)
     )
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    env = {"SECRET": "canary-exported", "DTRAIN_TOKEN": "canary-token", "TMPDIR": str(scratch)}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"SECRET": "canary-exported", "DTRAIN_TOKEN": "canary-token", "TMPDIR": str(temporary)}
     with command_lines() as seen:
         result = run_dtrain(
             "run", "-v", "--ssh-config", config, "--hosts", "node1,node2", "-x", "SECRET", "-x", "GIVEN", script,

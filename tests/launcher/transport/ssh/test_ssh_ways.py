@@ -17,7 +17,7 @@ from testbed.sshd import SshHosts
 from launcher.errors import HostError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import SshOptions
-from launcher.transport.ssh import link as ssh_link
+from launcher.transport.ssh import connection as ssh_connection
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 
 pytestmark = pytest.mark.ordinary_user
@@ -60,9 +60,9 @@ def logins(hosts: SshHosts, i: int) -> int:
 
 
 @pytest.fixture
-def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server was ever met, whatever other tests have done in this process."""
-    monkeypatch.setattr(ssh_link, "_met", set())
+    monkeypatch.setattr(ssh_connection, "_met", set())
 
 
 # ---- jump hosts ----
@@ -126,7 +126,7 @@ def test_what_goes_wrong_at_a_hop_is_said_of_that_hop(ssh_hosts: SshHosts) -> No
     assert "in a circle" in refusal(around, "node1")
 
 
-def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, stranger: None) -> None:
+def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, unmet: None) -> None:
     config = config_of(
         ssh_hosts, "unreached", "Host node1 nowhere\n  ProxyJump node3\nHost nowhere\n  HostName no.such"
     )
@@ -164,7 +164,7 @@ def test_a_proxy_command_carries_the_connection_and_is_reaped(ssh_hosts: SshHost
     line = f"ssh -F {ssh_hosts.ssh_config} -W %h:%p node3; true"
     config = config_of(ssh_hosts, "proxy", f"Host node1\n  ProxyCommand {line.removesuffix('; true')}")
     stream = connect(config, "node1")
-    proxy = stream._link.route.proxy
+    proxy = stream._connection.route.proxy
     assert proxy is not None
     assert stream.our_address is None
     assert says(stream) == b"hello"
@@ -203,14 +203,14 @@ def test_a_server_that_takes_one_at_a_time_is_tried_again_until_all_are_in(ssh_h
 
 
 def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
-    ssh_hosts: SshHosts, stranger: None, monkeypatch: pytest.MonkeyPatch
+    ssh_hosts: SshHosts, unmet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ssh_hosts.stop(4)
     began = time.monotonic()
     reason = refusal(ssh_hosts.ssh_config, "node4", within_s=100)
     assert "connection refused; is sshd running there? Try: ssh -F" in reason
     assert time.monotonic() - began < 50
-    monkeypatch.setattr(ssh_link, "REFUSED_S", (0.3,) * 100)
+    monkeypatch.setattr(ssh_connection, "REFUSED_S", (0.3,) * 100)
     starter = threading.Timer(0.6, ssh_hosts.start, [4])
     starter.start()
     try:

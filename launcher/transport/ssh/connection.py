@@ -21,7 +21,7 @@ from launcher.errors import HostError
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh.address import Address, resolve
 from launcher.transport.ssh.config import Target
-from launcher.transport.ssh.jump import Lease, SharedLinks
+from launcher.transport.ssh.jump import ConnectionPool, PooledConnection
 from launcher.transport.ssh.keys import authenticate
 from launcher.transport.ssh.reasons import why
 from launcher.transport.ssh.route import (
@@ -37,7 +37,7 @@ from launcher.transport.ssh.route import (
 )
 from launcher.transport.ssh.trust import Trust
 
-__all__ = ["Link", "cut_at", "open_link"]
+__all__ = ["SshConnection", "cut_at", "open_connection"]
 
 KEY_EXCHANGE_S = 15.0  # at least; ConnectTimeout is for TCP and the greeting
 CLOSE_S = 1.0  # to say good-bye through a jump host, which may hang
@@ -54,12 +54,12 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())  # or it prints 
 
 
 @dataclass
-class Link:
+class SshConnection:
     """A connection and what it rests upon. `our_address` is this machine's address as the host sees it, if it does."""
 
     transport: paramiko.Transport
     route: Route
-    jump: Lease[Link] | None = None
+    jump: PooledConnection[SshConnection] | None = None
 
     @property
     def alive(self) -> bool:
@@ -82,13 +82,15 @@ class Link:
         self.route.close()
 
 
-_links: SharedLinks[Link] = SharedLinks()
+_pool: ConnectionPool[SshConnection] = ConnectionPool()
 _connecting = threading.BoundedSemaphore(CONNECT_AT_ONCE)
 _met_lock = threading.Lock()
 _met: set[tuple[str, int]] = set()  # servers that have answered once; whoever lost one tries it again by himself
 
 
-def open_link(address: Address, options: SshOptions, deadline: float, trail: tuple[Target, ...] = ()) -> Link:
+def open_connection(
+    address: Address, options: SshOptions, deadline: float, trail: tuple[Target, ...] = ()
+) -> SshConnection:
     """Connect, check the host's key and authenticate. Blocks until `deadline`.
 
     `trail` are the hops for which this connection is opened. Raises HostError with the next step.
@@ -120,7 +122,7 @@ def _pause_s(address: Address, error: Exception, tries: int) -> float | None:
     return min(longest, first * 2.0 ** min(tries, 10)) * chance
 
 
-def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Target, ...]) -> Link:
+def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Target, ...]) -> SshConnection:
     reach = min(deadline, time.monotonic() + address.connect_timeout_s)
     try:
         trust = Trust(address)
@@ -142,7 +144,7 @@ def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Ta
                 trust.check(transport.get_remote_server_key())
                 authenticate(transport, address, deadline)
         transport.set_keepalive(address.keepalive_s)
-        return Link(transport, route, jump)
+        return SshConnection(transport, route, jump)
     except BaseException as error:
         _give_up(transport, route, jump)
         if isinstance(error, (Dropped, ConnectionRefusedError, HostError)):
@@ -167,9 +169,11 @@ def _place(deadline: float) -> Iterator[None]:
         _connecting.release()
 
 
-def _give_up(transport: paramiko.Transport | None, route: Route | None, jump: Lease[Link] | None) -> None:
+def _give_up(
+    transport: paramiko.Transport | None, route: Route | None, jump: PooledConnection[SshConnection] | None
+) -> None:
     if transport is not None and route is not None:
-        Link(transport, route, jump).close()
+        SshConnection(transport, route, jump).close()
     elif route is not None:
         route.close()
     if jump is not None:
@@ -181,17 +185,17 @@ def _give_up(transport: paramiko.Transport | None, route: Route | None, jump: Le
 
 def _acquire(
     address: Address, hop: Target, options: SshOptions, deadline: float, trail: tuple[Target, ...]
-) -> Lease[Link]:
-    """Return a lease of the connection to the last hop before a host."""
+) -> PooledConnection[SshConnection]:
+    """Return a hold on the connection to the last hop before a host."""
     if hop in trail or len(trail) >= MOST_HOPS:
         way = ", ".join(step.destination for step in (*trail, hop))
         raise HostError(address.host, f"its jump hosts lead in a circle, or too far: {way}")
 
-    def open_hop() -> Link:
-        return open_link(resolve(hop, options, deadline), options, deadline, (*trail, hop))
+    def open_hop() -> SshConnection:
+        return open_connection(resolve(hop, options, deadline), options, deadline, (*trail, hop))
 
     try:
-        return _links.acquire((options, hop), open_hop, deadline)
+        return _pool.acquire((options, hop), open_hop, deadline)
     except HostError as error:
         raise HostError(address.host, _at_hop(hop, error.reason)) from error
 
@@ -201,14 +205,16 @@ def _at_hop(hop: Target, reason: str) -> str:
     return reason if reason.startswith("its jump host") else f"its jump host {hop.destination}: {reason}"
 
 
-def _open_route(address: Address, found: list[Resolved], jump: Lease[Link] | None, reach: float) -> Route:
+def _open_route(
+    address: Address, found: list[Resolved], jump: PooledConnection[SshConnection] | None, reach: float
+) -> Route:
     if jump is None:
         return open_tcp(address, found, reach) if address.proxy_command is None else open_proxy(address)
     assert address.jump is not None
     there = (address.hostname, address.port)
     try:
         left_s = max(0.1, reach - time.monotonic())
-        return Route(jump.link.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=left_s))
+        return Route(jump.connection.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=left_s))
     except paramiko.ChannelException as error:
         hop = f"its jump host {address.jump.destination}"
         if error.code == 1:
@@ -217,7 +223,7 @@ def _open_route(address: Address, found: list[Resolved], jump: Lease[Link] | Non
         reason = f"cannot reach {address.hostname} port {address.port}; is its sshd running, and its name known there?"
         raise Unreached(address.host, f"{hop} {reason}") from error
     except (OSError, EOFError, paramiko.SSHException) as error:
-        if not jump.link.alive:
+        if not jump.connection.alive:
             raise Dropped("its jump host's connection was closed by somebody") from error
         # The host may be gone, or the jump host's connection hang: the next who comes gets a new one.
         jump.retire()
