@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ddp.callbacks.callback import Callback
+from ddp.callbacks.callback_list import CallbackList
+from ddp.callbacks.reports import History
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
 from ddp.training import export as files
-from ddp.training.callbacks.callback import Callback
-from ddp.training.callbacks.callback_list import CallbackList
-from ddp.training.callbacks.reports import History
 from ddp.training.losses_and_metrics import (
     Loss,
     Metric,

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddp.callbacks.callback import Callback
 from ddp.checkpoint.atomic_file import replacing
-from ddp.training.callbacks.callback import Callback
 
 __all__ = ["CSVLogger", "History", "ProgressBar"]
 
