@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from ddp.comm.codec import decode, encode
+from ddp.comm.codec import encode
 from ddp.comm.layout import Entry
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.strategies.parameter_server.gradient_codec import Losses, read_values, write_gradient
-from ddp.strategies.parameter_server.messages import Message
+from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
+from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.rendezvous import Meeting, Part
 from ddp.strategies.parameter_server.run_plan import Plan, raise_mismatch
 from ddp.strategies.parameter_server.transport import ClientEndpoint, Poller
@@ -215,14 +216,14 @@ class Client:
     def _joined(self, link: _Link, facts: Mapping[str, Any]) -> None:
         """A server knows this worker now. If it has nothing yet, this is the first replica, and gives it its values."""
         link.has_joined = True
-        link.may_share = self._memories[link.index] is not None and bool(facts["reads_gradients"])
-        link.step = int(facts["step"])
+        link.may_share = self._memories[link.index] is not None and facts["reads_gradients"]
+        link.step = facts["step"]
         if link.values is None and facts["memory"] is not None and self._settings.shared_memory:
             link.values = SharedSegment.open(facts["memory"])
         if link.values is not None:
             link.endpoint.send(Message("memory"))
         if link.index == 0:
-            self._gathers = max(self._gathers, int(facts["gathered"]))
+            self._gathers = max(self._gathers, facts["gathered"])
         if facts["is_filled"]:
             self._is_known(link)
             return
@@ -384,9 +385,9 @@ class Client:
         with self._lock:
             parts = torch.split(payload, _PART_BYTES)
             answer = self._request(0, Message("gather", {"number": self._gathers}, parts), "gathered")
-            if answer.facts.get("is_lost"):
+            if answer.facts["is_lost"]:
                 raise ParameterServerError(f"{self._name}: the result of a reduce() was lost with parameter server 0")
-            self._gathers = int(answer.facts["number"]) + 1
+            self._gathers = answer.facts["number"] + 1
             every = iter(answer.tensors)
             return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["parts"]]
 
@@ -397,7 +398,7 @@ class Client:
             states: list[dict[str, Any]] = [{"chunks": {}, "groups": []} for _ in self._links]
             for chunk in self.plan.partition.chunks:
                 message = self._request(chunk.server, Message("state", {"chunk": chunk.index}), "state")
-                states[chunk.server]["chunks"][chunk.index] = decode(message.tensors[0])
+                states[chunk.server]["chunks"][chunk.index] = decode_value(message, list[dict[str, Any]])
             return states
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -412,7 +413,7 @@ class Client:
         """Return what each server has counted in its present life."""
         with self._lock:
             return [
-                dict(self._request(server, Message("statistics"), "statistics").facts["counts"])
+                self._request(server, Message("statistics"), "statistics").facts["counts"]
                 for server in range(self.part.servers)
             ]
 
@@ -457,7 +458,13 @@ class Client:
             while link.unsent and link.endpoint.send(link.unsent[0]):
                 link.unsent.popleft()
             while (message := link.arrived.popleft() if link.arrived else link.endpoint.receive()) is not None:
-                self._take(link, message)
+                try:
+                    check_fields(message, SERVER_MESSAGES)
+                    self._take(link, message)
+                except MalformedError as error:
+                    raise ParameterServerError(
+                        f"{self._name}: a message of parameter server {link.index} is malformed: {error}"
+                    ) from error
 
     def _take(self, link: _Link, message: Message) -> None:
         link.heard = time.monotonic()
@@ -468,7 +475,7 @@ class Client:
                 self._install(link, message)
         elif message.kind == "asked":
             link.is_asking = False
-            self._waits_for[link.index] = list(facts["waits_for"])
+            self._waits_for[link.index] = facts["waits_for"]
             # What the server has answered came before this, or never comes.
             for index, step in facts["missing"]:
                 again = link.outstanding.get((index, step))
@@ -485,10 +492,14 @@ class Client:
             if link.has_joined:  # else it is about an earlier message
                 link.unsent.clear()
                 self._introduce(link)
+        elif message.kind == "malformed":
+            raise ParameterServerError(
+                f"parameter server {link.index} refused a message of {self._name}: {facts['problem']}"
+            )
         elif message.kind == "wait":
             self._waits_for[link.index] = [0]
         elif message.kind == "refused":
-            entries = [Entry(*entry) for entry in decode(message.tensors[0])]
+            entries = [Entry(*entry) for entry in decode_value(message, list[tuple[str, str, str]])]
             me, other = self._name, f"parameter server {link.index}"
             raise_mismatch(self.plan.entries, entries, rank=self.part.index, me=me, other=other)
         else:
@@ -498,9 +509,10 @@ class Client:
         facts = message.facts
         chunk = self._chunks[facts["chunk"]]
         targets = self._targets[chunk.index]
-        self._made = max(self._made, int(facts.get("made", -1)))
-        if "training" in facts:
-            self._training = Training(int(facts["training"][0]), bool(facts["training"][1]))
+        if facts.get("made") is not None:
+            self._made = max(self._made, facts["made"])
+        if facts.get("training") is not None:
+            self._training = Training(*facts["training"])
         if facts.get("shared"):
             assert link.values is not None
             flat = link.values.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)

@@ -7,9 +7,9 @@ join.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from torch import nn
 from ddp.comm.layout import Entry
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
+from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.sharding.partition import Partition, partition
 from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
 
-__all__ = ["Plan", "Settings", "WireFormat", "make_plan", "raise_mismatch"]
+__all__ = ["Plan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
@@ -183,3 +184,34 @@ def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int,
         rank=rank,
         entry=entry,
     )
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters as JSON has them; texts and functions stay with the optimizer."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.item()
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    known = (bool, int, float, list, tuple, torch.Tensor, type(None))
+    groups = hyperparameters(optimizer)
+    return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
+
+
+def check_groups(given: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MalformedError unless hyperparameters that came have the form of `own`, those of `plain_groups`."""
+    if len(given) != len(own):
+        raise MalformedError(f"there are {len(given)} param groups, not {len(own)}")
+    for number, (group, mine) in enumerate(zip(given, own, strict=True)):
+        for name, value in group.items():
+            if not _is_like(value, mine.get(name)):
+                raise MalformedError(f"field 'groups': {name!r} of param group {number} is {value!r}")
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    if isinstance(own, list):
+        return isinstance(value, list) and len(value) == len(own) and all(map(_is_like, value, own))
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or isinstance(value, bool | int | float)

@@ -3,25 +3,15 @@
 `serve` is called by the strategy in a process of role "ps", and returns when all workers are through. One thread, one
 loop; when a gradient makes a step, and who waits, is decided by `ddp.strategies.parameter_server.consistency`.
 
-What workers say, and what is answered:
-
-    join -> joined | refused       who it is, and what its model looks like; where training is
-    value, ready -> filled         the first replica's values, if there is no snapshot
-    value -> taken                 the same later, when it has changed them by hand
-    push -> pushed                 a chunk's gradient and hyperparameters; its values once the step is made
-    pull -> pushed                 a chunk's values
-    ask -> asked                   what became of what it waits for
-    again -> pushed                an answer that was lost with a connection
-    gather -> gathered             bytes of all replicas, for `strategy.reduce` (first server only)
-    extras, fetch -> extras        buffers and frozen parameters, which are replica 0's (first server only)
-    state, load -> state, loaded   a chunk of the optimizer's state
-    statistics -> statistics;  leave -> left
+The messages are listed in `ddp.strategies.parameter_server.message_fields`. One that does not fit is refused: its
+sender gets the reason, and the others are served.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import signal
 import sys
 import time
@@ -32,15 +22,16 @@ from typing import Any
 
 import torch
 
-from ddp.comm.codec import decode, encode
+from ddp.comm.codec import encode
 from ddp.comm.shared_memory import SharedSegment
-from ddp.errors import ParameterServerError
+from ddp.errors import ArgumentError, ParameterServerError
 from ddp.monitoring.progress import count_step
 from ddp.strategies.parameter_server.consistency import Pace
-from ddp.strategies.parameter_server.gradient_codec import average, read_gradient, write_values
-from ddp.strategies.parameter_server.messages import Message
+from ddp.strategies.parameter_server.gradient_codec import average, positions, read_gradient, write_values
+from ddp.strategies.parameter_server.message_fields import CLIENT_MESSAGES, check_fields, decode_value
+from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.rendezvous import Meeting
-from ddp.strategies.parameter_server.run_plan import Plan
+from ddp.strategies.parameter_server.run_plan import Plan, check_groups, plain_groups
 from ddp.strategies.parameter_server.snapshot import Snapshots
 from ddp.strategies.parameter_server.statistics import Statistics
 from ddp.strategies.parameter_server.transport import Poller, ServerEndpoint, Wakeup
@@ -51,6 +42,7 @@ __all__ = ["Server"]
 
 _TICK_S = 0.5
 _LINGER_S = 0.3  # at the end, for workers that ask once more
+_OF_WORKERS = frozenset({"push", "value", "ready", "gather", "extras", "load"})
 
 
 @dataclass
@@ -96,6 +88,7 @@ class Server:
         can_share = self._settings.shared_memory and SharedSegment.available
         self._memory = SharedSegment(size) if can_share else None
         memory = self._memory.tensor if self._memory is not None else torch.zeros(size, dtype=torch.uint8)
+        self._groups = plain_groups(optimizer)
         self._shards = Shards(optimizer, plan.parameters, list(self._chunks.values()), memory)
         self._means = {  # of one chunk at a time: memory that stays in the cache
             dtype: torch.empty(max(c.numel for c in self._chunks.values() if c.dtype == dtype), dtype=dtype)
@@ -194,15 +187,14 @@ class Server:
     def _receive_all(self) -> None:
         while (received := self._endpoint.receive()) is not None:
             address, message = received
-            peer = self._peers.get(address)
-            if message.kind == "join":
-                self._join(address, message)
-            elif peer is None:
-                self._endpoint.send(address, Message("unknown"))  # of an earlier life of ours: it has to join again
-            else:
-                if peer.role == "worker":
-                    self.pace.hear(peer.replica)
-                self._handle(peer, message)
+            try:
+                check_fields(message, CLIENT_MESSAGES)
+                self._handle(address, message)
+            except MalformedError as error:
+                self._endpoint.refused["malformed"] += 1
+                name = self._endpoint.peers[address].name
+                self._say(f"refused a message of {name}: {error}")
+                self._endpoint.send(address, Message("malformed", {"problem": str(error)}))
 
     def _tick(self, began: float) -> None:
         now = self._ticked = time.monotonic()
@@ -256,10 +248,15 @@ class Server:
             else:
                 self._welcome(self._peers[address], message)
             return
-        replica = int(facts["replica"])
-        ticket = facts.get("memory")
+        role, replica, ticket = facts["role"], facts["replica"], facts.get("memory")
+        if role not in ("worker", "evaluator") or replica not in range(
+            self.plan.workers if role == "worker" else 1 << 16
+        ):
+            raise MalformedError(f"there is no {role} {replica} in a run of {self.plan.workers} workers")
         memory = SharedSegment.open(ticket) if ticket is not None and self._memory is not None else None
-        peer = _Peer(address, str(facts["role"]), replica, memory)
+        if memory is not None and memory.tensor.numel() < self.plan.partition.bytes(self._index):
+            raise MalformedError(f"the shared memory of {memory.tensor.numel()} bytes is too small for the chunks here")
+        peer = _Peer(address, role, replica, memory)
         if peer.role == "worker":
             self._replace(replica)
             self._workers[replica] = peer
@@ -289,10 +286,11 @@ class Server:
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         step = self.pace.step
-        self._gathered = max(self._gathered, int(message.facts["gathers"]))
+        self._gathered = max(self._gathered, message.facts["gathers"])
         if peer.role == "worker":
-            done = int(message.facts["done"])
-            step = self.pace.join(peer.replica, done=done, sync_step=min(self._made.values(), default=-1) + 1)
+            step = self.pace.join(
+                peer.replica, done=message.facts["done"], sync_step=min(self._made.values(), default=-1) + 1
+            )
         facts = {
             "step": step,
             "is_filled": self._is_filled,
@@ -331,7 +329,19 @@ class Server:
 
     # ---- messages ----
 
-    def _handle(self, peer: _Peer, message: Message) -> None:
+    def _handle(self, address: bytes, message: Message) -> None:
+        """Act on a message whose fields have the right types. Raises MalformedError if they do not fit this server."""
+        if message.kind == "join":
+            self._join(address, message)
+            return
+        peer = self._peers.get(address)
+        if peer is None:
+            self._endpoint.send(address, Message("unknown"))  # of an earlier life of ours: it has to join again
+            return
+        if peer.role == "worker":
+            self.pace.hear(peer.replica)
+        elif message.kind in _OF_WORKERS:
+            raise MalformedError(f"message {message.kind!r} is for workers, not for role {peer.role!r}")
         self.statistics.bytes_in += sum(tensor.nbytes for tensor in message.tensors)
         handlers: Mapping[str, Callable[[_Peer, Message], None]] = {
             "beat": lambda *_: None,
@@ -340,7 +350,7 @@ class Server:
             "push": self._push,
             "pull": self._pull,
             "ask": self._ask,
-            "again": self._answer_again,
+            "again": self._pull,
             "value": self._take_value,
             "ready": self._fill,
             "gather": self._gather,
@@ -351,11 +361,13 @@ class Server:
             "statistics": self._give_statistics,
             "leave": self._leave,
         }
-        handler = handlers.get(message.kind)
-        if handler is None:
-            self._say(f"worker {peer.replica} said {message.kind!r}, which is no word here")
-        else:
-            handler(peer, message)
+        handlers[message.kind](peer, message)
+
+    def _chunk(self, index: int) -> Chunk:
+        chunk = self._chunks.get(index)
+        if chunk is None:
+            raise MalformedError(f"chunk {index} is not here: these are {sorted(self._chunks)}")
+        return chunk
 
     def _read_memory(self, peer: _Peer, _: Message) -> None:
         peer.reads_memory = True
@@ -363,7 +375,9 @@ class Server:
     def _take_value(self, peer: _Peer, message: Message) -> None:
         if peer.role != "worker" or peer.replica != 0:
             return
-        chunk = self._chunks[message.facts["chunk"]]
+        chunk = self._chunk(message.facts["chunk"])
+        if [(each.shape, each.dtype) for each in message.tensors] != [((chunk.numel,), chunk.dtype)]:
+            raise MalformedError(f"the values are not those of chunk {chunk.index}")
         self._shards.values[chunk.index].copy_(message.tensors[0])
         for other in self._peers.values():
             other.rows.pop(chunk.index, None)  # they have to be given all
@@ -372,32 +386,36 @@ class Server:
 
     def _push(self, peer: _Peer, message: Message) -> None:
         facts = message.facts
-        chunk, step = self._chunks[facts["chunk"]], int(facts["step"])
+        chunk, step, is_last = self._chunk(facts["chunk"]), facts["step"], bool(facts.get("is_last"))
+        gradient = self._gradient(peer, chunk, message)
+        if (
+            facts["groups"] != peer.groups or not peer.groups
+        ):  # the same object as long as they are equal, which spares a comparison
+            check_groups(facts["groups"], self._groups)
+            peer.groups = [dict(group) for group in facts["groups"]]
         self.statistics.pushes += 1
         is_new = self.pace.push(peer.replica, step, chunk.index)
-        if facts.get("is_last"):
+        if is_last:
             self.pace.complete(peer.replica, step)
-        if facts["groups"] != peer.groups:  # the same object as long as they are equal, which spares a comparison
-            peer.groups = [dict(group) for group in facts["groups"]]
         if self.pace.mode == "sync":
-            self._push_in_step(peer, chunk, step, message)
+            self._push_in_step(peer, chunk, step, gradient)
         else:
             if is_new:
                 version = self._versions[chunk.index]
                 self.statistics.staleness[version - peer.seen.get(chunk.index, version)] += 1
-                self._make(chunk, [self._gradient(peer, chunk, message)], peer.groups)
-            self._answer_when_allowed(peer, chunk.index, step, is_last=bool(facts.get("is_last")))
-        if facts.get("is_last"):
+                self._make(chunk, [gradient], peer.groups)
+            self._answer_when_allowed(peer, chunk.index, step, is_last=is_last)
+        if is_last:
             self._go_on()
 
-    def _push_in_step(self, peer: _Peer, chunk: Chunk, step: int, message: Message) -> None:
+    def _push_in_step(self, peer: _Peer, chunk: Chunk, step: int, gradient: Gradient) -> None:
         if step <= self._made[chunk.index]:
             self.statistics.dropped += 1
             self._answer(peer, chunk.index, step)
             return
         pending = self._pending[chunk.index].setdefault(step, {})
         if peer.replica not in pending or pending[peer.replica].peer is not peer:  # else it came twice
-            pending[peer.replica] = _Held(peer, self._gradient(peer, chunk, message), peer.groups, time.monotonic())
+            pending[peer.replica] = _Held(peer, gradient, peer.groups, time.monotonic())
         self.statistics.queue = max(self.statistics.queue, sum(map(len, self._pending[chunk.index].values())))
         self._make_due(chunk)
 
@@ -406,7 +424,7 @@ class Server:
             flat = peer.memory.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
             self.statistics.bytes_shared += chunk.nbytes
             absent = message.facts.get("absent")
-            return flat if absent is None else ChunkGradient(flat, frozenset(absent))
+            return flat if absent is None else ChunkGradient(flat, positions(chunk, absent))
         return read_gradient(chunk, message.facts, message.tensors)
 
     def _make_due(self, chunk: Chunk) -> None:
@@ -469,8 +487,8 @@ class Server:
         self._snapshot_when_due()
 
     def _pull(self, peer: _Peer, message: Message) -> None:
-        peer.rows.pop(message.facts["chunk"], None)  # it may have nothing yet: all rows
-        self._answer(peer, int(message.facts["chunk"]), int(message.facts["step"]), every_row=True)
+        """Give all rows: it may have nothing yet, or what it was given may be lost."""
+        self._answer(peer, self._chunk(message.facts["chunk"]).index, message.facts["step"], every_row=True)
 
     def _answer(self, peer: _Peer, index: int, step: int, *, every_row: bool = False) -> None:
         """Give a peer the values of a chunk."""
@@ -505,8 +523,8 @@ class Server:
         missing, answered = [], []
         waits: set[int] = set()
         for index, step in message.facts["outstanding"]:
-            by_step = self._pending[index]
-            if step < 0:  # a question is answered at once, so it or the answer was lost
+            by_step = self._pending[self._chunk(index).index]
+            if step < 0 or peer.role != "worker":  # a question is answered at once, so it or the answer was lost
                 missing.append([index, step])
             elif peer.replica in by_step.get(step, ()):
                 waits.update(self.pace.missing(step, by_step[step]))
@@ -520,13 +538,10 @@ class Server:
         facts = {"missing": missing, "answered": answered, "waits_for": sorted(waits)}
         self._endpoint.send(peer.address, Message("asked", facts))
 
-    def _answer_again(self, peer: _Peer, message: Message) -> None:
-        self._answer(peer, int(message.facts["chunk"]), int(message.facts["step"]), every_row=True)
-
     # ---- things beside the parameters ----
 
     def _gather(self, peer: _Peer, message: Message) -> None:
-        if int(message.facts["number"]) < self._gathered:  # its answer was lost
+        if message.facts["number"] < self._gathered:  # its answer was lost
             self._give_gathered(peer, message)
             return
         self._gathers[peer.replica] = message
@@ -550,19 +565,29 @@ class Server:
         self._reply(peer, message, "gathered", facts, tuple(part for tensors in self._last_gather for part in tensors))
 
     def _take_extras(self, peer: _Peer, message: Message) -> None:
-        if peer.role == "worker" and peer.replica == 0:
-            self._extras.update(zip(message.facts["names"], message.tensors, strict=True))
+        names, tensors = message.facts["names"], message.tensors
+        for name, tensor in itertools.zip_longest(names, tensors):
+            mine = self._extras.get(name)
+            if mine is None or tensor is None or (mine.shape, mine.dtype) != (tensor.shape, tensor.dtype):
+                raise MalformedError(f"the model has no buffer or frozen parameter {name!r} like the tensor for it")
+        if peer.replica == 0:
+            self._extras.update(zip(names, tensors, strict=True))
 
     def _give_extras(self, peer: _Peer, message: Message) -> None:
         names = [name for name in message.facts["names"] if name in self._extras]
         self._reply(peer, message, "extras", {"names": names}, tuple(self._extras[name] for name in names))
 
     def _give_state(self, peer: _Peer, message: Message) -> None:
-        self._reply(peer, message, "state", {}, (encode(self._shards.state_of(int(message.facts["chunk"]))),))
+        self._reply(
+            peer, message, "state", {}, (encode(self._shards.state_of(self._chunk(message.facts["chunk"]).index)),)
+        )
 
     def _load_state(self, peer: _Peer, message: Message) -> None:
-        state = decode(message.tensors[0])
-        self._shards.load_state_of(int(message.facts["chunk"]), state)
+        chunk, states = self._chunk(message.facts["chunk"]), decode_value(message, list[dict[str, Any]])
+        try:
+            self._shards.load_state_of(chunk.index, states)
+        except ArgumentError as error:
+            raise MalformedError(str(error)) from error
         self._reply(peer, message, "loaded", {})
 
     def _give_statistics(self, peer: _Peer, message: Message) -> None:

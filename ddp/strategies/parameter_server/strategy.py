@@ -26,7 +26,7 @@ from ddp.monitoring.progress import count_step, stand_alone
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.rendezvous import Meeting, Part, read_part
-from ddp.strategies.parameter_server.run_plan import Plan, Settings, WireFormat, make_plan
+from ddp.strategies.parameter_server.run_plan import Plan, Settings, WireFormat, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
 from ddp.strategies.parameter_server.transport import ServerEndpoint
 from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
@@ -249,7 +249,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             client.finish()
         if client.part.index == 0:
             client.give_extras()
-        client.push(gradients, _plain(hyperparameters(self)))
+        client.push(gradients, plain_groups(self))
         if not settings.overlap:
             client.finish()
         client.next_step()
@@ -317,18 +317,6 @@ def _refuse_training(*_: Any) -> None:
 
 def _refuse_step(*_: Any) -> None:
     raise ArgumentError("this optimizer was given to prepare(): call step() of the one that prepare() returned")
-
-
-def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hyperparameters as JSON has them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.item()
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    known = (bool, int, float, list, tuple, torch.Tensor, type(None))
-    return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
 
 
 def _serve(plan: Plan, optimizer: torch.optim.Optimizer, part: Part, meeting: Meeting) -> None:
