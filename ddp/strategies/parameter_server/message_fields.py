@@ -36,7 +36,7 @@ _REQUEST: _Fields = {"request": int | None}
 
 CLIENT_MESSAGES: Mapping[str, _Fields] = {
     "join": {"role": str, "replica": int, "digest": str, "done": int, "gathers": int, "memory": dict[str, Any] | None},
-    "beat": {},
+    "heartbeat": {},
     "memory": {},
     "value": {"chunk": int, **_REQUEST},
     "ready": {},

@@ -21,7 +21,7 @@ from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.sharding.partition import Partition, partition
 from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
 
-__all__ = ["Plan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
+__all__ = ["RunPlan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
@@ -34,7 +34,7 @@ class Settings:
     """What the user has chosen; the same in every process of the run.
 
     `snapshot_every` counts steps; without `snapshots`, a folder, none are written. All other times are in seconds:
-    `lost_after_s` without a word, a worker is not waited for; `timeout_s` limits every wait for a server.
+    `lost_after_s` without a message, a worker is not waited for; `timeout_s` limits every wait for a server.
     """
 
     mode: Mode = "sync"
@@ -75,7 +75,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """See the module. `parameters` are those that the optimizer steps, in its order, and `names` theirs.
 
     `extras` are the model's other tensors, buffers and frozen parameters, by name: they are replica 0's.
@@ -103,7 +103,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, *, workers: int, servers: int
-) -> Plan:
+) -> RunPlan:
     """Describe a model and its optimizer, and cut its parameters for the servers.
 
     Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError for backup workers that are all.
@@ -130,7 +130,7 @@ def make_plan(
         splits=splits,
         alone=sorted(alone),
     )
-    return Plan(
+    return RunPlan(
         settings=settings,
         workers=workers,
         partition=parts,

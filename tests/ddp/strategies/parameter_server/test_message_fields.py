@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp.comm.codec import encode
+from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.message_fields import (
     CLIENT_MESSAGES,
     SERVER_MESSAGES,
@@ -25,7 +26,7 @@ from ddp.strategies.parameter_server.message_fields import (
 from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.run_plan import Settings, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.transport import ClientEndpoint, ServerEndpoint
+from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
 
 KEY = secrets.token_bytes(32)
 DEADLINE_S = 30.0
