@@ -13,8 +13,19 @@ Other ways to train the same loop are behind `ddp.strategy(name)`; `ddp.Trainer`
 `ddp.DistributedOptimizer` and the collectives are for scripts in Horovod's style.
 """
 
+from ddp.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    History,
+    LearningRateScheduler,
+    LinearScaling,
+    ModelCheckpoint,
+    ProgressBar,
+    TensorBoard,
+)
 from ddp.checkpoint.checkpoint import Checkpoint, Restored
-from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
+from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.tracing import skip_package
@@ -79,17 +90,6 @@ from ddp.horovod.collectives import (
 from ddp.horovod.optimizer import DistributedOptimizer
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.strategy import Strategy, strategy
-from ddp.training.callbacks import (
-    Callback,
-    CSVLogger,
-    EarlyStopping,
-    History,
-    LearningRateScheduler,
-    LinearScaling,
-    ModelCheckpoint,
-    ProgressBar,
-    TensorBoard,
-)
 from ddp.training.trainer import Trainer
 from ddp.verify.verification import Difference, Verification, verify
 from ddp.world import World, init

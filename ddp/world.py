@@ -83,17 +83,15 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
         _world = _adopt()
         return _world
     placement = read_placement(os.environ)
-    device = _choose_device(placement, backend)
+    device = choose_device(placement, backend)
     if backend is None:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     _join(placement, backend, timeout_s)
-    _world = _world_of(placement, device, backend)
+    _world = world_at(placement, device, backend)
     return _world
 
 
-def _world_of(placement: Placement, device: torch.device, backend: str) -> World:
+def world_at(placement: Placement, device: torch.device, backend: str) -> World:
     return World(
         rank=placement.rank,
         world_size=placement.world_size,
@@ -124,10 +122,14 @@ def _adopt() -> World:
     # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
     on_cuda = torch.cuda.is_available() and backend != "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return _world_of(placement, device, backend)
+    return world_at(placement, device, backend)
 
 
-def _choose_device(placement: Placement, backend: str | None) -> torch.device:
+def choose_device(placement: Placement, backend: str | None, *, may_share: bool = False) -> torch.device:
+    """Choose this rank's device and make it current; with `may_share`, ranks beyond the devices get the first.
+
+    Raises ArgumentError if the backend needs CUDA and there is none, LaunchEnvironmentError if devices are too few.
+    """
     wants_cuda = backend is None or "nccl" in backend or "cuda" in backend
     if not wants_cuda or not torch.cuda.is_available():
         if backend is not None and "nccl" in backend:
@@ -137,14 +139,16 @@ def _choose_device(placement: Placement, backend: str | None) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     # A launcher that shows each worker only its own device leaves it at index 0.
-    index = 0 if count == 1 else placement.local_rank
+    index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
     if index >= count:
         raise LaunchEnvironmentError(
             f"rank {placement.rank} has local rank {placement.local_rank}, but {count} CUDA devices are visible here "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {count} "
             "workers on this host, set LOCAL_RANK if RANK was set by hand, or train on the CPU with ddp.init('gloo')"
         )
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join(placement: Placement, backend: str, timeout_s: float | None) -> None:

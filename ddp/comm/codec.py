@@ -46,7 +46,7 @@ def decode(payload: torch.Tensor) -> Any:
         end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES].numpy().tobytes(), "little")
         tree = json.loads(payload[_LENGTH_BYTES:end].numpy().tobytes())
         return _Reader(payload[end + -end % _ALIGN_BYTES :]).build(tree)
-    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+    except (TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"these {len(payload)} bytes hold no value: {error}") from error
 
 

@@ -78,7 +78,7 @@ class SharedSegment:
             if os.readlink(path) != _LINK:  # before it is opened: to open a fifo or a device may do things
                 return None
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
             return None
         try:
             return cls._opened(descriptor, dict(ticket), size_bytes)

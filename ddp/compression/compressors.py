@@ -25,7 +25,7 @@ from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.compression.state import Bucket
 from ddp.errors import ArgumentError, LayoutMismatchError, NotInitializedError
 
-__all__ = ["CommHook", "Compressor", "Half", "Int8", "PowerSGD", "compress_hook", "make_compression"]
+__all__ = ["CompressionHook", "Compressor", "Half", "Int8", "PowerSGD", "compress_hook", "make_compression"]
 
 
 class Compressor(Protocol):
@@ -44,7 +44,7 @@ class Compressor(Protocol):
         """Let go of the process group, before it is destroyed. The compressor cannot be used after that."""
 
 
-class CommHook(NamedTuple):
+class CompressionHook(NamedTuple):
     """What `register_comm_hook(state, hook)` takes."""
 
     state: Compressor
@@ -131,7 +131,9 @@ def compress_hook(
     return state.reduce(bucket)
 
 
-def make_compression(compression: str | Half | Int8 | PowerSGD, group: dist.ProcessGroup | None = None) -> CommHook:
+def make_compression(
+    compression: str | Half | Int8 | PowerSGD, group: dist.ProcessGroup | None = None
+) -> CompressionHook:
     """Return the state and the hook for `compression`: "fp16", "bf16", "int8", "powersgd" or one with its settings.
 
     Every rank of `group` (default: all) must call it with the same argument; blocks until all do. Raises
@@ -153,7 +155,7 @@ def make_compression(compression: str | Half | Int8 | PowerSGD, group: dist.Proc
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"this rank ({dist.get_rank()}) is not a member of the group: make it on its members only")
     _need_same(group, repr(compression))
-    return CommHook(compression.compressor(group), compress_hook)
+    return CompressionHook(compression.compressor(group), compress_hook)
 
 
 def _need_same(group: dist.ProcessGroup, mine: str) -> None:

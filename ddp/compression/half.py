@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.compression.memory import Scratch, Wires
-from ddp.compression.row_exchange import RowExchange, Rows, open_exchange
+from ddp.compression.memory import BucketMemories, Scratch
+from ddp.compression.row_exchange import BucketRows, RowExchange, open_exchange
 from ddp.compression.state import Bucket, completed, need_method
 
 __all__ = ["HalfCompressor"]
@@ -32,7 +32,7 @@ class HalfCompressor:
         self._dtype = dtype
         self._name = name
         self._exchange: RowExchange | None = open_exchange(group)
-        self._wires = Wires()
+        self._memories = BucketMemories()
         self._scratch = Scratch()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
@@ -45,7 +45,7 @@ class HalfCompressor:
         assert self._exchange is not None
         dtype = buffer.dtype if buffer.dtype.itemsize <= self._dtype.itemsize else self._dtype
         row_bytes = -(-numel // self._size) * dtype.itemsize
-        wire = self._wires.take(bucket.index(), (self._size, row_bytes), buffer.device)
+        wire = self._memories.take(bucket.index(), (self._size, row_bytes), buffer.device)
         flat = wire.send.view(dtype).view(-1)
         with torch.no_grad():
             flat[:numel].copy_(buffer.div_(self._size))
@@ -63,7 +63,7 @@ class HalfCompressor:
         def deliver(gathered: torch.Tensor) -> torch.Tensor:
             return buffer.copy_(gathered.view(dtype).view(-1)[:numel])
 
-        return self._exchange.start(self._group, Rows(f"bucket {bucket.index()}", wire, average, deliver))
+        return self._exchange.start(self._group, BucketRows(f"bucket {bucket.index()}", wire, average, deliver))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: only which method it was."""

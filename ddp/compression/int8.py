@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.compression.memory import Scratch, Wires
+from ddp.compression.memory import BucketMemories, Scratch
 from ddp.compression.quantize import add_dequantized, dequantize, quantize, row_bytes
-from ddp.compression.row_exchange import RowExchange, Rows, open_exchange
+from ddp.compression.row_exchange import BucketRows, RowExchange, open_exchange
 from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
 from ddp.errors import CheckpointError
 from ddp.torch_internals import allgather_flat
@@ -43,7 +43,7 @@ class Int8Compressor:
         self._block = block
         self._has_feedback = error_feedback
         self._exchange: RowExchange | None = open_exchange(group)
-        self._wires = Wires()
+        self._memories = BucketMemories()
         self._scratch = Scratch()
         self._owed: dict[int, _Owed] = {}
         self._loaded = LoadedBuckets()
@@ -63,7 +63,7 @@ class Int8Compressor:
         with torch.no_grad():
             owed.flat(owed.sent).add_(buffer)
             blocks = owed.kept.shape[0]
-            wire = self._wires.take(bucket.index(), (self._size, row_bytes(blocks, self._block)), buffer.device)
+            wire = self._memories.take(bucket.index(), (self._size, row_bytes(blocks, self._block)), buffer.device)
             with self._scratch.lend(owed.sent) as scratch:
                 quantize(owed.sent, wire.send, scratch)
 
@@ -82,7 +82,7 @@ class Int8Compressor:
                 dequantize(gathered, values)
                 return buffer.copy_(owed.flat(values))
 
-        return self._exchange.start(self._group, Rows(f"bucket {bucket.index()}", wire, average, deliver))
+        return self._exchange.start(self._group, BucketRows(f"bucket {bucket.index()}", wire, average, deliver))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is owed, in tensors of whole buckets, the same on every rank.

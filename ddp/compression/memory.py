@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Scratch", "Wire", "Wires"]
+__all__ = ["BucketMemories", "BucketMemory", "Scratch"]
 
 
 @dataclass(eq=False)
-class Wire:
+class BucketMemory:
     """Memory for one bucket on its way, uint8 of shape (n, row bytes).
 
     `send` is filled by the caller; `busy` is its last use.
@@ -27,19 +27,19 @@ class Wire:
     busy: torch.futures.Future[torch.Tensor] | None = None
 
 
-class Wires:
+class BucketMemories:
     """The memory of each bucket of one compressor, used again in every step."""
 
     def __init__(self) -> None:
-        self._wires: dict[int, Wire] = {}
+        self._memories: dict[int, BucketMemory] = {}
 
-    def take(self, index: int, shape: tuple[int, int], device: torch.device) -> Wire:
+    def take(self, index: int, shape: tuple[int, int], device: torch.device) -> BucketMemory:
         """Return memory for bucket `index`: what it had last time, if that fits and is not in use any more."""
-        wire = self._wires.get(index)
+        wire = self._memories.get(index)
         is_free = wire is not None and (wire.busy is None or wire.busy.done())
         if wire is None or not is_free or wire.send.shape != shape or wire.send.device != device:
             send = torch.empty(shape, dtype=torch.uint8, device=device)
-            wire = self._wires[index] = Wire(send, torch.empty_like(send))
+            wire = self._memories[index] = BucketMemory(send, torch.empty_like(send))
         elif wire.busy is not None and device.type != "cpu":
             wire.busy.wait()  # the stream waits, not this thread
         return wire

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import device_of, gather_values
-from ddp.compression.memory import Wire
+from ddp.compression.memory import BucketMemory
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of
 from ddp.torch_internals import allgather_flat, backend_of, default_store, timeout_of
 
-__all__ = ["RowExchange", "Rows", "open_exchange"]
+__all__ = ["BucketRows", "RowExchange", "open_exchange"]
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Rows:
+class BucketRows:
     """One bucket to be averaged. Both functions may run in another thread, without autograd.
 
     `average` makes of the n rows that this rank got, in the order of the ranks, its row (row bytes,), for which it
@@ -58,7 +58,7 @@ class Rows:
     """
 
     label: str
-    wire: Wire
+    wire: BucketMemory
     average: Callable[[torch.Tensor], torch.Tensor]
     deliver: Callable[[torch.Tensor], torch.Tensor]
 
@@ -92,7 +92,7 @@ class RowExchange:
         if self.users == 0 and self._pipeline is not None:
             self._pipeline.end()
 
-    def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+    def start(self, group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
         """Start averaging; return at once. The future has what `rows.deliver` returned, or a CollectiveError.
 
         Every rank must start buckets of the same sizes in the same order. Nothing can be started after a failure:
@@ -109,7 +109,7 @@ class RowExchange:
 class _Pending:
     """A bucket on its way, and the collective that it waits for."""
 
-    rows: Rows
+    rows: BucketRows
     work: dist.Work
     future: torch.futures.Future[torch.Tensor]
 
@@ -129,7 +129,7 @@ class _Pipeline:
         self._is_ending = False
         self._failure: str | None = None
 
-    def start(self, group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+    def start(self, group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
         with self._lock:
             if self._failure is not None:
                 raise self._failed(rows, RuntimeError("it was not started"))
@@ -200,7 +200,7 @@ class _Pipeline:
         failure.__cause__ = error
         pending.future.set_exception(failure)  # type: ignore[arg-type]  # torch's annotation is that of set_result
 
-    def _failed(self, rows: Rows, error: Exception) -> CollectiveError:
+    def _failed(self, rows: BucketRows, error: Exception) -> CollectiveError:
         """The report of the first failure, which is that of all buckets after it: asking the ranks takes seconds."""
         what = f"compressed average of {rows.label}"
         if self._failure is None:
@@ -208,7 +208,7 @@ class _Pipeline:
         return CollectiveError(self._failure, rank=self._report.rank, what=what)
 
 
-def _start_in_order(group: dist.ProcessGroup, rows: Rows) -> torch.futures.Future[torch.Tensor]:
+def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
     """Enqueue all steps on the device at once: streams keep their order, so one group does."""
     send, received = rows.wire.send, rows.wire.received
     work = group.alltoall_base(received, send, [], [])

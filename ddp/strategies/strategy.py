@@ -297,11 +297,11 @@ def _check_given(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ArgumentError(f"the model is in a {type(model).__name__} already: give prepare() the module itself")
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        strangers = [parameter for parameter in group["params"] if id(parameter) not in own]
-        if strangers:
+        foreign = [parameter for parameter in group["params"] if id(parameter) not in own]
+        if foreign:
             raise ArgumentError(
-                f"the optimizer's group {number} has {len(strangers)} parameters that are not the model's, the first "
-                f"of shape {tuple(strangers[0].shape)}: make the optimizer of this model's parameters"
+                f"the optimizer's group {number} has {len(foreign)} parameters that are not the model's, the first "
+                f"of shape {tuple(foreign[0].shape)}: make the optimizer of this model's parameters"
             )
 
 

@@ -21,17 +21,17 @@ from ddp.torch_internals import tree_leaves, tree_map_only
 __all__ = [
     "Loss",
     "Metric",
-    "Part",
+    "MicroBatch",
     "Share",
     "Totals",
     "argument_names",
     "called",
     "means",
-    "measure",
+    "metric_sums",
     "metrics_of",
+    "micro_batches",
     "on_device",
     "on_tensors",
-    "parts_of",
     "read_share",
     "wide",
 ]
@@ -60,7 +60,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """A batch, and what part of an optimizer step it is."""
 
     batch: Any
@@ -69,7 +69,7 @@ class Part:
     ends_step: bool
 
 
-def parts_of(loader: Any, accumulate: int) -> Iterator[Part]:
+def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
     """Go through what is left of the loader's epoch, `accumulate` batches to a step, fewer where it ends."""
     state, size = loader.state_dict(), loader.global_batch_size
     place, done, total = state["position"], 0, 0
@@ -83,7 +83,7 @@ def parts_of(loader: Any, accumulate: int) -> Iterator[Part]:
         done += 1
         ends_step = done == accumulate or left <= 0
         done = 0 if ends_step else done
-        yield Part(batch, own, own / total, ends_step)
+        yield MicroBatch(batch, own, own / total, ends_step)
 
 
 def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) -> Share:
@@ -260,7 +260,7 @@ def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> di
     return found
 
 
-def measure(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
+def metric_sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
     """Return (sum, count) of a metric on a share: its own pair, or from values (samples, ...), or a mean."""
     value = metric(outputs, share.targets)
     if isinstance(value, tuple):
@@ -293,7 +293,7 @@ class Totals:
     def add_metrics(self, metrics: Mapping[str, Metric], outputs: Any, share: Share) -> None:
         if share.count:
             for name, metric in metrics.items():
-                self.add(name, *measure(name, metric, outputs, share))
+                self.add(name, *metric_sums(name, metric, outputs, share))
 
     def numbers(self) -> dict[str, list[float]]:
         return {name: [float(total), float(count)] for name, (total, count) in self._of.items()}

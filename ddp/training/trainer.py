@@ -20,6 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ddp.callbacks.callback import Callback
+from ddp.callbacks.callback_list import CallbackList
+from ddp.callbacks.reports import History
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
@@ -27,22 +30,19 @@ from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
 from ddp.torch_internals import tree_map
 from ddp.training import export as files
-from ddp.training.callbacks.callback import Callback
-from ddp.training.callbacks.callback_list import CallbackList
-from ddp.training.callbacks.reports import History
 from ddp.training.losses_and_metrics import (
     Loss,
     Metric,
-    Part,
+    MicroBatch,
     Share,
     Totals,
     argument_names,
     called,
     means,
     metrics_of,
+    micro_batches,
     on_device,
     on_tensors,
-    parts_of,
     read_share,
     wide,
 )
@@ -195,7 +195,7 @@ class Trainer:
         if self._is_over():
             return
         begins_step = True
-        for part in parts_of(loader, self.accumulate):
+        for part in micro_batches(loader, self.accumulate):
             if begins_step:
                 self.callbacks.call("on_step_begin", self.step)
             self._backward(part)
@@ -224,7 +224,7 @@ class Trainer:
         total = self.strategy.reduce("sum", divisor) if self.strategy.collective else divisor * self.strategy.replicas
         return self.strategy.mean(losses / total, global_batch_size=1)
 
-    def _backward(self, part: Part) -> None:
+    def _backward(self, part: MicroBatch) -> None:
         # Gradients travel with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
         with no_sync():
@@ -303,7 +303,7 @@ class Trainer:
         self.strategy.sync()
         parts = []
         with self._evaluating():
-            for part in parts_of(loader, 1):
+            for part in micro_batches(loader, 1):
                 share = self._share(part.batch, loader)
                 with self._autocast():
                     outputs = self._run(share)
@@ -404,12 +404,12 @@ class Trainer:
             "asks_to_stop": self._asks_to_stop,
             "failed": self.callbacks.has_failed,
         }
-        told: Any = self.strategy.reduce("sum", mine) if together else mine
+        totals: Any = self.strategy.reduce("sum", mine) if together else mine
         if together:
-            self._is_stopped = bool(told["asks_to_stop"])
-        if told["failed"]:
+            self._is_stopped = bool(totals["asks_to_stop"])
+        if totals["failed"]:
             self.callbacks.raise_failure(together=together)
-        return means(told["totals"])
+        return means(totals["totals"])
 
     def _on_main(self, what: str, action: Callable[[], None]) -> None:
         """Run `action` on the main replica; raise DdpError on all if it fails."""

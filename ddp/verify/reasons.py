@@ -69,7 +69,7 @@ class Treatment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The loss and the gradients by parameter in float64 on the CPU; None where there is none."""
 
     loss: float
@@ -103,30 +103,30 @@ class Experiment:
 
     # Runs
 
-    def alone(self, treatment: Treatment, *, other_seed: bool = False, permuted: bool = False) -> Outcome:
+    def alone(self, treatment: Treatment, *, other_seed: bool = False, permuted: bool = False) -> RunResult:
         """The whole batch in this process."""
         order = _shuffled(self._rows) if permuted else None
         seed = _SEED - 1 if other_seed else _SEED
         return self._run(self._treated(treatment), self._selected(order), seed)
 
-    def on_shard(self, treatment: Treatment) -> Outcome:
+    def on_shard(self, treatment: Treatment) -> RunResult:
         """This rank's shard, without a wrapper."""
         return self._run(self._treated(treatment), self._selected(self._shard(treatment)), _SEED + 1 + self._rank)
 
-    def distributed(self, treatment: Treatment) -> Outcome:
+    def distributed(self, treatment: Treatment) -> RunResult:
         """This rank's shard in a wrapper. Every rank must call it; blocks."""
         model = DistributedDataParallel(self._treated(treatment), process_group=self._group)
         factor = 1.0 if treatment.weights is None else self.world_size * treatment.weights[self._rank]
         shard = self._selected(self._shard(treatment))
         mine = self._run(model, shard, _SEED + 1 + self._rank, factor=factor)
         losses = self.gather(mine.loss)
-        return Outcome(sum(losses) / len(losses), mine.gradients)
+        return RunResult(sum(losses) / len(losses), mine.gradients)
 
     def compare(self, treatment: Treatment) -> Comparison:
         """Rank 0's comparison of both. Every rank must call it; blocks."""
         mine = self.difference(self.alone(replace(treatment, interleaved=False)), self.distributed(treatment))
-        told = self.gather(asdict(mine))[0]
-        return Comparison(**{**told, "differences": tuple(Difference(**each) for each in told["differences"])})
+        received = self.gather(asdict(mine))[0]
+        return Comparison(**{**received, "differences": tuple(Difference(**each) for each in received["differences"])})
 
     def gather(self, mine: Any) -> list[Any]:
         """The values of all ranks. Every rank must call it; blocks."""
@@ -167,7 +167,7 @@ class Experiment:
 
         return tree_map_only(torch.Tensor, select, self._batch)
 
-    def _run(self, model: nn.Module, batch: Any, seed: int, *, factor: float = 1.0) -> Outcome:
+    def _run(self, model: nn.Module, batch: Any, seed: int, *, factor: float = 1.0) -> RunResult:
         with _undisturbed(self._devices(), self._dtype), torch.enable_grad():
             _seed_all(seed, self._devices())
             loss = self._loss_fn(model, batch)
@@ -184,7 +184,7 @@ class Experiment:
             for name, p in inner.named_parameters()
             if p.requires_grad
         }
-        return Outcome(float(loss.detach()), gradients)
+        return RunResult(float(loss.detach()), gradients)
 
     def _devices(self) -> list[int]:
         tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self._batch)]
@@ -193,7 +193,7 @@ class Experiment:
 
     # Measures
 
-    def difference(self, alone: Outcome, other: Outcome) -> Comparison:
+    def difference(self, alone: RunResult, other: RunResult) -> Comparison:
         """Compare the gradients of two runs. A missing gradient is as good as zeros."""
         pairs = {}
         for name, a in alone.gradients.items():
@@ -221,7 +221,7 @@ class Experiment:
             unused_distributed=tuple(name for name, g in other.gradients.items() if g is None),
         )
 
-    def error_between(self, one: Outcome, other: Outcome) -> float:
+    def error_between(self, one: RunResult, other: RunResult) -> float:
         """The largest relative error of rank 0's two runs, 0 if within tolerance. Every rank must call it; blocks."""
         found = self.difference(one, other)
         return float(self.decide(found.largest_error if found.differences else 0.0))
@@ -242,8 +242,8 @@ class Experiment:
         is_found = (columns.T @ found - target).norm() <= 100 * self.tolerance * target.norm()
         elements = sum(g.numel() for g in alone.gradients.values() if g is not None)
         is_telling = elements > self.world_size or bool((found - found.mean()).abs().max() < self.tolerance)
-        told = self.decide(found.tolist() if is_found and is_telling else None)
-        return None if told is None else tuple(told)
+        received = self.decide(found.tolist() if is_found and is_telling else None)
+        return None if received is None else tuple(received)
 
 
 def _described(loss: object) -> str:
@@ -324,11 +324,11 @@ def _quotient(above: torch.Tensor, below: torch.Tensor) -> float:
     return float(above / below)
 
 
-def _sketch(outcome: Outcome, size: int) -> torch.Tensor:
+def _sketch(result: RunResult, size: int) -> torch.Tensor:
     """(size,) sums of all gradients' elements, each with a random sign in a random place, the same on every rank."""
     total = torch.zeros(size, dtype=torch.float64)
     generator = torch.Generator().manual_seed(_SEED)
-    for name, gradient in outcome.gradients.items():
+    for name, gradient in result.gradients.items():
         if gradient is None:
             continue
         generator.manual_seed(_SEED + sum(name.encode()))
@@ -348,7 +348,7 @@ def find_reasons(experiment: Experiment, first: Comparison) -> tuple[str, ...]:
     if noise := experiment.error_between(alone, experiment.alone(plain)):
         return (
             f"the model or the loss is not deterministic: two runs alone with the same seeds differ by {_e(noise)}, so "
-            f"nothing else can be told (alone and distributed differ by {_e(first.largest_error)}); draw from "
+            f"nothing else can be found (alone and distributed differ by {_e(first.largest_error)}); draw from "
             "generators that torch.manual_seed() seeds, and see torch.use_deterministic_algorithms()",
         )
     if reason := _by_rank(experiment, alone):
@@ -377,7 +377,7 @@ def find_reasons(experiment: Experiment, first: Comparison) -> tuple[str, ...]:
     return tuple(needed)
 
 
-def _by_rank(experiment: Experiment, alone: Outcome) -> str | None:
+def _by_rank(experiment: Experiment, alone: RunResult) -> str | None:
     losses = experiment.gather(alone.loss)
     for rank, loss in enumerate(losses):
         if not abs(loss - losses[0]) <= experiment.tolerance * max(abs(loss), abs(losses[0])):
@@ -467,7 +467,7 @@ def _text_of_weights(experiment: Experiment, weights: Sequence[float]) -> str:
 def _unexplained(
     experiment: Experiment, full: Treatment, steps: Sequence[tuple[str, Mapping[str, Any]]], left: Comparison
 ) -> tuple[str, ...]:
-    """What can be told when treatments leave a difference: does it matter which samples a batch has, and where?"""
+    """Explain a difference that treatments leave: does it matter which samples a batch has, and where?"""
     model_only = replace(full, weights=None)
     alone = experiment.alone(model_only)
     tried = f" (with {', '.join(name for name, _ in steps)} treated)" if steps else ""

@@ -129,7 +129,7 @@ def verify(
     base = _equal_copy(inner, group)
     experiment = _experiment(base, loss_fn, batch, rows, group, double=double, tolerance=tolerance)
     if group is None:
-        found = experiment.difference(outcome := experiment.alone(Treatment()), outcome)
+        found = experiment.difference(result := experiment.alone(Treatment()), result)
         return _verification(experiment, found, ())
     found = experiment.compare(Treatment())
     reasons: tuple[str, ...] = ()
@@ -175,12 +175,12 @@ def _require_same_batch(batch: Any, group: dist.ProcessGroup | None) -> int:
         digest = _digest(batch)
     except ArgumentError as error:
         problem = str(error)
-    notes = _gathered((problem, digest), group)
-    for rank, (told, _) in enumerate(notes):
-        if told:
-            raise ArgumentError(told if world == 1 else f"rank {rank}: {told}")
-    for rank, (_, other) in enumerate(notes):
-        if other != notes[0][1]:
+    gathered = _gathered((problem, digest), group)
+    for rank, (found, _) in enumerate(gathered):
+        if found:
+            raise ArgumentError(found if world == 1 else f"rank {rank}: {found}")
+    for rank, (_, other) in enumerate(gathered):
+        if other != gathered[0][1]:
             raise ArgumentError(
                 f"rank {rank} has another batch than rank 0: give every rank the same whole batch, verify() shares it "
                 "out itself (does it come from a sampler that gives each rank its part, or from another shuffle?)"
@@ -295,11 +295,11 @@ def _experiment(
 def _problem(experiment: Experiment) -> str:
     """Why the loss cannot be computed on this rank, alone or on its shard; empty if it can."""
     try:
-        outcome = experiment.alone(Treatment())
+        result = experiment.alone(Treatment())
         experiment.on_shard(Treatment())
     except Exception as error:  # whatever the user's code raises, the other ranks must not wait
         return f"loss_fn(model, batch) failed: {type(error).__name__}: {error}"
-    if all(gradient is None for gradient in outcome.gradients.values()):
+    if all(gradient is None for gradient in result.gradients.values()):
         return "no parameter got a gradient: loss_fn must use the model that it is called with, a copy of yours"
     return ""
 
@@ -324,9 +324,9 @@ def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
 
 def _raise_together(problem: str, group: dist.ProcessGroup | None) -> None:
     """Raise ArgumentError on every rank if one has a problem. Every rank must call it; blocks."""
-    for rank, told in enumerate(_gathered(problem, group)):
-        if told:
-            raise ArgumentError(told if group is None else f"rank {rank}: {told}")
+    for rank, found in enumerate(_gathered(problem, group)):
+        if found:
+            raise ArgumentError(found if group is None else f"rank {rank}: {found}")
 
 
 def _verification(experiment: Experiment, found: Comparison, reasons: tuple[str, ...]) -> Verification:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp
-from ddp.training.callbacks import LearningRateScheduler, ModelCheckpoint, ProgressBar, TensorBoard
+from ddp.callbacks import LearningRateScheduler, ModelCheckpoint, ProgressBar, TensorBoard
 from ddp.training.trainer import Trainer
 
 try:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Top down. Packages inside of a package count by themselves where they have a line of their own.
 ORDER = [
     "training",
-    "training.callbacks",
+    "callbacks",
     "strategies.parameter_server",
     "strategies.central_storage",
     "strategies.sharding",

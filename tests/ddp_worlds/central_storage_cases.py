@@ -264,7 +264,7 @@ def changes_after_prepare_are_errors() -> list[str]:
     def move(model: Any) -> None:
         model.layers[2].weight.data = model.layers[2].weight.data.clone()
 
-    told = []
+    gathered = []
     for change in (add, replace, cast, move):
         model, optimizer = prepared()
         step_of(model, optimizer)
@@ -280,7 +280,7 @@ def changes_after_prepare_are_errors() -> list[str]:
         with pytest.raises(ddp.PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'") as error:
             optimizer.step()
         assert [*error.value.failures] == [1]
-        told.append(str(error.value))
+        gathered.append(str(error.value))
     # What fails in the step itself, on the rank that has that part of the model.
     torch.sparse.check_sparse_tensor_invariants.disable()
     model, optimizer = prepared("words", "sparse adam")
@@ -290,7 +290,7 @@ def changes_after_prepare_are_errors() -> list[str]:
         optimizer.step()
     with pytest.raises((RuntimeError, ddp.PeerFailedError), match="SparseAdam does not support dense"):
         optimizer.step()  # the ranks still meet
-    return told
+    return gathered
 
 
 def what_differs_between_ranks_is_an_error() -> None:
@@ -382,10 +382,10 @@ def a_rank_leaves() -> str:
 def a_rank_is_late() -> str:
     other_group = dist.new_group()
     _, optimizer = prepared(stall_timeout_s=1.0)
-    said = ""
+    texts = ""
     if dist.get_rank() == 0:
         with pytest.raises(ddp.CollectiveError) as error:
             optimizer.step()
-        said = str(error.value)
+        texts = str(error.value)
     dist.barrier(group=other_group)
-    return said
+    return texts

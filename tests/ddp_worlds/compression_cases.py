@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.compression.compressors import CommHook, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import CompressionHook, Half, Int8, PowerSGD, make_compression
 from ddp.compression.quantize import dequantize, quantize, row_bytes
 from ddp.errors import CheckpointError, CollectiveError, LayoutMismatchError
 
@@ -69,7 +69,7 @@ def true_means(step: int, sizes: Sequence[int] = SIZES, size: int | None = None)
 
 
 def reduced(
-    made: CommHook, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]] | None = None
+    made: CompressionHook, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]] | None = None
 ) -> list[torch.Tensor]:
     """Send all buckets, then wait for all, as a backward pass does."""
     futures = []
@@ -283,7 +283,7 @@ def state_goes_on_bit_by_bit(method: Method, folder: str) -> None:
     """Six steps with a save after the third; a compressor that loads it makes the same last three."""
     path = Path(folder) / f"state.{dist.get_rank()}"
 
-    def steps(made: CommHook, first: int) -> list[torch.Tensor]:
+    def steps(made: CompressionHook, first: int) -> list[torch.Tensor]:
         return [
             result.clone()
             for step in range(first, first + 3)

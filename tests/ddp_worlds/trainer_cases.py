@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import ddp
+from ddp import callbacks as cb
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.strategies.all_reduce import AllReduce
-from ddp.training import callbacks as cb
 from ddp.training.trainer import Trainer
 
 F64 = torch.float64

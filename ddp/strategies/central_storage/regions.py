@@ -1,6 +1,6 @@
-"""Where the values, gradients and words of central storage lie in shared memory, and how its ranks meet there.
+"""The layout of central storage in shared memory, and the barriers of its ranks.
 
-Called by `central_step`; knows no optimizer.
+Called by `step`; knows no optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddp.strategies.sharding.optimizer_state import NOT_HYPER
 from ddp.strategies.sharding.partition import Chunk, Partition, Piece
 from ddp.strategies.sharding.shards import Rows
 
-__all__ = ["Desk", "Form", "Plan", "Room", "aligned", "digest", "make_plan", "view_of"]
+__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "aligned", "digest", "make_plan", "view_of"]
 
 _ALIGN_BYTES = 64
 _TEXT_BYTES = 1000  # of what a rank says of its failure
@@ -48,22 +48,22 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RegionPlan:
     """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
 
-    A rank's desk has its gradients first, then the row numbers of sparse ones, then words and texts for the others.
+    A rank's region has its gradients first, then the row numbers of sparse ones, then header and texts for the others.
     """
 
     chunks: Mapping[int, int]
     parameters: tuple[int, ...]
     values_bytes: int
     rows: Mapping[int, int]
-    words: int
+    header: int
     texts: int
-    desk_bytes: int
+    region_bytes: int
 
 
-def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> Plan:
+def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
     chunks: dict[int, int] = {}
     parameters = [0] * len(forms)
     end = 0
@@ -79,8 +79,8 @@ def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) ->
     for number in sparse:
         rows[number] = end
         end = aligned(end + 8 * forms[number].shape[0])
-    texts = end + 8 * (Desk.HEADER + len(forms))
-    return Plan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
+    texts = end + 8 * (RankRegion.HEADER + len(forms))
+    return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
 
 
 def aligned(size_bytes: int) -> int:
@@ -98,19 +98,19 @@ def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dt
     return tensor
 
 
-class Desk:
+class RankRegion:
     """One rank's part of shared memory: it writes there what the others need in a step."""
 
     HEADER = 8
-    FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes a word for each phase
+    FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes one number for each phase
 
-    def __init__(self, memory: torch.Tensor, plan: Plan, forms: Sequence[Form]) -> None:
+    def __init__(self, memory: torch.Tensor, plan: RegionPlan, forms: Sequence[Form]) -> None:
         self.memory = memory
         self._plan = plan
         self._forms = forms
-        self.words = view_of(memory, plan.words, (self.HEADER,), torch.int64)
-        self.kinds = view_of(memory, plan.words + 8 * self.HEADER, (len(forms),), torch.int64)
-        self.squares = self.words[self.SQUARES : self.SQUARES + 1].view(torch.float64)
+        self.header = view_of(memory, plan.header, (self.HEADER,), torch.int64)
+        self.kinds = view_of(memory, plan.header + 8 * self.HEADER, (len(forms),), torch.int64)
+        self.squares = self.header[self.SQUARES : self.SQUARES + 1].view(torch.float64)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The gradients of a chunk."""
@@ -145,10 +145,10 @@ class Desk:
         place = self._text(phase)
         place.zero_()
         place[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        self.words[self.FAILED + phase] = step
+        self.header[self.FAILED + phase] = step
 
     def failure(self, phase: int, step: int) -> str | None:
-        if int(self.words[self.FAILED + phase]) != step:
+        if int(self.header[self.FAILED + phase]) != step:
             return None
         return bytes(self._text(phase).tolist()).rstrip(b"\0").decode(errors="replace")
 
@@ -156,8 +156,8 @@ class Desk:
         return view_of(self.memory, self._plan.texts + phase * _TEXT_BYTES, (_TEXT_BYTES,), torch.uint8)
 
 
-class Room:
-    """The ranks that share memory: where they meet, and how they find each other's segments."""
+class SharedRegion:
+    """The memory that the ranks share: its segments, and barriers between those who write and read."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, model: nn.Module, forms: Sequence[Form], stall_timeout_s: float | None
@@ -168,23 +168,23 @@ class Room:
         if self._group is None:
             return
         self._control = control_group(self._group, forms[0].device)
-        self._whereabouts = StallReport(self._control, timeout_s=stall_timeout_s)
-        self._whereabouts.at("its forward and backward passes")
+        self._stall_report = StallReport(self._control, timeout_s=stall_timeout_s)
+        self._stall_report.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
         self._collect = buffer_collector(model, frozenset())
-        self._buffers = BufferSync(self._group, self._collect, self._whereabouts.wait)
+        self._buffers = BufferSync(self._group, self._collect, self._stall_report.wait)
 
-    def meet(self, what: str, *, step: int = 0) -> None:
+    def barrier(self, what: str, *, step: int = 0) -> None:
         """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
         if self._group is not None:
-            self._whereabouts.step = step
-            self._whereabouts.wait(self._control.allreduce([self._token]), what)
+            self._stall_report.step = step
+            self._stall_report.wait(self._control.allreduce([self._token]), what)
 
-    def tell_all(self, mine: object, what: str) -> list[Any]:
+    def gather(self, mine: object, what: str) -> list[Any]:
         """The values of all ranks. Every rank must call it; blocks."""
         if self._group is None:
             return [mine]
-        with self._whereabouts.waiting(what):
+        with self._stall_report.waiting(what):
             return gather_values(mine, device=torch.device("cpu"), group=self._control)
 
     def compare(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, object]) -> None:
@@ -197,28 +197,30 @@ class Room:
             "parameters of the optimizer": [form.name for form in self._forms],
             "hyperparameters": digest(optimizer.param_groups),
         }
-        with self._whereabouts.waiting("comparison of the models"):
+        with self._stall_report.waiting("comparison of the models"):
             check_same_layout(
                 self._control,
                 describe(described, model.named_parameters(), model.named_buffers()),
                 torch.device("cpu"),
             )
 
-    def open(self, plan: Plan) -> tuple[torch.Tensor, list[Desk]]:
-        """Make the segments and find those of the others: the values, and every rank's desk."""
+    def open(self, plan: RegionPlan) -> tuple[torch.Tensor, list[RankRegion]]:
+        """Make the segments and find those of the others: the values, and every rank's region."""
         if self._group is None:
             values = torch.zeros(plan.values_bytes, dtype=torch.uint8)
-            return values, [Desk(torch.zeros(plan.desk_bytes, dtype=torch.uint8), plan, self._forms)]
+            return values, [RankRegion(torch.zeros(plan.region_bytes, dtype=torch.uint8), plan, self._forms)]
         rank = self._group.rank()
-        own = [SharedSegment(plan.desk_bytes), *([SharedSegment(plan.values_bytes)] if rank == 0 else [])]
-        told = self.tell_all(([segment.ticket for segment in own], platform.node()), "places of shared memory")
-        memories = [own if other == rank else self._open_all(tickets) for other, (tickets, _) in enumerate(told)]
-        self._check_same_host([host for _, host in told], [other for other, found in enumerate(memories) if not found])
-        desks = [Desk(found[0].tensor, plan, self._forms) for found in memories]
+        own = [SharedSegment(plan.region_bytes), *([SharedSegment(plan.values_bytes)] if rank == 0 else [])]
+        gathered = self.gather(([segment.ticket for segment in own], platform.node()), "places of shared memory")
+        memories = [own if other == rank else self._open_all(tickets) for other, (tickets, _) in enumerate(gathered)]
+        self._check_same_host(
+            [host for _, host in gathered], [other for other, found in enumerate(memories) if not found]
+        )
+        regions = [RankRegion(found[0].tensor, plan, self._forms) for found in memories]
         values = memories[0][1].tensor
         for segment in own:
             segment.close()  # to newcomers; the memory stays
-        return values, desks
+        return values, regions
 
     def _open_all(self, tickets: Sequence[Mapping[str, Any]]) -> list[SharedSegment]:
         """The segments of another rank, or none if one of them cannot be had here."""
@@ -227,7 +229,7 @@ class Room:
         return found if len(found) == len(tickets) else []
 
     def _check_same_host(self, hosts: Sequence[str], hidden: Sequence[int]) -> None:
-        for rank, unseen in enumerate(self.tell_all(list(hidden), "who can open it")):
+        for rank, unseen in enumerate(self.gather(list(hidden), "who can open it")):
             if unseen:
                 raise ArgumentError(
                     f"central_storage keeps parameters in memory that all processes share, but rank {rank} (on "
@@ -240,32 +242,32 @@ class Room:
         if segment is None:
             raise CollectiveError(
                 f"the shared memory of rank {rank} is gone: that process has ended",
-                rank=self._whereabouts.rank,
+                rank=self._stall_report.rank,
                 what="places of optimizer states",
             )
         return segment.tensor
 
-    def equalise(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make these rank 0's on every rank."""
         if self._group is not None:
-            with self._whereabouts.waiting("broadcast of what is not stepped"):
+            with self._stall_report.waiting("broadcast of what is not stepped"):
                 broadcast_tensors(self._group, tensors)
 
-    def equalise_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         if self._buffers is not None and self._collect():
             self._buffers.run()
 
     def close(self) -> None:
         if self._group is not None:
-            self._whereabouts.close()
+            self._stall_report.close()
             self._buffers = self._group = None
             del self._control
 
 
 def digest(groups: Sequence[Mapping[str, Any]]) -> int:
     """63 bits of the hyperparameters."""
-    told = [
+    gathered = [
         [(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in group.items() if k not in NOT_HYPER]
         for group in groups
     ]
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(gathered).encode(), digest_size=8).digest(), "big") >> 1

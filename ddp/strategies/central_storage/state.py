@@ -1,6 +1,6 @@
 """The optimizer state of central storage: each rank keeps that of its part where all ranks can read it.
 
-So one rank can save the whole state by itself, as scripts for all-reduce do. Called by `central_step`.
+So one rank can save the whole state by itself, as scripts for all-reduce do. Called by `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddp.strategies.central_storage.regions import aligned, view_of
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import Shards
 
-__all__ = ["Entry", "Published"]
+__all__ = ["Published", "StateEntry"]
 
 
 class Published:
@@ -25,7 +25,7 @@ class Published:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._entries: list[Entry] = []
+        self._entries: list[StateEntry] = []
         self._places: list[torch.Tensor | None] = []
         self._segment: SharedSegment | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -55,7 +55,7 @@ class Published:
                 self._store(entry, state, value, place)
         return moves
 
-    def _move(self, found: Sequence[Entry]) -> None:
+    def _move(self, found: Sequence[StateEntry]) -> None:
         self._entries, end = [], 0
         for entry in found:
             self._entries.append(replace(entry, at=end))
@@ -64,7 +64,7 @@ class Published:
         self._memory = memory = self._segment.tensor
         self._places = [entry.place(memory) if entry.kind in ("tensor", "number") else None for entry in self._entries]
 
-    def _store(self, entry: Entry, state: dict[str, Any], value: Any, place: torch.Tensor | None) -> None:
+    def _store(self, entry: StateEntry, state: dict[str, Any], value: Any, place: torch.Tensor | None) -> None:
         if entry.kind == "sparse":  # a step gives such a tensor other memory
             numbers, values = entry.sparse_places(self._memory)
             coalesced = value.coalesce()
@@ -77,7 +77,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One value of an optimizer's state, at `at` bytes: of pieces `first` to `stop` of a chunk, under `name`.
 
     `kind`: "tensor", "sparse" (row numbers (count,) int64, then values (count, *row)), "number" or "none".
@@ -124,18 +124,18 @@ class Entry:
         return place.item() if self.kind == "number" else place
 
 
-def _entry(chunk: Chunk, first: int, stop: int, name: str, value: Any) -> Entry:
+def _entry(chunk: Chunk, first: int, stop: int, name: str, value: Any) -> StateEntry:
     where = (chunk.index, first, stop, name)
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo and value.sparse_dim() == 1:
         coalesced = value.coalesce()
-        return Entry(*where, "sparse", tuple(value.shape), value.dtype, len(coalesced.values()))
+        return StateEntry(*where, "sparse", tuple(value.shape), value.dtype, len(coalesced.values()))
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return Entry(*where, "tensor", tuple(value.shape), value.dtype)
+        return StateEntry(*where, "tensor", tuple(value.shape), value.dtype)
     if isinstance(value, bool | int | float):
         dtype = torch.float64 if isinstance(value, float) else torch.bool if isinstance(value, bool) else torch.int64
-        return Entry(*where, "number", (), dtype)
+        return StateEntry(*where, "number", (), dtype)
     if value is None:
-        return Entry(*where, "none", (), torch.uint8)
+        return StateEntry(*where, "none", (), torch.uint8)
     raise UnsupportedError(
         f"the optimizer keeps {name!r}, a {type(value).__name__}, of each parameter: central storage takes those that "
         "keep tensors and numbers"

@@ -17,8 +17,16 @@ from ddp.data_parallel.arguments import check_initialized
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.monitoring.progress import count_step
-from ddp.strategies.central_storage.regions import Desk, Form, Plan, Room, digest, make_plan, view_of
-from ddp.strategies.central_storage.state import Entry, Published
+from ddp.strategies.central_storage.regions import (
+    Form,
+    RankRegion,
+    RegionPlan,
+    SharedRegion,
+    digest,
+    make_plan,
+    view_of,
+)
+from ddp.strategies.central_storage.state import Published, StateEntry
 from ddp.strategies.sharding.optimizer_state import NOT_HYPER
 from ddp.strategies.sharding.partition import Chunk, Piece, partition
 from ddp.strategies.sharding.shards import (
@@ -38,7 +46,7 @@ __all__ = ["Storage"]
 
 _CHUNK_BYTES = 1 << 20  # averaged, then stepped while it is in the cache
 _NONE, _DENSE = -2, -1  # what gradient a parameter has; else the number of rows of a sparse one
-_WRITE, _AVERAGE, _STEP = range(3)  # the phases of a step, each ended by a meeting
+_WRITE, _AVERAGE, _STEP = range(3)  # the phases of a step, each ended by a barrier
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -62,8 +70,8 @@ class Storage:
         self._size = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
         self._model = model
-        self._room = Room(group, model, self._forms, stall_timeout_s)
-        self._room.compare(model, optimizer, {"max_grad_norm": max_grad_norm})
+        self._shared = SharedRegion(group, model, self._forms, stall_timeout_s)
+        self._shared.compare(model, optimizer, {"max_grad_norm": max_grad_norm})
         self._partition = partition(
             [form.shape for form in self._forms],
             [form.dtype for form in self._forms],
@@ -73,8 +81,8 @@ class Storage:
         )
         self._with_rows = self._sparse(model, optimizer)
         plan = make_plan(self._partition, self._forms, self._with_rows)
-        self._values, self._desks = self._room.open(plan)
-        self._mine = self._desks[self._rank]
+        self._values, self._regions = self._shared.open(plan)
+        self._mine = self._regions[self._rank]
         # How the user's parameters lay in memory: saved states lie so too.
         self._like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
         self._take_places(plan)
@@ -87,14 +95,14 @@ class Storage:
         optimizer.state.clear()
         self._groups = hyperparameters(optimizer)
         self._chunks = {chunk.index: chunk for chunk in self._partition.of(self._rank)}
-        self._flats = {i: [desk.flat(chunk) for desk in self._desks] for i, chunk in self._chunks.items()}
+        self._flats = {i: [region.flat(chunk) for region in self._regions] for i, chunk in self._chunks.items()}
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
         self._kinds: list[list[int]] = []  # of every rank's gradients in this step
         self._is_plain = False  # whether all of them are dense
         self._averages: dict[int, Gradient] = {}
-        self._roster = ModuleWatch(model, ())
+        self._watch = ModuleWatch(model, ())
         self._published = Published(self._shards)
-        self._others: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+        self._others: dict[int, tuple[torch.Tensor, list[StateEntry]]] = {}
         if self._size > 1:
             self._published.update()
             self._exchange()
@@ -110,7 +118,7 @@ class Storage:
         ]
 
     @torch.no_grad()
-    def _take_places(self, plan: Plan) -> None:
+    def _take_places(self, plan: RegionPlan) -> None:
         """Let the parameters lie in shared memory, with rank 0's values, and their gradients too."""
         self._places = [
             view_of(self._values, at, form.shape, form.dtype)
@@ -120,8 +128,8 @@ class Storage:
             foreach_copy(self._places, [parameter.detach() for parameter in self._parameters])
         own = {id(parameter) for parameter in self._parameters}
         others = [tensor for tensor in self._model.parameters() if id(tensor) not in own]
-        self._room.equalise([*others, *self._model.buffers()])
-        self._room.meet("first values")
+        self._shared.broadcast([*others, *self._model.buffers()])
+        self._shared.barrier("first values")
         self._on_device = []
         self._slots = [self._mine.slot(number) for number in range(len(self._forms))]
         self._hooks: list[RemovableHandle] = []
@@ -142,29 +150,29 @@ class Storage:
         with self._phase(_WRITE, "gradients of the others"):
             self._check_model()
             self._write(groups)
-        self._check_words(groups)
-        self._kinds = [desk.kinds.tolist() for desk in self._desks]
+        self._check_headers(groups)
+        self._kinds = [region.kinds.tolist() for region in self._regions]
         self._is_plain = all(kind == _DENSE for kinds in self._kinds for kind in kinds)
         scale = None
         if self._max_grad_norm is not None:
             with self._phase(_AVERAGE, "norms of the others"):
                 self._mine.squares.fill_(self._average_all())
-            self.grad_norm = sum(float(desk.squares) for desk in self._desks) ** 0.5
+            self.grad_norm = sum(float(region.squares) for region in self._regions) ** 0.5
             scale = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))  # as torch's clip_grad_norm_
         with self._phase(_STEP, "parameters of the others"):
             self._step_own(scale)
             if self._size > 1 and self._published.update():
-                self._mine.words[Desk.MOVED] = self._step
-        if any(int(desk.words[Desk.MOVED]) == self._step for desk in self._desks):
+                self._mine.header[RankRegion.MOVED] = self._step
+        if any(int(region.header[RankRegion.MOVED]) == self._step for region in self._regions):
             self._exchange()
-        self._room.equalise_buffers()
+        self._shared.broadcast_buffers()
         if self._on_device:
             foreach_copy([parameter for parameter, _ in self._on_device], [place for _, place in self._on_device])
         count_step()
 
     @contextlib.contextmanager
     def _phase(self, phase: int, what: str) -> Iterator[None]:
-        """Meet the other ranks at the end of a block, and let them know if it raised: all ranks raise then."""
+        """Wait for the other ranks at the end of a block, and let them know if it raised: all ranks raise then."""
         if self._size == 1:
             yield
             return
@@ -173,17 +181,17 @@ class Storage:
         except Exception as error:
             self._mine.fail(phase, self._step, f"{type(error).__name__}: {error}")
             with contextlib.suppress(DdpError):  # the cause is this rank's own error
-                self._room.meet(what, step=self._step)
+                self._shared.barrier(what, step=self._step)
             raise
-        self._room.meet(what, step=self._step)
-        told = {rank: desk.failure(phase, self._step) for rank, desk in enumerate(self._desks)}
-        failures = {rank: text for rank, text in told.items() if text is not None}
+        self._shared.barrier(what, step=self._step)
+        gathered = {rank: region.failure(phase, self._step) for rank, region in enumerate(self._regions)}
+        failures = {rank: text for rank, text in gathered.items() if text is not None}
         if failures:
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            raise PeerFailedError(f"another rank failed in step {self._step}: {said}", failures=failures)
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise PeerFailedError(f"another rank failed in step {self._step}: {texts}", failures=failures)
 
     def _check_model(self) -> None:
-        problem = self._roster.problem()
+        problem = self._watch.problem()
         changed = problem.parameter if problem is not None else None
         for form, parameter, pointer in zip(self._forms, self._parameters, self._pointers, strict=True):
             is_same = parameter.dtype == form.dtype and parameter.device == form.device
@@ -198,11 +206,11 @@ class Storage:
             )
 
     def _write(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Put this rank's gradients and words on its desk."""
+        """Write this rank's gradients and header into its region."""
         kinds = [self._written(number, parameter) for number, parameter in enumerate(self._parameters)]
         self._mine.kinds.copy_(torch.tensor(kinds, dtype=torch.int64))
-        self._mine.words[Desk.DIGEST] = digest(groups)
-        self._mine.words[Desk.STEP] = self._step
+        self._mine.header[RankRegion.DIGEST] = digest(groups)
+        self._mine.header[RankRegion.STEP] = self._step
 
     def _written(self, number: int, parameter: torch.Tensor) -> int:
         gradient, slot = parameter.grad, self._slots[number]
@@ -219,15 +227,15 @@ class Storage:
         slot.copy_(gradient)
         return _DENSE
 
-    def _check_words(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for rank, desk in enumerate(self._desks):
-            step = int(desk.words[Desk.STEP])
+    def _check_headers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for rank, region in enumerate(self._regions):
+            step = int(region.header[RankRegion.STEP])
             if step != self._step:
                 raise ArgumentError(
                     f"rank {rank} makes its step {step}, and rank {self._rank} its step {self._step}: every rank must "
                     "call step() equally often"
                 )
-            if int(desk.words[Desk.DIGEST]) != int(self._desks[0].words[Desk.DIGEST]):
+            if int(region.header[RankRegion.DIGEST]) != int(self._regions[0].header[RankRegion.DIGEST]):
                 rates = [group.get("lr") for group in groups]
                 raise ArgumentError(
                     f"rank {rank} steps with other hyperparameters than rank 0 in step {self._step} (rank {self._rank} "
@@ -281,18 +289,18 @@ class Storage:
             if count == _DENSE:
                 total.add_(flats[rank][piece.offset : piece.stop])
             else:
-                rows = self._desks[rank].rows(piece, count)
+                rows = self._regions[rank].rows(piece, count)
                 total.view(piece.shape).index_add_(0, rows.numbers, rows.values.to(total.dtype))
 
     def _mean_rows(self, piece: Piece, ranks: Sequence[int]) -> Rows:
-        every = [self._desks[rank].rows(piece, self._kinds[rank][piece.parameter]) for rank in ranks]
+        every = [self._regions[rank].rows(piece, self._kinds[rank][piece.parameter]) for rank in ranks]
         numbers, places = torch.unique(torch.cat([rows.numbers for rows in every]), return_inverse=True)
         values = torch.cat([rows.values for rows in every])
         total = torch.zeros(len(numbers), *values.shape[1:], dtype=_wide(values.dtype))
         return Rows(numbers, total.index_add_(0, places, values.to(total.dtype)).div_(self._size))
 
     def _scratch(self, chunk: Chunk, *, keep: bool) -> torch.Tensor:
-        """Room for an average, wide enough that it is rounded once."""
+        """Memory for an average, wide enough that it is rounded once."""
         dtype = _wide(chunk.dtype)
         if keep:
             return torch.empty(chunk.numel, dtype=dtype)
@@ -338,12 +346,15 @@ class Storage:
         """Learn where the others' states are now. Every rank must call it; blocks."""
         if self._size == 1:
             return
-        told = self._room.tell_all(self._published.announcement(), "places of optimizer states")
-        for rank, announced in enumerate(told):
+        gathered = self._shared.gather(self._published.announcement(), "places of optimizer states")
+        for rank, announced in enumerate(gathered):
             if rank != self._rank and announced is not None:
                 ticket, entries = announced
-                self._others[rank] = self._room.open_segment(ticket, rank), [Entry(*fields) for fields in entries]
-        self._room.meet("optimizer states of the others", step=self._step)
+                self._others[rank] = (
+                    self._shared.open_segment(ticket, rank),
+                    [StateEntry(*fields) for fields in entries],
+                )
+        self._shared.barrier("optimizer states of the others", step=self._step)
         self._published.is_known()
 
     # The end
@@ -360,7 +371,7 @@ class Storage:
         self.let_go()
 
     def let_go(self) -> None:
-        self._room.close()
+        self._shared.close()
 
 
 def _move_gradient(slot: torch.Tensor, parameter: torch.Tensor) -> None:

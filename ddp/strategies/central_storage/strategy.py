@@ -3,15 +3,15 @@
 `CentralStorage.prepare` moves a model's parameters into shared memory and deals them out: each rank steps its part of
 them with the averaged gradient, for all. Nothing travels; the process group only says when everybody is ready.
 
-    step:  own gradients to own shared memory | meet | average and step the own part | meet
+    step:  own gradients to own shared memory | barrier | average and step the own part | barrier
 
-Between the meetings every rank reads all gradients and writes its part of the parameters; outside of them nobody does.
-`central_step` has the engine, `central_memory` what lies where, `central_state` how any rank can save all.
+Between the barriers every rank reads all gradients and writes its part of the parameters; outside of them nobody does.
+`step` has the engine, `regions` what lies where, `state` how any rank can save all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch import nn
 
 from ddp.errors import ArgumentError, DdpError
 from ddp.strategies.central_storage.step import Storage
+from ddp.strategies.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, join
-from ddp.torch_internals import mark_as_stepped, state_dict_hooks
+from ddp.torch_internals import state_dict_hooks
 from ddp.world import before_leaving
 
 __all__ = ["CentralOptimizer", "CentralStorage", "CentralStorageStrategy"]
@@ -84,24 +85,21 @@ class CentralStorageStrategy(Strategy):
         return self._engine.prepare(model, optimizer)
 
 
-class CentralOptimizer(torch.optim.Optimizer):
-    """Stands for the user's optimizer, whose `param_groups` it shares: schedulers of either set the same rates.
+class CentralOptimizer(StandInOptimizer):
+    """Stands for the user's optimizer, as `StandInOptimizer` says, and steps for all ranks.
 
-    Every rank must call `step()` equally often, with the same hyperparameters. `state_dict()` is that of the user's
-    optimizer, whole, on any rank and without the others; `load_state_dict()` takes it on every rank. Its own `state`
-    is empty. Hooks registered on this object run; those of the user's object do not.
+    Every rank must call `step()` equally often, with the same hyperparameters; it blocks. `state_dict()` is that of the
+    user's optimizer, whole, on any rank and without the others; `load_state_dict()` takes it on every rank. Its own
+    `state` is empty.
+
+    `step()` raises ArgumentError if the model was changed after `prepare()` or the ranks' hyperparameters differ,
+    PeerFailedError if another rank failed, CollectiveError if one is gone or too slow. After these two, parameters
+    may be half stepped.
     """
 
     def __init__(self, storage: Storage, optimizer: torch.optim.Optimizer) -> None:
-        self._storage: Storage | None = None
-        # Not the user's groups and defaults: they would be filled up with each other.
-        super().__init__(
-            [{"params": [parameter for group in optimizer.param_groups for parameter in group["params"]]}], {}
-        )
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
-        self._storage = storage
-        self._users = optimizer
-        self._refusal = optimizer.register_step_pre_hook(_refuse_step)
+        super().__init__(optimizer)
+        self._storage: Storage | None = storage
         before_leaving(self, CentralOptimizer._let_go)
 
     @property
@@ -109,21 +107,8 @@ class CentralOptimizer(torch.optim.Optimizer):
         """The norm of the averaged gradient of the last step before it was clipped; None without `max_grad_norm`."""
         return self._open().grad_norm
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
-        """Average the gradients of all ranks and make one step. Every rank must call it; blocks.
-
-        Raises ArgumentError if the model was changed after `prepare()` or the ranks' hyperparameters differ,
-        PeerFailedError if another rank failed, CollectiveError if one is gone or too slow. After these two, parameters
-        may be half stepped.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _make_step(self) -> None:
         self._open().step(self.param_groups)
-        mark_as_stepped(self._users)  # a scheduler made before prepare() looks for it
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as torch has it, copied; on any rank, between two steps, and without the others."""
@@ -146,12 +131,6 @@ class CentralOptimizer(torch.optim.Optimizer):
         for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameters are dealt out once. Raises ArgumentError."""
-        if self._storage is not None:
-            raise ArgumentError("add_param_group() after prepare(): give the optimizer all of its groups before")
-        super().add_param_group(param_group)
-
     def close(self) -> None:
         """Move the parameters back into memory of this process alone. Every rank must call it after the same step."""
         storage, self._storage = self._open(), None
@@ -166,9 +145,3 @@ class CentralOptimizer(torch.optim.Optimizer):
     def _let_go(self) -> None:
         if self._storage is not None:
             self._storage.let_go()
-
-
-def _refuse_step(*_: object) -> None:
-    raise DdpError(
-        "this optimizer was given to prepare(): step the one that prepare() returned, which steps for all ranks"
-    )

@@ -298,17 +298,17 @@ class LocalSGD:
             if self._settings.has_outer and not self._anchors:
                 self._anchors = _copies(model)
             named = [*_parameters(model), *_buffers(model)]
-            mine = self._note(named, is_waiting=is_waiting)
-            notes = [mine] if group.size() == 1 else _exchange(mine, group)
-            _compare(notes)
-            if any(note.own_steps for note in notes):
-                _average(group, [tensor for name, tensor in named if len({note.values[name] for note in notes}) > 1])
+            mine = self._rank_state(named, is_waiting=is_waiting)
+            states = [mine] if group.size() == 1 else _exchange(mine, group)
+            _compare(states)
+            if any(state.own_steps for state in states):
+                _average(group, [tensor for name, tensor in named if len({state.values[name] for state in states}) > 1])
                 self._step_outside(model)
-            self._step, self._own_steps, self._anchors = max(note.step for note in notes), 0, {}
-            everybody_waits = not is_waiting or all(note.is_waiting for note in notes)
+            self._step, self._own_steps, self._anchors = max(state.step for state in states), 0, {}
+            everybody_waits = not is_waiting or all(state.is_waiting for state in states)
 
-    def _note(self, named: Sequence[tuple[str, torch.Tensor]], *, is_waiting: bool) -> _Note:
-        return _Note(
+    def _rank_state(self, named: Sequence[tuple[str, torch.Tensor]], *, is_waiting: bool) -> _RankState:
+        return _RankState(
             is_waiting=is_waiting,
             step=self._step,
             own_steps=self._own_steps,
@@ -374,7 +374,7 @@ class _Round:
 
 
 @dataclass(frozen=True)
-class _Note:
+class _RankState:
     """What a rank tells the others before they average, with a fingerprint of each tensor by its name."""
 
     is_waiting: bool
@@ -446,20 +446,20 @@ def _remove(*lists: list[RemovableHandle]) -> None:
 # Between the ranks
 
 
-def _exchange(mine: _Note, group: dist.ProcessGroup) -> list[_Note]:
-    with waiting_for_peers("exchange of LocalSGD's notes", group):
-        return [_Note(**told) for told in gather_values(asdict(mine), device=device_of(group), group=group)]
+def _exchange(mine: _RankState, group: dist.ProcessGroup) -> list[_RankState]:
+    with waiting_for_peers("exchange of LocalSGD's states", group):
+        return [_RankState(**state) for state in gather_values(asdict(mine), device=device_of(group), group=group)]
 
 
-def _compare(notes: Sequence[_Note]) -> None:
+def _compare(states: Sequence[_RankState]) -> None:
     """Raise an error if the ranks cannot become equal by averaging."""
-    may_differ = any(note.is_waiting for note in notes)  # in their steps: data that ended on some ranks
-    first = notes[0]
-    for rank, note in enumerate(notes):
+    may_differ = any(state.is_waiting for state in states)  # in their steps: data that ended on some ranks
+    first = states[0]
+    for rank, state in enumerate(states):
         for what, theirs, expected in (
-            ("settings", note.settings, first.settings),
-            ("steps of its own", note.own_steps, note.own_steps if may_differ else first.own_steps),
-            ("tensors", list(note.values), list(first.values)),
+            ("settings", state.settings, first.settings),
+            ("steps of its own", state.own_steps, state.own_steps if may_differ else first.own_steps),
+            ("tensors", list(state.values), list(first.values)),
         ):
             if theirs != expected:
                 raise LayoutMismatchError(
@@ -469,17 +469,17 @@ def _compare(notes: Sequence[_Note]) -> None:
                     entry=what,
                 )
         for what, theirs, expected in (
-            ("starting point of the last steps", note.anchors, first.anchors),
-            ("outer momentum", note.momenta, first.momenta),
+            ("starting point of the last steps", state.anchors, first.anchors),
+            ("outer momentum", state.momenta, first.momenta),
         ):
             for name in (*expected, *theirs):
                 if theirs.get(name) != expected.get(name):
                     raise DriftError(
                         f"the {what} of {name!r} is another on rank {rank} than on rank 0, so averaging would leave "
-                        f"the replicas different at step {note.step}: change weights on every rank alike, and load the "
-                        "same state into the model and into LocalSGD on all",
+                        f"the replicas different at step {state.step}: change weights on every rank alike, and load "
+                        "the same state into the model and into LocalSGD on all",
                         parameter=name,
-                        step=note.step,
+                        step=state.step,
                         ranks=(rank,),
                     )
 

@@ -1,13 +1,14 @@
-"""Who may speak in a session, and that nobody changed, repeated or invented what was said. No sockets here.
+"""Authenticate a session: its ends hold the run's key, and no packet is changed, repeated or invented. No sockets here.
 
-Both ends hold the run's key. A handshake, each packet with an HMAC-SHA256 over all that was said so far, proves it to
+Both ends hold the run's key. A handshake, each packet with an HMAC-SHA256 over all packets so far, proves it to
 both and gives a session with a fresh key for each direction:
 
     client: hello (version, name, nonce)    server: challenge (version, nonce, session)
-    client: proof                           server: here (sealed already)
+    client: proof                           server: here (authenticated already)
 
-Everything after it is sealed with AES-GMAC (AES-256-GCM that encrypts nothing): one tag over each tensor, and one over
-the header, its sequence number and those tags. `transport` carries the packets; nothing here encrypts or waits.
+Everything after it is authenticated with AES-GMAC (AES-256-GCM that encrypts nothing): one tag over each tensor, and
+one over the header, its sequence number and those tags. The endpoints carry the packets; nothing here encrypts or
+waits.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from ddp.strategies.parameter_server.messages import MAX_TENSORS, WIRE_VERSION
 
 __all__ = [
     "MAX_HANDSHAKE_BYTES",
+    "Authenticator",
     "Hello",
     "Packet",
     "Prefix",
     "RefusedError",
     "RunKey",
-    "Seal",
     "Session",
     "read_plain_packet",
     "read_prefix",
@@ -53,7 +54,7 @@ _NONCE = struct.Struct("<QI")  # sequence number, 0 for the header or 1 + the te
 
 
 class Packet(IntEnum):
-    """What a packet is. Those below MESSAGE have their own proof or none, the others are sealed."""
+    """What a packet is. Those below MESSAGE have their own proof or none, the others are authenticated."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -109,7 +110,7 @@ class RunKey:
         return hmac.digest(self._key, b"dtrain ps " + purpose + b"\x01", "sha256")
 
     def password(self) -> bytes:
-        """Return what opens the door of an endpoint that does not encrypt."""
+        """Return the password of an endpoint that does not encrypt."""
         return self.derive(b"password").hex().encode()
 
     def curve_pair(self, side: str) -> tuple[bytes, bytes]:
@@ -121,13 +122,13 @@ class RunKey:
 
     def hello(self, name: str, version: str) -> bytes:
         """Make a client's first packet."""
-        said = {"version": version, "name": name, "nonce": os.urandom(32).hex()}
-        return self._with_proof(_plain_packet(Packet.HELLO, said), b"hello")
+        fields = {"version": version, "name": name, "nonce": os.urandom(32).hex()}
+        return self._with_proof(_plain_packet(Packet.HELLO, fields), b"hello")
 
     def read_hello(self, packet: bytes) -> Hello:
         """Read a hello; `is_proven` says whether it was made with this key."""
-        said = read_plain_packet(packet[:-_PROOF_BYTES])
-        nonce, version, name = (said.get(field) for field in ("nonce", "version", "name"))
+        fields = read_plain_packet(packet[:-_PROOF_BYTES])
+        nonce, version, name = (fields.get(field) for field in ("nonce", "version", "name"))
         if not (isinstance(nonce, str) and isinstance(version, str) and isinstance(name, str)):
             raise RefusedError("malformed")
         return Hello(name, version, nonce, self._proven(packet, b"hello", b""), packet)
@@ -155,7 +156,7 @@ class RunKey:
         seen = hashlib.sha256(transcript).digest()
         keys = self.derive(b"to server" + seen), self.derive(b"to client" + seen)
         incoming, outgoing = keys if is_server else keys[::-1]
-        return Session(session, Seal(outgoing), Seal(incoming), transcript)
+        return Session(session, Authenticator(outgoing), Authenticator(incoming), transcript)
 
     def _with_proof(self, packet: bytes, purpose: bytes, before: bytes = b"") -> bytes:
         return packet + hmac.digest(self.derive(purpose), before + packet, "sha256")
@@ -176,8 +177,8 @@ class Hello:
     packet: bytes
 
 
-class Seal:
-    """One direction of a session: its key, and the number of the last packet sealed or opened."""
+class Authenticator:
+    """One direction of a session: its key, and the number of the last packet signed or verified."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.exceptions import InvalidTag
@@ -187,7 +188,7 @@ class Seal:
         self._bad_tag = InvalidTag
         self.sequence = 0
 
-    def seal(self, packet: Packet, session: bytes, header: bytes, frames: Sequence[zmq.Frame] = ()) -> bytes:
+    def sign(self, packet: Packet, session: bytes, header: bytes, frames: Sequence[zmq.Frame] = ()) -> bytes:
         """Return the first frame of a packet, the one before `frames`, which must stay as they are."""
         self.sequence += 1
         number, tag = self.sequence, self._gcm.encrypt
@@ -196,8 +197,8 @@ class Seal:
         head = b"".join((prefix, *tags, header))
         return head + tag(_NONCE.pack(number, 0), b"", head)
 
-    def open(self, prefix: Prefix, head: memoryview, frames: Sequence[zmq.Frame]) -> bytes:
-        """Return the header of a sealed packet; raises RefusedError unless all of it is as it was sealed, and new."""
+    def verify(self, prefix: Prefix, head: memoryview, frames: Sequence[zmq.Frame]) -> bytes:
+        """Return the header of an authenticated packet; raises RefusedError if any of it was changed, or is not new."""
         number = prefix.sequence
         if number <= self.sequence:
             raise RefusedError("replay")
@@ -211,18 +212,18 @@ class Seal:
                 at = _PREFIX.size + TAG_BYTES * index
                 check(_NONCE.pack(number, index + 1), head[at : at + TAG_BYTES], frame.buffer)
         except self._bad_tag:
-            raise RefusedError("seal") from None
+            raise RefusedError("tag") from None
         self.sequence = number
         return bytes(head[begin:end])
 
 
 @dataclass(frozen=True, repr=False)
 class Session:
-    """A session at one end: how to seal what goes out and open what comes in."""
+    """A session at one end: how to sign what goes out and verify what comes in."""
 
     id: bytes
-    outgoing: Seal
-    incoming: Seal
+    outgoing: Authenticator
+    incoming: Authenticator
     transcript: bytes
 
 
@@ -237,18 +238,18 @@ def unknown(session: bytes) -> bytes:
 
 
 def read_plain_packet(packet: bytes) -> dict[str, Any]:
-    """Return what a packet says that is not sealed, without its proof; raises RefusedError("malformed")."""
+    """Return what a packet says that is not authenticated, without its proof; raises RefusedError("malformed")."""
     if not _PREFIX.size < len(packet) <= MAX_HANDSHAKE_BYTES:
         raise RefusedError("malformed")
     try:
-        said = json.loads(packet[_PREFIX.size :])
+        fields = json.loads(packet[_PREFIX.size :])
     except (ValueError, RecursionError):
         raise RefusedError("malformed") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise RefusedError("malformed")
-    return said
+    return fields
 
 
-def _plain_packet(packet: Packet, said: dict[str, Any], session: bytes = bytes(SESSION_BYTES)) -> bytes:
+def _plain_packet(packet: Packet, fields: dict[str, Any], session: bytes = bytes(SESSION_BYTES)) -> bytes:
     prefix = _PREFIX.pack(_MAGIC, WIRE_VERSION, packet, session, 0, 0)
-    return prefix + json.dumps(said, separators=(",", ":")).encode()
+    return prefix + json.dumps(fields, separators=(",", ":")).encode()

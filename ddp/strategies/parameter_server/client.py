@@ -19,24 +19,26 @@ from typing import Any
 
 import torch
 
-from ddp.comm.codec import decode, encode
+from ddp.comm.codec import encode
 from ddp.comm.layout import Entry
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
+from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.gradient_codec import Losses, read_values, write_gradient
-from ddp.strategies.parameter_server.messages import Message
-from ddp.strategies.parameter_server.rendezvous import Meeting, Part
-from ddp.strategies.parameter_server.run_plan import Plan, raise_mismatch
-from ddp.strategies.parameter_server.transport import ClientEndpoint, Poller
+from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
+from ddp.strategies.parameter_server.messages import MalformedError, Message
+from ddp.strategies.parameter_server.poller import Poller
+from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
+from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, collect, in_flat, in_parameters
+from ddp.strategies.sharding.shards import ChunkGradient, flatten_gradients, in_flat, in_parameters
 from ddp.torch_internals import foreach_copy, version_of
 
 __all__ = ["Client", "Training"]
 
-_BEAT_S = 1.0
-_ASK_S = 2.0  # without a word from a server that owes an answer, it is asked what became of it
-_QUIET_S = 3.0  # without a word from a server, the store is asked whether it has a new life
+_HEARTBEAT_S = 1.0
+_ASK_S = 2.0  # after so long without a message, a server that owes an answer is asked for its state
+_QUIET_S = 3.0  # after so long without a message, the store is asked whether the server has a new life
 _LEAVE_S = 2.0
 _SMALL_BYTES = 1 << 20
 _PART_BYTES = 32 << 20
@@ -72,7 +74,7 @@ class _Link:
     has_joined: bool = False
     is_ready: bool = False  # and has its values
     step: int = 0
-    meetings: int = 0
+    joins: int = 0
     may_share: bool = False  # gradients by memory
     connections: int = 0
     outstanding: dict[tuple[int, int], Message] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class _Link:
     @property
     def contact(self) -> tuple[int, int, int]:
         """Changes whenever something that was sent before may have been lost."""
-        return self.life, self.meetings, self.endpoint.connections
+        return self.life, self.joins, self.endpoint.connections
 
 
 class Client:
@@ -96,23 +98,23 @@ class Client:
     they raise ParameterServerError then.
     """
 
-    def __init__(self, plan: Plan, part: Part, meeting: Meeting) -> None:
+    def __init__(self, plan: RunPlan, process: ProcessRole, directory: ServerDirectory) -> None:
         self.plan = plan
-        self.part = part
+        self.process = process
         self.step = 0
         self.statistics: dict[str, float] = {"steps": 0, "wait_s": 0.0, "bytes_out": 0, "bytes_in": 0}
-        self._meeting = meeting
+        self._directory = directory
         self._settings = plan.settings
-        self._name = f"{part.role} {part.index}" if part.role == "worker" else part.role
+        self._name = f"{process.role} {process.index}" if process.role == "worker" else process.role
         self._chunks = {chunk.index: chunk for chunk in plan.partition.chunks}
-        parts = [plan.partition.of(server) for server in range(part.servers)]
+        parts = [plan.partition.of(server) for server in range(process.servers)]
         self._last_of = {chunks[-1].index for chunks in parts if chunks}
         self._targets = {
             index: [view.detach() for view in in_parameters(chunk, [p.data for p in plan.parameters])]
             for index, chunk in self._chunks.items()
         }
-        shares = self._settings.shared_memory and SharedSegment.available and part.role == "worker"
-        sizes = [plan.partition.bytes(server) for server in range(part.servers)]
+        shares = self._settings.shared_memory and SharedSegment.available and process.role == "worker"
+        sizes = [plan.partition.bytes(server) for server in range(process.servers)]
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
         largest = max((chunk.nbytes for chunk in plan.partition.chunks), default=1)
         self._window = min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))  # where tensors go by the network
@@ -132,7 +134,7 @@ class Client:
         self._closing = threading.Event()
         self._links: list[_Link] = []
         self._poller = Poller()
-        self._beat: threading.Thread | None = None
+        self._heartbeats: threading.Thread | None = None
 
     # ---- coming and going ----
 
@@ -143,24 +145,24 @@ class Client:
         LayoutMismatchError, KeyRefusedError, VersionMismatchError, and ParameterServerError if a server does not come.
         """
         with self._lock:
-            for server in range(self.part.servers):
-                address = self._meeting.find(server, 1, wait_s=self._settings.timeout_s)
+            for server in range(self.process.servers):
+                address = self._directory.find(server, 1, wait_s=self._settings.timeout_s)
                 if address is None:
                     raise ParameterServerError(
                         f"{self._name}: parameter server {server} has not come within {self._settings.timeout_s:g} s"
                     )
                 life = 1
-                while (newer := self._meeting.find(server, life + 1)) is not None:
+                while (newer := self._directory.find(server, life + 1)) is not None:
                     life, address = life + 1, newer
                 self._links.append(self._open(server, life, address))
             for link in self._links:
-                self._introduce(link)
+                self._send_join(link)
             self._wait(lambda: all(link.is_ready for link in self._links))
             # A server without a chunk, where there are more servers than elements, counts no steps.
             self.step = min(link.step for link in self._links if self.plan.partition.of(link.index))
-            self._beat = threading.Thread(target=self._beats, name="ddp-ps-beat", daemon=True)
-            self._beat.start()
-            if not (self.part.role == "worker" and self.part.index == 0 and self._has_filled):
+            self._heartbeats = threading.Thread(target=self._send_heartbeats, name="ddp-ps-beat", daemon=True)
+            self._heartbeats.start()
+            if not (self.process.role == "worker" and self.process.index == 0 and self._has_filled):
                 self.fetch_extras()
             self.pull()
             return self.step
@@ -184,12 +186,12 @@ class Client:
             for memory in self._memories:
                 if memory is not None:
                     memory.close()
-        if self._beat is not None:
-            self._beat.join(timeout=2 * _BEAT_S)
+        if self._heartbeats is not None:
+            self._heartbeats.join(timeout=2 * _HEARTBEAT_S)
 
     def _open(self, server: int, life: int, address: str) -> _Link:
         endpoint = ClientEndpoint(
-            self.part.key,
+            self.process.key,
             address,
             name=self._name,
             encrypt=self._settings.encrypt,
@@ -198,14 +200,14 @@ class Client:
         self._poller.add(endpoint)
         return _Link(server, life, endpoint)
 
-    def _introduce(self, link: _Link) -> None:
+    def _send_join(self, link: _Link) -> None:
         """Tell a server who this is; it answers "joined". May be said again."""
         memory = self._memories[link.index]
         link.has_joined = link.is_ready = False
         link.connections = link.endpoint.connections
         facts = {
-            "role": self.part.role,
-            "replica": self.part.index,
+            "role": self.process.role,
+            "replica": self.process.index,
             "digest": self.plan.digest,
             "done": self.step if self._has_made else 0,
             "gathers": self._gathers,
@@ -216,14 +218,14 @@ class Client:
     def _joined(self, link: _Link, facts: Mapping[str, Any]) -> None:
         """A server knows this worker now. If it has nothing yet, this is the first replica, and gives it its values."""
         link.has_joined = True
-        link.may_share = self._memories[link.index] is not None and bool(facts["reads_gradients"])
-        link.step = int(facts["step"])
+        link.may_share = self._memories[link.index] is not None and facts["reads_gradients"]
+        link.step = facts["step"]
         if link.values is None and facts["memory"] is not None and self._settings.shared_memory:
             link.values = SharedSegment.open(facts["memory"])
         if link.values is not None:
             link.endpoint.send(Message("memory"))
         if link.index == 0:
-            self._gathers = max(self._gathers, int(facts["gathered"]))
+            self._gathers = max(self._gathers, facts["gathered"])
         if facts["is_filled"]:
             self._is_known(link)
             return
@@ -244,7 +246,7 @@ class Client:
     def _is_known(self, link: _Link) -> None:
         """Go on with a server that has what it needs: give it what its earlier life has not answered."""
         link.is_ready = True
-        link.meetings += 1
+        link.joins += 1
         for key, message in list(link.outstanding.items()):
             link.outstanding[key] = message if link.may_share else self._without_memory(message)
             self._send(link, link.outstanding[key])
@@ -276,7 +278,7 @@ class Client:
         facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
         if chunk.index in self._last_of:
             facts["is_last"] = True
-        gradient = collect(chunk, gradients, self._staging(chunk, shared=link.may_share))
+        gradient = flatten_gradients(chunk, gradients, self._staging(chunk, shared=link.may_share))
         tensors: tuple[torch.Tensor, ...] = ()
         is_rows = isinstance(gradient, ChunkGradient) and (bool(gradient.sparse) or gradient.flat is None)
         if link.may_share and not is_rows:
@@ -385,9 +387,9 @@ class Client:
         with self._lock:
             parts = torch.split(payload, _PART_BYTES)
             answer = self._request(0, Message("gather", {"number": self._gathers}, parts), "gathered")
-            if answer.facts.get("is_lost"):
+            if answer.facts["is_lost"]:
                 raise ParameterServerError(f"{self._name}: the result of a reduce() was lost with parameter server 0")
-            self._gathers = int(answer.facts["number"]) + 1
+            self._gathers = answer.facts["number"] + 1
             every = iter(answer.tensors)
             return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["parts"]]
 
@@ -398,7 +400,7 @@ class Client:
             states: list[dict[str, Any]] = [{"chunks": {}, "groups": []} for _ in self._links]
             for chunk in self.plan.partition.chunks:
                 message = self._request(chunk.server, Message("state", {"chunk": chunk.index}), "state")
-                states[chunk.server]["chunks"][chunk.index] = decode(message.tensors[0])
+                states[chunk.server]["chunks"][chunk.index] = decode_value(message, list[dict[str, Any]])
             return states
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -413,8 +415,8 @@ class Client:
         """Return what each server has counted in its present life."""
         with self._lock:
             return [
-                dict(self._request(server, Message("statistics"), "statistics").facts["counts"])
-                for server in range(self.part.servers)
+                self._request(server, Message("statistics"), "statistics").facts["counts"]
+                for server in range(self.process.servers)
             ]
 
     def _request(self, server: int, message: Message, kind: str) -> Message:
@@ -458,7 +460,13 @@ class Client:
             while link.unsent and link.endpoint.send(link.unsent[0]):
                 link.unsent.popleft()
             while (message := link.arrived.popleft() if link.arrived else link.endpoint.receive()) is not None:
-                self._take(link, message)
+                try:
+                    check_fields(message, SERVER_MESSAGES)
+                    self._take(link, message)
+                except MalformedError as error:
+                    raise ParameterServerError(
+                        f"{self._name}: a message of parameter server {link.index} is malformed: {error}"
+                    ) from error
 
     def _take(self, link: _Link, message: Message) -> None:
         link.heard = time.monotonic()
@@ -469,7 +477,7 @@ class Client:
                 self._install(link, message)
         elif message.kind == "asked":
             link.is_asking = False
-            self._waits_for[link.index] = list(facts["waits_for"])
+            self._waits_for[link.index] = facts["waits_for"]
             # What the server has answered came before this, or never comes.
             for index, step in facts["missing"]:
                 again = link.outstanding.get((index, step))
@@ -485,13 +493,17 @@ class Client:
         elif message.kind == "unknown":
             if link.has_joined:  # else it is about an earlier message
                 link.unsent.clear()
-                self._introduce(link)
+                self._send_join(link)
+        elif message.kind == "malformed":
+            raise ParameterServerError(
+                f"parameter server {link.index} refused a message of {self._name}: {facts['problem']}"
+            )
         elif message.kind == "wait":
             self._waits_for[link.index] = [0]
         elif message.kind == "refused":
-            entries = [Entry(*entry) for entry in decode(message.tensors[0])]
+            entries = [Entry(*entry) for entry in decode_value(message, list[tuple[str, str, str]])]
             me, other = self._name, f"parameter server {link.index}"
-            raise_mismatch(self.plan.entries, entries, rank=self.part.index, me=me, other=other)
+            raise_mismatch(self.plan.entries, entries, rank=self.process.index, me=me, other=other)
         else:
             link.answers[message.kind] = message
 
@@ -499,9 +511,10 @@ class Client:
         facts = message.facts
         chunk = self._chunks[facts["chunk"]]
         targets = self._targets[chunk.index]
-        self._made = max(self._made, int(facts.get("made", -1)))
-        if "training" in facts:
-            self._training = Training(int(facts["training"][0]), bool(facts["training"][1]))
+        if facts.get("made") is not None:
+            self._made = max(self._made, facts["made"])
+        if facts.get("training") is not None:
+            self._training = Training(*facts["training"])
         if facts.get("shared"):
             assert link.values is not None
             flat = link.values.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
@@ -534,27 +547,27 @@ class Client:
             link.connections = link.endpoint.connections
             link.is_asking = False
             link.has_joined = link.has_joined and link.is_ready
-        if now - link.touched >= _BEAT_S:
+        if now - link.touched >= _HEARTBEAT_S:
             link.touched = now
             if not link.has_joined:
-                self._introduce(link)
+                self._send_join(link)
             elif link.outstanding and not link.is_asking and now - link.heard > _ASK_S:
                 outstanding = [list(key) for key in link.outstanding]
                 link.is_asking = link.endpoint.send(Message("ask", {"outstanding": outstanding}))
             else:
-                link.endpoint.send(Message("beat"))
+                link.endpoint.send(Message("heartbeat"))
         if now - link.heard > _QUIET_S:
-            address = self._meeting.find(link.index, link.life + 1)
+            address = self._directory.find(link.index, link.life + 1)
             if address is not None:
-                self._meet_again(link, address)
+                self._reconnect(link, address)
 
-    def _meet_again(self, link: _Link, address: str) -> None:
+    def _reconnect(self, link: _Link, address: str) -> None:
         """Go over to the next life of a server."""
         self._close(link)
         fresh = self._open(link.index, link.life + 1, address)
         fresh.outstanding = link.outstanding
         self._links[link.index] = fresh
-        self._introduce(fresh)
+        self._send_join(fresh)
 
     def _without_memory(self, message: Message) -> Message:
         """A message that carries the gradient that lies in shared memory."""
@@ -572,19 +585,21 @@ class Client:
             return f"{start}: {servers} did not answer for {now - quiet[0].heard:.0f} s"
         others = sorted({replica for waits in self._waits_for.values() for replica in waits})
         if others:
-            what = "has not made this step" if self._beat is not None else "has not given its first values (prepare)"
+            what = (
+                "has not made this step" if self._heartbeats is not None else "has not given its first values (prepare)"
+            )
             return f"{start}: the servers wait for worker {', '.join(map(str, others))}, which {what}"
         return start
 
-    def _beats(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Say that this worker lives, while its own thread computes."""
-        while not self._closing.wait(_BEAT_S):
-            if self._lock.acquire(timeout=_BEAT_S):
+        while not self._closing.wait(_HEARTBEAT_S):
+            if self._lock.acquire(timeout=_HEARTBEAT_S):
                 try:
                     if self._closing.is_set():
                         return
                     for link in self._links:
-                        link.endpoint.send(Message("beat"))
+                        link.endpoint.send(Message("heartbeat"))
                         while (message := link.endpoint.receive()) is not None:
                             link.arrived.append(message)
                 except DdpError as error:  # the thread that trains raises it

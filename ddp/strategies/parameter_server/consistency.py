@@ -17,13 +17,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Member", "Mode", "Pace"]
+__all__ = ["Consistency", "Mode", "WorkerProgress"]
 
 Mode = Literal["sync", "async", "bounded"]
 
 
 @dataclass
-class Member:
+class WorkerProgress:
     """One replica as a server knows it. `clock` is the number of steps that it has pushed whole, or joined at."""
 
     clock: int = 0
@@ -39,18 +39,18 @@ class Member:
         return not self.has_finished and not self.is_lost
 
 
-class Pace:
-    """The members of a run at one server, and when they may go on."""
+class Consistency:
+    """The workers of a run at one server, and when they may go on."""
 
     def __init__(self, mode: Mode, replicas: int, *, staleness: int = 0, backup_workers: int = 0) -> None:
         self.mode = mode
         self.staleness = staleness
         self.backup_workers = backup_workers
-        self.members = [Member() for _ in range(replicas)]
+        self.workers = [WorkerProgress() for _ in range(replicas)]
 
     @property
     def replicas(self) -> int:
-        return len(self.members)
+        return len(self.workers)
 
     @property
     def waits_for_all(self) -> bool:
@@ -60,18 +60,18 @@ class Pace:
     @property
     def is_over(self) -> bool:
         """Whether every replica has said that it is through."""
-        return all(member.has_finished for member in self.members)
+        return all(worker.has_finished for worker in self.workers)
 
     @property
     def step(self) -> int:
         """How far the training is: the largest number of steps that a replica has made."""
-        return max(member.clock for member in self.members)
+        return max(worker.clock for worker in self.workers)
 
     def begin_at(self, step: int) -> None:
-        """Let all members begin after `step` steps, which a snapshot holds."""
-        for member in self.members:
-            member.clock = step
-            member.past = step - 1
+        """Let all workers begin after `step` steps, which a snapshot holds."""
+        for worker in self.workers:
+            worker.clock = step
+            worker.past = step - 1
 
     def join(self, replica: int, *, done: int, sync_step: int) -> int:
         """Take a replica in, first or again, which has made `done` steps in its life; return its next step.
@@ -79,38 +79,38 @@ class Pace:
         A new life begins where training is: in sync mode at `sync_step`, which is not complete yet, else with the
         slowest of the others, so that nobody has to wait for it.
         """
-        member = self.members[replica]
-        member.has_joined, member.has_finished, member.is_lost = True, False, False
+        worker = self.workers[replica]
+        worker.has_joined, worker.has_finished, worker.is_lost = True, False, False
         if done:  # the same life, at a server that has another one
-            member.clock = max(member.clock, done)
+            worker.clock = max(worker.clock, done)
         elif self.mode == "sync":
-            member.clock = sync_step
+            worker.clock = sync_step
         else:
-            member.clock = max(member.clock, self._slowest(besides=replica))
-        member.past = max(done, member.clock) - 1
-        return member.clock
+            worker.clock = max(worker.clock, self._slowest(besides=replica))
+        worker.past = max(done, worker.clock) - 1
+        return worker.clock
 
     def hear(self, replica: int) -> None:
         """Take back that a replica is lost. It has no arrears: the others have gone on without it."""
-        member = self.members[replica]
-        if member.is_lost:
-            member.is_lost = False
+        worker = self.workers[replica]
+        if worker.is_lost:
+            worker.is_lost = False
             if self.mode != "sync":
-                member.clock = max(member.clock, self._slowest(besides=replica))
+                worker.clock = max(worker.clock, self._slowest(besides=replica))
 
     def push(self, replica: int, step: int, chunk: int) -> bool:
         """Note that a gradient came. Whether it is new: a message may come twice when a connection broke."""
-        member = self.members[replica]
-        member.past = max(member.past, step - 1)
-        if step <= member.pushed.get(chunk, -1):
+        worker = self.workers[replica]
+        worker.past = max(worker.past, step - 1)
+        if step <= worker.pushed.get(chunk, -1):
             return False
-        member.pushed[chunk] = step
+        worker.pushed[chunk] = step
         return True
 
     def complete(self, replica: int, step: int) -> None:
         """Note that a replica has pushed all of a step."""
-        member = self.members[replica]
-        member.clock = max(member.clock, step + 1)
+        worker = self.workers[replica]
+        worker.clock = max(worker.clock, step + 1)
 
     def due(self, pending: Mapping[int, Collection[int]]) -> int | None:
         """Return the step of a chunk to be made now, of which enough gradients are there. Only in sync mode.
@@ -123,7 +123,7 @@ class Pace:
         came = pending[step]
         if not self.missing(step, came):
             return step
-        still = sum(not member.has_finished for member in self.members)
+        still = sum(not worker.has_finished for worker in self.workers)
         if self.backup_workers and len(came) >= max(1, still - self.backup_workers):
             return step
         return None
@@ -132,22 +132,22 @@ class Pace:
         """The replicas whose gradient for a step is still to come."""
         return [
             replica
-            for replica, member in enumerate(self.members)
+            for replica, worker in enumerate(self.workers)
             if replica not in came
-            and member.past < step
-            and not member.has_finished
-            and not (member.is_lost and self.backup_workers)
+            and worker.past < step
+            and not worker.has_finished
+            and not (worker.is_lost and self.backup_workers)
         ]
 
     def may_go_on(self, replica: int) -> bool:
         """Whether a replica that has pushed a step may begin the next one."""
         if self.mode != "bounded":
             return True
-        return self.members[replica].clock - self._slowest() <= self.staleness
+        return self.workers[replica].clock - self._slowest() <= self.staleness
 
     def _slowest(self, besides: int | None = None) -> int:
         """The smallest clock of those that train; for one that joins, of the others that are there already."""
-        members = [member for member in self.members if member.is_active]
+        workers = [worker for worker in self.workers if worker.is_active]
         if besides is not None:
-            members = [member for member in members if member.has_joined and member is not self.members[besides]]
-        return min((member.clock for member in members), default=0)
+            workers = [worker for worker in workers if worker.has_joined and worker is not self.workers[besides]]
+        return min((worker.clock for worker in workers), default=0)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ddp.compression.quantize import dequantize, quantize, row_bytes
+from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.parameter_server.run_plan import WireFormat
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Rows
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["Losses", "average", "read_gradient", "read_values", "write_gradient", "write_values"]
+__all__ = ["Losses", "average", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
 
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,22 +64,47 @@ def _shortened(chunk: Chunk, flat: torch.Tensor, wire: WireFormat, losses: Losse
 
 
 def read_gradient(chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Gradient:
-    """Return the gradient of a message, in the chunk's dtype."""
+    """Return the gradient of a message, in the chunk's dtype. Raises MalformedError if it does not fit the chunk."""
     left = list(tensors)
-    flat = None
-    if "flat" in facts:
-        flat = left.pop(0)
-        if facts["flat"] == "int8" and flat.dtype == torch.uint8:
-            blocks = -(-chunk.numel // _BLOCK)
-            whole = torch.empty(blocks, _BLOCK)
-            dequantize(flat, whole)
-            flat = whole.view(-1)[: chunk.numel]
-        flat = flat.to(chunk.dtype)
-    absent, sparse = facts.get("absent", ()), facts.get("sparse", ())
+    absent, sparse = positions(chunk, facts.get("absent")), facts.get("sparse") or []
+    if len(left) != (facts.get("flat") is not None) + 2 * len(sparse):
+        raise MalformedError(f"a gradient of chunk {chunk.index} with {len(left)} tensors")
+    flat = None if facts.get("flat") is None else _flat(chunk, facts["flat"], left.pop(0))
+    rows = {position: _checked_rows(chunk, position, left.pop(0), left.pop(0)) for position in sparse}
+    if flat is None and len(absent | positions(chunk, sparse)) < len(chunk.pieces):
+        raise MalformedError(f"a gradient of chunk {chunk.index} in which pieces are missing")
     if not absent and not sparse and flat is not None:
         return flat
-    rows = {position: Rows(left.pop(0), left.pop(0).to(chunk.dtype)) for position in sparse}
-    return ChunkGradient(flat, frozenset(absent), rows)
+    return ChunkGradient(flat, absent, rows)
+
+
+def positions(chunk: Chunk, found: Sequence[int] | None) -> frozenset[int]:
+    """Return positions of pieces; raises MalformedError if the chunk has no such piece."""
+    for position in found or ():
+        if not 0 <= position < len(chunk.pieces):
+            raise MalformedError(f"chunk {chunk.index} has no piece {position}")
+    return frozenset(found or ())
+
+
+def _flat(chunk: Chunk, wire: str, sent: torch.Tensor) -> torch.Tensor:
+    blocks = -(-chunk.numel // _BLOCK)
+    is_packed = wire == "int8" and sent.dtype == torch.uint8
+    if sent.dim() != 1 or len(sent) != (row_bytes(blocks, _BLOCK) if is_packed else chunk.numel):
+        raise MalformedError(f"a gradient of shape {tuple(sent.shape)} for the {chunk.numel} elements of {chunk.index}")
+    if not is_packed:
+        return sent.to(chunk.dtype)
+    whole = torch.empty(blocks, _BLOCK)
+    dequantize(sent, whole)
+    return whole.view(-1)[: chunk.numel].to(chunk.dtype)
+
+
+def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: torch.Tensor) -> Rows:
+    positions(chunk, [position])
+    shape = chunk.pieces[position].shape
+    fits = numbers.dtype == torch.int64 and numbers.dim() == 1 and shape and values.shape == (len(numbers), *shape[1:])
+    if not fits or bool(((numbers < 0) | (numbers >= shape[0])).any()):
+        raise MalformedError(f"rows that piece {position} of chunk {chunk.index} does not have")
+    return Rows(numbers, values.to(chunk.dtype))
 
 
 def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
@@ -151,7 +177,7 @@ def read_values(
     chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
 ) -> None:
     """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
-    if "rows" not in facts:
+    if facts.get("rows") is None:
         (flat,) = tensors
         parts = [flat[piece.offset : piece.stop].view(piece.shape) for piece in chunk.pieces]
         foreach_copy(list(into), parts)

@@ -1,6 +1,6 @@
 """What a parameter server and its clients say to each other, as bytes: a header of JSON and the tensors' own memory.
 
-Called by `transport`, for what came only after its seal was found good. Neither way copies a tensor, nothing is
+Called by the endpoints, only for messages that were authenticated. Neither way copies a tensor, nothing is
 ever unpickled, and numpy is not needed (bfloat16 and the 8-bit floats travel as they are).
 """
 

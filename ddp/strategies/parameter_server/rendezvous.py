@@ -25,15 +25,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from ddp.environment import read_placement, roles_of
 from ddp.errors import LaunchEnvironmentError, ParameterServerError, RendezvousError
 
-__all__ = ["Meeting", "Part", "own_address", "read_part"]
+__all__ = ["ProcessRole", "ServerDirectory", "own_address", "read_role"]
 
 Role = Literal["worker", "ps", "evaluator"]
 _HOW = "dtrain run --ps 1 --nproc-per-node 2 train.py"
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of this process: its role, its number in it, and how many workers and servers there are.
+class ProcessRole:
+    """The role of this process, its number in it, and how many workers and servers there are.
 
     `key` is the run's, and in no repr. A world of one has no servers.
     """
@@ -49,8 +49,8 @@ class Part:
         return self.servers == 0
 
 
-def read_part(environ: Mapping[str, str]) -> Part:
-    """Find this process's part in DTRAIN_ROLES, ROLE_NAME and RANK; without any, it is alone.
+def read_role(environ: Mapping[str, str]) -> ProcessRole:
+    """Find this process's role in DTRAIN_ROLES, ROLE_NAME and RANK; without any, it is alone.
 
     Raises LaunchEnvironmentError if the run has workers but no servers, or servers but no workers.
     """
@@ -62,7 +62,7 @@ def read_part(environ: Mapping[str, str]) -> Part:
     if not servers:
         world_size = read_placement(environ).world_size
         if world_size == 1 and role == "worker":
-            return Part("worker", 0, 1, 0)
+            return ProcessRole("worker", 0, 1, 0)
         raise LaunchEnvironmentError(
             f"strategy 'parameter_server' in a world of {world_size}, but the run has no parameter servers: start it "
             f"with --ps N, for example {_HOW}"
@@ -80,7 +80,7 @@ def read_part(environ: Mapping[str, str]) -> Part:
             f"this process has role {own!r} and rank {index}, but the workers are ranks 0 to {workers - 1} "
             f"(DTRAIN_ROLES={environ['DTRAIN_ROLES']}): give a role beside them a command of its own"
         )
-    return Part(role, index, workers, servers, bytes.fromhex(key))
+    return ProcessRole(role, index, workers, servers, bytes.fromhex(key))
 
 
 def _workers(roles: Mapping[str, int]) -> int:
@@ -103,8 +103,8 @@ def own_address(master: str) -> str:
         raise RendezvousError(f"no route from this host to MASTER_ADDR={master}: {error}") from error
 
 
-class Meeting:
-    """The launcher's store, in which the servers of this attempt say where they listen."""
+class ServerDirectory:
+    """The addresses of this attempt's servers, in the launcher's store."""
 
     def __init__(self, *, timeout_s: float) -> None:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -141,7 +141,7 @@ class Meeting:
     def agree_on_step(self, server: int, servers: Sequence[int], steps: Sequence[int]) -> int | None:
         """Return the last step of which all of `servers` have a snapshot, None if none of them has any.
 
-        Each of them must call it; blocks until all have, at most the meeting's timeout. Raises ParameterServerError if
+        Each of them must call it; blocks until all have, at most `timeout_s`. Raises ParameterServerError if
         some have snapshots, but none of the same step.
         """
         self._store.set(f"snapshots/{server}", json.dumps(sorted(steps)))
@@ -153,10 +153,10 @@ class Meeting:
                 f"parameter server {server}: not all of the {len(servers)} servers have come within "
                 f"{self._timeout_s:g} s"
             ) from error
-        told = [json.loads(self._store.get(name)) for name in names]
-        common = set.intersection(*map(set, told))
-        if not common and any(told):
-            have = "; ".join(f"server {other}: {steps or 'none'}" for other, steps in zip(servers, told, strict=True))
+        found = [json.loads(self._store.get(name)) for name in names]
+        common = set.intersection(*map(set, found))
+        if not common and any(found):
+            have = "; ".join(f"server {other}: {steps or 'none'}" for other, steps in zip(servers, found, strict=True))
             raise ParameterServerError(
                 f"the servers have no snapshot of the same step ({have}): put the folder on storage that all of their "
                 "hosts share, or remove it to begin anew"

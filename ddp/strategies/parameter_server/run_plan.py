@@ -7,9 +7,9 @@ join.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from torch import nn
 from ddp.comm.layout import Entry
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
+from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.sharding.partition import Partition, partition
 from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
 
-__all__ = ["Plan", "Settings", "WireFormat", "make_plan", "raise_mismatch"]
+__all__ = ["RunPlan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
@@ -33,7 +34,7 @@ class Settings:
     """What the user has chosen; the same in every process of the run.
 
     `snapshot_every` counts steps; without `snapshots`, a folder, none are written. All other times are in seconds:
-    `lost_after_s` without a word, a worker is not waited for; `timeout_s` limits every wait for a server.
+    `lost_after_s` without a message, a worker is not waited for; `timeout_s` limits every wait for a server.
     """
 
     mode: Mode = "sync"
@@ -74,7 +75,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """See the module. `parameters` are those that the optimizer steps, in its order, and `names` theirs.
 
     `extras` are the model's other tensors, buffers and frozen parameters, by name: they are replica 0's.
@@ -102,7 +103,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, *, workers: int, servers: int
-) -> Plan:
+) -> RunPlan:
     """Describe a model and its optimizer, and cut its parameters for the servers.
 
     Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError for backup workers that are all.
@@ -129,7 +130,7 @@ def make_plan(
         splits=splits,
         alone=sorted(alone),
     )
-    return Plan(
+    return RunPlan(
         settings=settings,
         workers=workers,
         partition=parts,
@@ -183,3 +184,34 @@ def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int,
         rank=rank,
         entry=entry,
     )
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyperparameters as JSON has them; texts and functions stay with the optimizer."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.item()
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    known = (bool, int, float, list, tuple, torch.Tensor, type(None))
+    groups = hyperparameters(optimizer)
+    return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
+
+
+def check_groups(given: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MalformedError unless hyperparameters that came have the form of `own`, those of `plain_groups`."""
+    if len(given) != len(own):
+        raise MalformedError(f"there are {len(given)} param groups, not {len(own)}")
+    for number, (group, mine) in enumerate(zip(given, own, strict=True)):
+        for name, value in group.items():
+            if not _is_like(value, mine.get(name)):
+                raise MalformedError(f"field 'groups': {name!r} of param group {number} is {value!r}")
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    if isinstance(own, list):
+        return isinstance(value, list) and len(value) == len(own) and all(map(_is_like, value, own))
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or isinstance(value, bool | int | float)

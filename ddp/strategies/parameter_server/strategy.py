@@ -12,7 +12,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -21,18 +21,19 @@ from torch.utils.data import Dataset
 
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.module_watch import ModuleWatch
+from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
 from ddp.monitoring.progress import count_step, stand_alone
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.consistency import Mode
-from ddp.strategies.parameter_server.rendezvous import Meeting, Part, read_part
-from ddp.strategies.parameter_server.run_plan import Plan, Settings, WireFormat, make_plan
+from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
+from ddp.strategies.parameter_server.run_plan import RunPlan, Settings, WireFormat, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.transport import ServerEndpoint
+from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
 from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
+from ddp.strategies.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy
-from ddp.torch_internals import mark_as_stepped
-from ddp.world import World
+from ddp.world import World, choose_device, world_at
 
 __all__ = ["ParameterServer", "RemoteOptimizer"]
 
@@ -98,10 +99,10 @@ class ParameterServer(Strategy):
             lost_after_s=lost_after_s,
             timeout_s=timeout_s,
         )
-        self.part = read_part(os.environ)
-        self.role = self.part.role
-        super().__init__(_world_of(self.part))
-        self._meeting = None if self.part.is_alone else Meeting(timeout_s=timeout_s)
+        self.process = read_role(os.environ)
+        self.role = self.process.role
+        super().__init__(_world_of(self.process))
+        self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=timeout_s)
         self._client: Client | None = None
         self._joined_at = 0
 
@@ -115,18 +116,18 @@ class ParameterServer(Strategy):
         return 0 if self._client is None else self._client.step
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        if self._meeting is None:
+        if self._directory is None:
             return model, optimizer
         if self._client is not None:
             raise ArgumentError(
                 "prepare() was called twice, but the servers of a run hold one model: put all in one module and one "
                 "optimizer with several param groups, or use 'all_reduce'"
             )
-        plan = make_plan(model, optimizer, self.settings, workers=self.part.workers, servers=self.part.servers)
+        plan = make_plan(model, optimizer, self.settings, workers=self.process.workers, servers=self.process.servers)
         if self.role == "ps":
-            _serve(plan, optimizer, self.part, self._meeting)
+            _serve(plan, optimizer, self.process, self._directory)
             sys.exit(0)
-        client = Client(plan, self.part, self._meeting)
+        client = Client(plan, self.process, self._directory)
         try:
             self._joined_at = client.join()
         except BaseException:
@@ -151,7 +152,7 @@ class ParameterServer(Strategy):
         return loader
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        if self._meeting is None or self.role != "worker":
+        if self._directory is None or self.role != "worker":
             return [payload]
         if self._client is None:
             raise ArgumentError("reduce() comes after prepare(): the workers meet at the servers")
@@ -211,52 +212,36 @@ class ParameterServer(Strategy):
             self._client.leave()
 
 
-class RemoteOptimizer(torch.optim.Optimizer):
-    """Stands for the user's optimizer, whose `param_groups` it shares: schedulers of either set the same rates.
+class RemoteOptimizer(StandInOptimizer):
+    """Stands for the user's optimizer, as `StandInOptimizer` says, and lets the servers step.
 
-    `step()` gives the gradients to the servers, which step, and takes over the new values. The optimizer's state is
-    theirs: `state_dict()` asks for it and is in torch's format; `load_state_dict()` gives it to them, on replica 0
-    (elsewhere it only sets the rates). Hooks registered on this object run; those of the user's object do not.
+    `step()` gives the gradients to the servers and takes over the new values; it blocks as the mode says. It raises
+    BackwardError if the model was changed after `prepare()`, ParameterServerError if a server is gone for good or the
+    others do not come. The optimizer's state is the servers': `state_dict()` asks for it and is in torch's format;
+    `load_state_dict()` gives it to them, on replica 0 (elsewhere it only sets the rates).
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then leaves to step() what to do about an inf
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, client: Client) -> None:
-        self._is_ready = False
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
+        super().__init__(optimizer)
         self._client = client
-        self._users = optimizer
-        self._roster = ModuleWatch(model, ())
+        self._watch = ModuleWatch(model, ())
         self._places = [parameter.data_ptr() for parameter in client.plan.parameters]
-        self._refusal = optimizer.register_step_pre_hook(_refuse_step)
-        self._is_ready = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
-        """Give the gradients to the servers and take over what they make of them.
-
-        Blocks as the mode says. Raises BackwardError if the model was changed after `prepare()`, ParameterServerError
-        if a server is gone for good or the others do not come.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _make_step(self) -> None:
         self._check_model()
         client, settings = self._client, self._client.plan.settings
         gradients = self._gradients()
         if settings.overlap:
             client.finish()
-        if client.part.index == 0:
+        if client.process.index == 0:
             client.give_extras()
-        client.push(gradients, _plain(hyperparameters(self)))
+        client.push(gradients, plain_groups(self))
         if not settings.overlap:
             client.finish()
         client.next_step()
         count_step()
-        mark_as_stepped(self._users)  # a scheduler made before prepare() looks for it
-        return loss
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """The gradients to send. After a GradScaler that has found an inf: none, which makes no step of this one's."""
@@ -269,7 +254,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return [None if gradient is None else gradient / float(scale) for gradient in gradients]
 
     def _check_model(self) -> None:
-        problem = self._roster.problem()
+        problem = self._watch.problem()
         if problem is not None:
             raise BackwardError(
                 f"the model was changed after prepare(): parameter {problem.parameter!r} was added, replaced or "
@@ -296,17 +281,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Take over a whole state, perhaps saved by torch or under another strategy."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-        if self._client.part.index == 0:
+        if self._client.process.index == 0:
             self._client.load_optimizer_states(split_state(self._client.plan.partition, dict(state_dict)))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("this optimizer stands for parameter servers and cannot be copied or pickled: use state_dict()")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameters are handed over once. Raises ArgumentError."""
-        if self._is_ready:
-            raise ArgumentError("param groups cannot be added after prepare(): the servers have got their parameters")
-        super().add_param_group(param_group)
 
 
 def _refuse_training(*_: Any) -> None:
@@ -316,35 +295,19 @@ def _refuse_training(*_: Any) -> None:
     )
 
 
-def _refuse_step(*_: Any) -> None:
-    raise ArgumentError("this optimizer was given to prepare(): call step() of the one that prepare() returned")
-
-
-def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hyperparameters as JSON has them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.item()
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    known = (bool, int, float, list, tuple, torch.Tensor, type(None))
-    return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
-
-
-def _serve(plan: Plan, optimizer: torch.optim.Optimizer, part: Part, meeting: Meeting) -> None:
+def _serve(plan: RunPlan, optimizer: torch.optim.Optimizer, process: ProcessRole, directory: ServerDirectory) -> None:
     """Be a parameter server until the workers are through."""
-    life = meeting.begin_life(part.index)
+    life = directory.begin_life(process.index)
     with ServerEndpoint(
-        part.key,
-        host=meeting.host,
+        process.key,
+        host=directory.host,
         encrypt=plan.settings.encrypt,
         max_frame_bytes=plan.frame_bytes,
     ) as endpoint:
-        server = Server(plan, optimizer, endpoint, index=part.index, life=life)
+        server = Server(plan, optimizer, endpoint, index=process.index, life=life)
         try:
-            server.begin(meeting)
-            meeting.announce(part.index, life, endpoint.address)
+            server.begin(directory)
+            directory.announce(process.index, life, endpoint.address)
             if plan.settings.snapshots is not None:
                 stand_alone(_OTHERS_WAIT)
             server.serve()
@@ -376,20 +339,18 @@ def _watch_exit() -> None:
     sys.exit = remember
 
 
-def _world_of(part: Part) -> World:
+def _world_of(process: ProcessRole) -> World:
     """The workers as a world, without a process group; the evaluator has one of its own, with all of the data."""
-    is_worker = part.role == "worker"
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    if part.role != "ps" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > local_rank else 0)
-        torch.cuda.set_device(device)
-    return World(
-        rank=part.index if is_worker else 0,
-        world_size=part.workers if is_worker else 1,
-        local_rank=local_rank,
+    is_worker = process.role == "worker"
+    node_rank = os.environ.get("GROUP_RANK", "")
+    placement = Placement(
+        rank=process.index if is_worker else 0,
+        world_size=process.workers if is_worker else 1,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        node_rank=int(os.environ["GROUP_RANK"]) if os.environ.get("GROUP_RANK", "").isdecimal() else None,
-        device=device,
-        backend="parameter_server",
+        node_rank=int(node_rank) if node_rank.isdecimal() else None,
+        source="parameter_server",
     )
+    # The evaluator comes after the workers of its host and may share a device with one of them.
+    device = choose_device(placement, "gloo" if process.role == "ps" else None, may_share=True)
+    return world_at(placement, device, "parameter_server")

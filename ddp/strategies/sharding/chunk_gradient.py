@@ -15,7 +15,7 @@ import torch
 from ddp.strategies.sharding.partition import Chunk, Piece
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["ChunkGradient", "Gradient", "Rows", "collect", "in_flat", "in_parameters"]
+__all__ = ["ChunkGradient", "Gradient", "Rows", "flatten_gradients", "in_flat", "in_parameters"]
 
 
 class Rows(NamedTuple):
@@ -41,7 +41,9 @@ class ChunkGradient:
 Gradient = torch.Tensor | ChunkGradient
 
 
-def collect(chunk: Chunk, gradients: Sequence[torch.Tensor | None], out: torch.Tensor | None = None) -> Gradient:
+def flatten_gradients(
+    chunk: Chunk, gradients: Sequence[torch.Tensor | None], out: torch.Tensor | None = None
+) -> Gradient:
     """Gather what `Shards.step` takes for one chunk from the gradients of the parameters, None where there is none.
 
     A sparse gradient gives the rows of the piece; it should be coalesced, or it is here once a chunk. `out` (numel,)

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from ddp.errors import ArgumentError
-from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows, collect, in_flat, in_parameters
+from ddp.strategies.sharding.chunk_gradient import (
+    ChunkGradient,
+    Gradient,
+    Rows,
+    flatten_gradients,
+    in_flat,
+    in_parameters,
+)
 from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, hyperparameters, splits_by_element
 from ddp.strategies.sharding.optimizer_state import State, part_of_state, split_state, states_of_pieces, whole_state
 from ddp.strategies.sharding.partition import Chunk
@@ -24,7 +31,7 @@ __all__ = [
     "Gradient",
     "Rows",
     "Shards",
-    "collect",
+    "flatten_gradients",
     "hyperparameters",
     "in_flat",
     "in_parameters",

@@ -44,8 +44,8 @@ def test_one_rank_saves_for_plain_torch_and_other_worlds(nursery: Nursery, tmp_p
 
 
 def test_changes_of_the_model_are_errors_on_all_ranks(nursery: Nursery) -> None:
-    told = nursery.run(2, f"{CASES}:changes_after_prepare_are_errors")
-    assert "load_state_dict" in told[0][0]
+    gathered = nursery.run(2, f"{CASES}:changes_after_prepare_are_errors")
+    assert "load_state_dict" in gathered[0][0]
 
 
 def test_what_differs_between_ranks_is_an_error(nursery: Nursery) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ddp.strategies.parameter_server.consistency import Pace
+from ddp.strategies.parameter_server.consistency import Consistency
 
 CHUNK = 0
 
@@ -18,20 +18,22 @@ class Bounded(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pace = Pace("bounded", self.replicas, staleness=self.staleness)
+        self.consistency = Consistency("bounded", self.replicas, staleness=self.staleness)
         self.next_step: dict[int, int] = {}  # of those that live
         self.waiting: set[int] = set()
 
     def _go_on(self) -> None:
         for replica in sorted(self.waiting):
-            if self.pace.may_go_on(replica):
+            if self.consistency.may_go_on(replica):
                 self.waiting.discard(replica)
 
     @rule(replica=st.integers(0, 3))
     def join(self, replica: int) -> None:
-        if replica not in self.next_step and not self.pace.members[replica].has_finished:
-            others = [self.pace.members[r].clock for r in self.next_step if not self.pace.members[r].is_lost]
-            self.next_step[replica] = self.pace.join(replica, done=0, sync_step=0)
+        if replica not in self.next_step and not self.consistency.workers[replica].has_finished:
+            others = [
+                self.consistency.workers[r].clock for r in self.next_step if not self.consistency.workers[r].is_lost
+            ]
+            self.next_step[replica] = self.consistency.join(replica, done=0, sync_step=0)
             assert self.next_step[replica] >= min(others, default=0), "nobody waits for one that comes late"
             self._go_on()
 
@@ -40,12 +42,12 @@ class Bounded(RuleBasedStateMachine):
     def push(self, pick: int) -> None:
         ready = sorted(set(self.next_step) - self.waiting)
         replica = ready[pick % len(ready)]
-        self.pace.hear(replica)
+        self.consistency.hear(replica)
         step = self.next_step[replica]
-        assert self.pace.push(replica, step, CHUNK)
-        assert not self.pace.push(replica, step, CHUNK), "a gradient that comes twice counts once"
-        self.pace.complete(replica, step)
-        self.next_step[replica] = max(step + 1, self.pace.members[replica].clock)
+        assert self.consistency.push(replica, step, CHUNK)
+        assert not self.consistency.push(replica, step, CHUNK), "a gradient that comes twice counts once"
+        self.consistency.complete(replica, step)
+        self.next_step[replica] = max(step + 1, self.consistency.workers[replica].clock)
         self.waiting.add(replica)
         self._go_on()
 
@@ -54,28 +56,28 @@ class Bounded(RuleBasedStateMachine):
     def end(self, pick: int, how: str) -> None:
         replica = sorted(self.next_step)[pick % len(self.next_step)]
         if how == "finish":
-            self.pace.members[replica].has_finished = True
+            self.consistency.workers[replica].has_finished = True
         else:
-            self.pace.members[replica].is_lost = True
+            self.consistency.workers[replica].is_lost = True
         if how != "fall silent":
             del self.next_step[replica]
             self.waiting.discard(replica)
         self._go_on()
 
     def _training(self) -> list[int]:
-        return [r for r in self.next_step if self.pace.members[r].is_active]
+        return [r for r in self.next_step if self.consistency.workers[r].is_active]
 
     @invariant()
     def who_may_go_on_is_never_further_ahead_than_the_bound(self) -> None:
-        members = self.pace.members
-        going = [members[r].clock for r in self._training() if r not in self.waiting]
-        everyone = [member.clock for member in members if member.is_active and member.has_joined]
+        workers = self.consistency.workers
+        going = [workers[r].clock for r in self._training() if r not in self.waiting]
+        everyone = [worker.clock for worker in workers if worker.is_active and worker.has_joined]
         if going and everyone:
             assert max(going) - min(everyone) <= self.staleness
 
     @invariant()
     def somebody_can_always_go_on(self) -> None:
-        active = [replica for replica, member in enumerate(self.pace.members) if member.is_active]
+        active = [replica for replica, worker in enumerate(self.consistency.workers) if worker.is_active]
         training = self._training()
         if training and len(training) == len(active):  # else one that has never come, or is not missed yet, is awaited
             assert set(training) - self.waiting
@@ -88,16 +90,16 @@ TestBounded.settings = settings(max_examples=25, stateful_step_count=30, deadlin
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)), st.integers(0, n - 1))))
 def test_sync_makes_a_step_of_the_first_that_are_needed(case: tuple[int, list[int], int]) -> None:
     replicas, order, backups = case
-    pace = Pace("sync", replicas, backup_workers=backups)
+    consistency = Consistency("sync", replicas, backup_workers=backups)
     came: dict[int, set[int]] = {0: set()}
     for count, replica in enumerate(order, start=1):
-        pace.push(replica, 0, CHUNK)
+        consistency.push(replica, 0, CHUNK)
         came[0].add(replica)
         if count < replicas - backups:
-            assert pace.due(came) is None
-            assert pace.missing(0, came[0]) == sorted(order[count:])
+            assert consistency.due(came) is None
+            assert consistency.missing(0, came[0]) == sorted(order[count:])
         else:
-            assert pace.due(came) == 0
+            assert consistency.due(came) == 0
             break
 
 
@@ -105,55 +107,55 @@ def test_sync_makes_a_step_of_the_first_that_are_needed(case: tuple[int, list[in
 def test_sync_waits_for_who_is_silent_and_not_for_who_is_through(
     pushed: set[int], finished: set[int], lost: set[int], backups: int
 ) -> None:
-    pace = Pace("sync", 5, backup_workers=backups)
+    consistency = Consistency("sync", 5, backup_workers=backups)
     for replica in finished:
-        pace.members[replica].has_finished = True
+        consistency.workers[replica].has_finished = True
     for replica in lost:
-        pace.members[replica].is_lost = True
+        consistency.workers[replica].is_lost = True
     for replica in pushed:
-        pace.push(replica, 3, CHUNK)
+        consistency.push(replica, 3, CHUNK)
     missing = {0, 1, 2, 3, 4} - pushed - finished - (lost if backups else set())
-    assert pace.missing(3, pushed) == sorted(missing)
+    assert consistency.missing(3, pushed) == sorted(missing)
     enough = backups > 0 and len(pushed) >= max(1, 5 - len(finished) - backups)
-    assert (pace.due({3: pushed}) == 3) == (not missing or enough)
-    assert pace.due({}) is None
+    assert (consistency.due({3: pushed}) == 3) == (not missing or enough)
+    assert consistency.due({}) is None
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
 def test_a_new_life_begins_where_training_is(slow: int, ahead: int) -> None:
     for mode in ("async", "bounded"):
-        pace = Pace(mode, 3, staleness=20)
+        consistency = Consistency(mode, 3, staleness=20)
         for replica, clock in ((0, slow), (1, slow + ahead)):
-            pace.join(replica, done=0, sync_step=0)
+            consistency.join(replica, done=0, sync_step=0)
             for step in range(clock):
-                pace.complete(replica, step)
-        assert pace.step == slow + ahead
-        assert pace.join(2, done=0, sync_step=0) == slow, "with the slowest, so that nobody has to wait for it"
-        pace.members[1].is_lost = True
-        assert pace.join(1, done=0, sync_step=0) == slow + ahead, "what it has made before counts"
-    pace = Pace("sync", 2)
-    assert pace.join(1, done=0, sync_step=7) == 7
-    assert pace.missing(6, {0}) == []
+                consistency.complete(replica, step)
+        assert consistency.step == slow + ahead
+        assert consistency.join(2, done=0, sync_step=0) == slow, "with the slowest, so that nobody has to wait for it"
+        consistency.workers[1].is_lost = True
+        assert consistency.join(1, done=0, sync_step=0) == slow + ahead, "what it has made before counts"
+    consistency = Consistency("sync", 2)
+    assert consistency.join(1, done=0, sync_step=7) == 7
+    assert consistency.missing(6, {0}) == []
 
 
 def test_the_end_is_when_every_replica_has_said_so() -> None:
-    pace = Pace("async", 2)
-    pace.begin_at(4)
-    assert pace.step == 4
-    pace.members[0].has_finished = True
-    pace.members[1].is_lost = True
-    assert not pace.is_over
-    pace.members[1].has_finished = True
-    assert pace.is_over
+    consistency = Consistency("async", 2)
+    consistency.begin_at(4)
+    assert consistency.step == 4
+    consistency.workers[0].has_finished = True
+    consistency.workers[1].is_lost = True
+    assert not consistency.is_over
+    consistency.workers[1].has_finished = True
+    assert consistency.is_over
 
 
 def test_a_server_in_a_new_life_takes_the_clock_of_a_worker_that_lives() -> None:
-    pace = Pace("bounded", 2, staleness=1)
-    pace.begin_at(4)
-    assert pace.join(0, done=9, sync_step=5) == 9
-    assert pace.join(1, done=0, sync_step=5) == 9, "one that comes new goes along with it"
-    pace.complete(0, 9)
-    pace.complete(0, 10)
-    assert not pace.may_go_on(0)
-    pace.complete(1, 9)
-    assert pace.may_go_on(0)
+    consistency = Consistency("bounded", 2, staleness=1)
+    consistency.begin_at(4)
+    assert consistency.join(0, done=9, sync_step=5) == 9
+    assert consistency.join(1, done=0, sync_step=5) == 9, "one that comes new goes along with it"
+    consistency.complete(0, 9)
+    consistency.complete(0, 10)
+    assert not consistency.may_go_on(0)
+    consistency.complete(1, 9)
+    assert consistency.may_go_on(0)

@@ -21,8 +21,10 @@ from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
 from ddp.strategies.parameter_server.auth import Packet, RefusedError, RunKey, read_prefix
+from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.messages import MAX_TENSORS, MalformedError, Message, decode, encode
-from ddp.strategies.parameter_server.transport import MAX_HALF_OPEN, ClientEndpoint, Poller, ServerEndpoint, Wakeup
+from ddp.strategies.parameter_server.poller import Poller, Wakeup
+from ddp.strategies.parameter_server.server_endpoint import MAX_HALF_OPEN, ServerEndpoint
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = secrets.token_bytes(32)
@@ -365,7 +367,7 @@ def test_what_is_malformed_is_refused_though_its_sender_knows_the_password() -> 
             assert echoed(good, 1).kind == "echo"
         assert good.session == session
         assert len(echo.server._half_open) == 0
-        assert set(echo.refused) <= {"malformed", "unknown session", "seal", "key", "version", "handshake"}
+        assert set(echo.refused) <= {"malformed", "unknown session", "tag", "key", "version", "handshake"}
 
 
 def test_half_open_sessions_are_few_and_do_not_keep_others_out() -> None:
@@ -429,7 +431,7 @@ def test_a_changed_byte_loses_that_message_only() -> None:
     with Echo() as echo, Cable(echo.address, flip) as cable, client_of(cable.address) as client:
         is_armed = True
         assert client.send(Message("push", {"n": 1}, (torch.randn(MB // 4),)))
-        wait_until(lambda: echo.refused.get("seal", 0) == 1, "the message is refused")
+        wait_until(lambda: echo.refused.get("tag", 0) == 1, "the message is refused")
         assert echoed(client, 2).kind == "echo"
         assert [message.facts["n"] for message in echo.seen] == [2]
 
@@ -532,7 +534,7 @@ def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
 
 _CLIENT = """
 import sys, time, torch
-from ddp.strategies.parameter_server.transport import ClientEndpoint
+from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.messages import Message
 client = ClientEndpoint(bytes.fromhex(sys.stdin.readline()), sys.argv[1], name="worker 3")
 client.connect(30)
@@ -591,7 +593,7 @@ def test_one_poll_waits_for_several_servers_and_for_another_thread() -> None:
     wakeup.set()
 
 
-def test_every_byte_of_a_sealed_packet_counts() -> None:
+def test_every_byte_of_an_authenticated_packet_counts() -> None:
     key = RunKey(KEY)
     hello = key.hello("worker 0", "1")
     challenge, servers = key.challenge(hello, "1")
@@ -602,10 +604,10 @@ def test_every_byte_of_a_sealed_packet_counts() -> None:
         RunKey(bytes(32)).answer(hello, challenge)
 
     header, frames = encode(Message("push", {"n": 1}, (torch.arange(4), torch.ones(2))), copy=True)
-    head = clients.outgoing.seal(Packet.MESSAGE, clients.id, header, frames)
+    head = clients.outgoing.sign(Packet.MESSAGE, clients.id, header, frames)
 
     def opened(head: bytes, bodies: list[bytes]) -> bytes:
-        return servers.incoming.open(read_prefix(memoryview(head)), memoryview(head), [zmq.Frame(b) for b in bodies])
+        return servers.incoming.verify(read_prefix(memoryview(head)), memoryview(head), [zmq.Frame(b) for b in bodies])
 
     bodies = [frame.bytes for frame in frames]
     parts = [head, *bodies]
@@ -624,7 +626,7 @@ def test_every_byte_of_a_sealed_packet_counts() -> None:
     with pytest.raises(RefusedError, match="replay"):
         opened(head, bodies)
     with pytest.raises(RefusedError):  # nor back to who has sent it
-        clients.incoming.open(read_prefix(memoryview(head)), memoryview(head), frames)
+        clients.incoming.verify(read_prefix(memoryview(head)), memoryview(head), frames)
 
 
 def test_a_header_that_does_not_fit_is_malformed() -> None:

@@ -16,7 +16,7 @@ from ddp.strategies.sharding.shards import (
     ChunkGradient,
     Rows,
     Shards,
-    collect,
+    flatten_gradients,
     hyperparameters,
     in_flat,
     in_parameters,
@@ -131,7 +131,7 @@ class Servers:
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for server, shards in enumerate(self.shards):
-            cut = {chunk.index: collect(chunk, gradients) for chunk in self.partition.of(server)}
+            cut = {chunk.index: flatten_gradients(chunk, gradients) for chunk in self.partition.of(server)}
             shards.step(cut, groups=hyperparameters(self.optimizer))
 
     def load(self, state: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ def test_sparse_gradients_change_and_report_their_rows(name: str) -> None:
             optimizer.step()
             reported: list[set[int]] = [set(), set(), set()]
             for server, shards in enumerate(there.shards):
-                cut = {chunk.index: collect(chunk, gradients) for chunk in there.partition.of(server)}
+                cut = {chunk.index: flatten_gradients(chunk, gradients) for chunk in there.partition.of(server)}
                 for index, changed in shards.step(cut).items():
                     pieces = there.partition.chunks[index].pieces
                     assert changed is None or len(changed) == len(pieces)
@@ -351,7 +351,7 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
             p.grad = gradient
         optimizer.step()
         out = {chunk.index: torch.zeros(chunk.numel, dtype=chunk.dtype) for chunk in cut.chunks}
-        shards.step({chunk.index: collect(chunk, gradients, out[chunk.index]) for chunk in cut.chunks})
+        shards.step({chunk.index: flatten_gradients(chunk, gradients, out[chunk.index]) for chunk in cut.chunks})
     for chunk in cut.chunks:
         for left, right in zip(in_flat(chunk, shards.values[chunk.index]), in_parameters(chunk, whole), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)

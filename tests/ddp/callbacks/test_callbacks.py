@@ -15,8 +15,8 @@ from ddp_worlds.nursery import Nursery
 from testbed.require import require
 
 import ddp
-from ddp.training import callbacks as cb
-from ddp.training.callbacks.stopping import Monitor
+from ddp import callbacks as cb
+from ddp.callbacks.stopping import Monitor
 
 CASES = "ddp_worlds.trainer_cases"
 

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddp.callbacks.callback import Callback
 from ddp.checkpoint.atomic_file import replacing
-from ddp.training.callbacks.callback import Callback
 
 __all__ = ["CSVLogger", "History", "ProgressBar"]
 
@@ -65,12 +65,12 @@ class ProgressBar(Callback):
         done, steps = self.trainer.epoch_step, self.trainer.steps
         full = _BAR_WIDTH * min(done, steps) // steps
         bar = "=" * full + " " * (_BAR_WIDTH - full)
-        self._write(f"\r{self._head(self.trainer.epoch)}  [{bar}] {done}/{steps}  {_told(logs)}\x1b[K")
+        self._write(f"\r{self._head(self.trainer.epoch)}  [{bar}] {done}/{steps}  {_formatted(logs)}\x1b[K")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         if self.trainer.strategy.is_main:
             clear = "\r\x1b[K" if self._out.isatty() else ""
-            self._write(f"{clear}{self._head(epoch)}  {_told(logs)}  {time.monotonic() - self._began_s:.1f} s\n")
+            self._write(f"{clear}{self._head(epoch)}  {_formatted(logs)}  {time.monotonic() - self._began_s:.1f} s\n")
 
     @property
     def _out(self) -> TextIO:
@@ -85,7 +85,7 @@ class ProgressBar(Callback):
         self._out.flush()
 
 
-def _told(logs: Mapping[str, float]) -> str:
+def _formatted(logs: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
 
 

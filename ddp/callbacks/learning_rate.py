@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from ddp.callbacks.callback import Callback
 from ddp.errors import ArgumentError
-from ddp.training.callbacks.callback import Callback
 
 __all__ = ["LearningRateScheduler", "LinearScaling"]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from ddp.callbacks.callback import Callback
+from ddp.callbacks.stopping import Mode, Monitor
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import rng
 from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.checkpoint.state import check_plain, restore_parts
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.progress import count_checkpoint
-from ddp.training.callbacks.callback import Callback
-from ddp.training.callbacks.stopping import Mode, Monitor
 
 __all__ = ["ModelCheckpoint"]
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ddp.callbacks.callback import Callback
 from ddp.errors import ArgumentError
-from ddp.training.callbacks.callback import Callback
 
 __all__ = ["EarlyStopping", "Mode", "Monitor"]
 

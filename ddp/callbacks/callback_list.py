@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ddp.callbacks.callback import HOOKS, Callback, Training
 from ddp.errors import ArgumentError, DdpError
-from ddp.training.callbacks.callback import HOOKS, Callback, Training
 
 __all__ = ["CallbackList"]
 

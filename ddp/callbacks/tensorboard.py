@@ -7,8 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ddp.callbacks.callback import Callback
 from ddp.errors import DdpError
-from ddp.training.callbacks.callback import Callback
 
 __all__ = ["TensorBoard"]
 
