@@ -18,7 +18,9 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], trainer: Training) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise ArgumentError(f"callbacks: {callback!r} is no object of a class derived from ddp.Callback")
+                raise ArgumentError(
+                    f"callbacks: {callback!r} is no object of a class derived from ddp.callbacks.Callback"
+                )
             callback.trainer = trainer
         self._callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._strategy = trainer.strategy

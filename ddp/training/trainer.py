@@ -3,7 +3,7 @@
     trainer = ddp.Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics=["accuracy"], callbacks=[...])
     history = trainer.fit(train, epochs=12, validation=test, global_batch_size=64)
 
-`fit`, `_fit_epoch`, `_train` and `train_step` are the whole loop, top down. It uses what `ddp.Strategy` offers to
+`fit`, `_fit_epoch`, `_train` and `train_step` are the whole loop, top down. It uses what `ddp.strategy` offers to
 everybody, so leaving it for a loop of your own takes nothing away: the model, the optimizer and the files stay as they
 are. What is computed on a batch is in `losses_and_metrics`, what happens besides in `callbacks`.
 """

@@ -45,7 +45,7 @@ def wrap(name: str, module: Any) -> Any:
 
     whose, _, how = name.partition(" ")
     if whose == "ddp":
-        compression = ddp.PowerSGD(rank=4, start_step=2) if how == "powersgd" else how or None
+        compression = ddp.compression.PowerSGD(rank=4, start_step=2) if how == "powersgd" else how or None
         return ddp.DistributedDataParallel(module, compression=compression)
     model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=how == "views")
     if how == "fp16 hook":  # torch refuses its bf16 hook without CUDA

@@ -91,5 +91,5 @@ def test_a_batch_script_outside_srun_is_alone() -> None:
     ],
 )
 def test_contradictions_are_errors(environ: dict[str, str], says: str) -> None:
-    with pytest.raises(ddp.LaunchEnvironmentError, match=says):
+    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=says):
         read_placement(environ)

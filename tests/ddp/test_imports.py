@@ -16,7 +16,7 @@ ORDER = [
     "strategies.local_sgd",
     "strategies",
     "horovod",
-    "verify",
+    "verification",
     "checkpoint",
     "data_parallel",
     "data_parallel.buckets",
@@ -75,3 +75,18 @@ def test_no_package_imports_one_above_it() -> None:
 
 def test_nothing_imports_the_launcher() -> None:
     assert [name for name, file in MODULES.items() if any(i.split(".")[0] == "launcher" for i in _imports(file))] == []
+
+
+def test_the_names_at_the_top_are_few() -> None:
+    import types
+
+    import ddp
+
+    names = [
+        "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "Trainer", "World", "callbacks",
+        "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init", "make_compression", "strategy",
+        "verify",
+    ]  # fmt: skip
+    assert ddp.__all__ == names
+    others = {name for name, value in vars(ddp).items() if not isinstance(value, types.ModuleType) and name[0] != "_"}
+    assert others <= {*names}

@@ -149,7 +149,7 @@ def test_a_wrong_environment_is_named(env: dict[str, str], says: str, monkeypatc
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ddp.LaunchEnvironmentError, match=says):
+    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=says):
         ddp.init()
 
 

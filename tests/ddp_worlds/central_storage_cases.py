@@ -202,7 +202,7 @@ def there_is_one_copy() -> None:
     first.data.fill_(rank)
     dist.barrier()
     assert first.eq(rank).all(), "after close() each rank has its own again"
-    with pytest.raises(ddp.DdpError, match="closed"):
+    with pytest.raises(ddp.errors.DdpError, match="closed"):
         optimizer.step()
 
 
@@ -269,15 +269,17 @@ def changes_after_prepare_are_errors() -> list[str]:
         model, optimizer = prepared()
         step_of(model, optimizer)
         change(model)
-        with pytest.raises(ddp.ArgumentError, match="after prepare"):
+        with pytest.raises(ddp.errors.ArgumentError, match="after prepare"):
             optimizer.step()
     model, optimizer = prepared()
     if dist.get_rank() == 1:
         move(model)
-        with pytest.raises(ddp.ArgumentError, match=r"layers\.2\.weight"):
+        with pytest.raises(ddp.errors.ArgumentError, match=r"layers\.2\.weight"):
             optimizer.step()
     else:
-        with pytest.raises(ddp.PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'") as error:
+        with pytest.raises(
+            ddp.errors.PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'"
+        ) as error:
             optimizer.step()
         assert [*error.value.failures] == [1]
         gathered.append(str(error.value))
@@ -286,9 +288,9 @@ def changes_after_prepare_are_errors() -> list[str]:
     model, optimizer = prepared("words", "sparse adam")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises((RuntimeError, ddp.PeerFailedError), match="SparseAdam does not support dense"):
+    with pytest.raises((RuntimeError, ddp.errors.PeerFailedError), match="SparseAdam does not support dense"):
         optimizer.step()
-    with pytest.raises((RuntimeError, ddp.PeerFailedError), match="SparseAdam does not support dense"):
+    with pytest.raises((RuntimeError, ddp.errors.PeerFailedError), match="SparseAdam does not support dense"):
         optimizer.step()  # the ranks still meet
     return gathered
 
@@ -298,18 +300,20 @@ def what_differs_between_ranks_is_an_error() -> None:
     other, model = Mlp(), Mlp()
     other.layers[4] = nn.Linear(33, 3 + rank)
     engine = CentralStorage()
-    with pytest.raises(ddp.LayoutMismatchError, match=r"layers\.4\.weight"):
+    with pytest.raises(ddp.errors.LayoutMismatchError, match=r"layers\.4\.weight"):
         engine.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(ddp.LayoutMismatchError, match="hyperparameters"):
+    with pytest.raises(ddp.errors.LayoutMismatchError, match="hyperparameters"):
         engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank))
     model, optimizer = prepared()
     optimizer.param_groups[0]["lr"] = 0.1 + rank
-    with pytest.raises(ddp.ArgumentError, match="rank 1 steps with other hyperparameters than rank 0 in step 1"):
+    with pytest.raises(ddp.errors.ArgumentError, match="rank 1 steps with other hyperparameters than rank 0 in step 1"):
         optimizer.step()
     # Another host has none of this one's processes.
     if rank == 1:
         SharedSegment.open = lambda ticket: None  # type: ignore[method-assign]  # this process ends after the test
-    with pytest.raises(ddp.ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"):
+    with pytest.raises(
+        ddp.errors.ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"
+    ):
         prepared()
 
 
@@ -330,11 +334,11 @@ def the_users_optimizer_steps_no_more() -> None:
     assert hooked == [1]
     loss = optimizer.step(lambda: 2.5)
     assert loss == 2.5
-    with pytest.raises(ddp.DdpError, match="the one that prepare"):
+    with pytest.raises(ddp.errors.DdpError, match="the one that prepare"):
         users.step()
-    with pytest.raises(ddp.ArgumentError, match="before"):
+    with pytest.raises(ddp.errors.ArgumentError, match="before"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
-    with pytest.raises(ddp.UnsupportedError):
+    with pytest.raises(ddp.errors.UnsupportedError):
         CentralStorage().prepare(model, torch.optim.LBFGS(model.parameters()))
     x, y = batch(0)
     (model(x) - y).square().mean().backward()
@@ -342,7 +346,7 @@ def the_users_optimizer_steps_no_more() -> None:
     optimizer.step()
     kept = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, mine, kept)), ".grad is this rank's own, after the step as well"
-    with pytest.raises(ddp.ArgumentError, match="max_grad_norm"):
+    with pytest.raises(ddp.errors.ArgumentError, match="max_grad_norm"):
         CentralStorage(max_grad_norm=0.0)
 
 
@@ -372,7 +376,7 @@ def a_rank_leaves() -> str:
     step_of(model, optimizer)
     if dist.get_rank() == 1:
         return ""
-    with pytest.raises(ddp.CollectiveError) as error:
+    with pytest.raises(ddp.errors.CollectiveError) as error:
         optimizer.step()
     assert all(value.isfinite().all() for value in model.state_dict().values())
     optimizer.state_dict()
@@ -384,7 +388,7 @@ def a_rank_is_late() -> str:
     _, optimizer = prepared(stall_timeout_s=1.0)
     texts = ""
     if dist.get_rank() == 0:
-        with pytest.raises(ddp.CollectiveError) as error:
+        with pytest.raises(ddp.errors.CollectiveError) as error:
             optimizer.step()
         texts = str(error.value)
     dist.barrier(group=other_group)

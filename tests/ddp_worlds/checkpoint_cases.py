@@ -100,7 +100,7 @@ def failure_of_rank_zero_is_raised_by_all(folder: str, what: str) -> str:
             os.chmod(folder, 0o555)
             if os.geteuid() == 0:
                 os.seteuid(65534)  # root may write anywhere
-    with pytest.raises(ddp.CheckpointError, match=r"rank 0: could not (save|write) step 2") as caught:
+    with pytest.raises(ddp.errors.CheckpointError, match=r"rank 0: could not (save|write) step 2") as caught:
         checkpoint.save(2, weights=torch.zeros(10_000))
     if dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -130,12 +130,12 @@ def differing_arguments_are_refused_by_all(folder: str) -> list[str]:
         if save is wrong[-1]:
             batch = [index for index, _ in zip(sampler, range(8), strict=False)]
             sampler.advance(len(batch) - rank)
-        with pytest.raises(ddp.CheckpointError) as caught:
+        with pytest.raises(ddp.errors.CheckpointError) as caught:
             save()
         messages.append(str(caught.value))
     assert checkpoint.load() is None
     checkpoint.save(5, model=nn.Linear(1, 1))
-    with pytest.raises(ddp.CheckpointError) as caught:
+    with pytest.raises(ddp.errors.CheckpointError) as caught:
         checkpoint.load(model=nn.Linear(1, 2 if rank else 1))
     messages.append(str(caught.value))
     return messages

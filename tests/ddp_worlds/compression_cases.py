@@ -408,7 +408,7 @@ def groups() -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     for ranks, group in (((0, 1), first), ((0, 2), second)):
         if dist.get_rank() not in ranks:
-            with pytest.raises(ddp.ArgumentError, match="not a member"):
+            with pytest.raises(ddp.errors.ArgumentError, match="not a member"):
                 make_compression("bf16", group)
             continue
         for method in ("bf16", "int8", LOW_RANK):
@@ -430,12 +430,12 @@ def groups() -> None:
     while _threads() and time.monotonic() < end:
         time.sleep(0.002)
     assert not _threads()  # they end when the last user of the group does
-    with pytest.raises(ddp.ArgumentError, match="there are 'fp16', 'bf16', 'int8', 'powersgd'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="there are 'fp16', 'bf16', 'int8', 'powersgd'"):
         make_compression("int4")
-    with pytest.raises(ddp.ArgumentError, match="register_comm_hook"):
+    with pytest.raises(ddp.errors.ArgumentError, match="register_comm_hook"):
         make_compression(len)  # type: ignore[arg-type]
     for wrong in (lambda: Int8(block=30), lambda: Half(torch.float32), lambda: PowerSGD(rank=0)):
-        with pytest.raises(ddp.ArgumentError):
+        with pytest.raises(ddp.errors.ArgumentError):
             wrong()
     with pytest.raises(LayoutMismatchError, match=r"rank 2 of the group has Int8\(block=64") as caught:
         make_compression(Int8(block=64) if dist.get_rank() == 2 else "int8")

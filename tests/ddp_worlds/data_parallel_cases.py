@@ -591,7 +591,7 @@ def layout_error(kind: str) -> tuple[str, int, str]:
             module.table = torch.zeros(3)
         elif kind == "setting":
             arguments["bucket_cap_mb"] = 3
-    with pytest.raises(ddp.LayoutMismatchError) as caught:
+    with pytest.raises(ddp.errors.LayoutMismatchError) as caught:
         ddp.DistributedDataParallel(module, **arguments)
     return str(caught.value), caught.value.rank, caught.value.entry
 
@@ -599,13 +599,13 @@ def layout_error(kind: str) -> tuple[str, int, str]:
 def refused() -> None:
     """What cannot be right says so, before it is wrong."""
     x, _ = batch(dist.get_rank(), 4)
-    with pytest.raises(ddp.UnsupportedError, match="mixed_precision"):
+    with pytest.raises(ddp.errors.UnsupportedError, match="mixed_precision"):
         ddp.DistributedDataParallel(build("mlp"), mixed_precision=object())
-    with pytest.raises(ddp.DdpError, match="requires a gradient"):
+    with pytest.raises(ddp.errors.DdpError, match="requires a gradient"):
         ddp.DistributedDataParallel(nn.BatchNorm1d(3, affine=False))
-    with pytest.raises(ddp.ArgumentError, match="device_ids"):
+    with pytest.raises(ddp.errors.ArgumentError, match="device_ids"):
         ddp.DistributedDataParallel(build("mlp"), device_ids=[0])
-    with pytest.raises(ddp.ArgumentError, match="bucket_cap_mb"):
+    with pytest.raises(ddp.errors.ArgumentError, match="bucket_cap_mb"):
         ddp.DistributedDataParallel(build("mlp"), bucket_cap_mb=0)
     with pytest.raises(UserWarning, match="check_reduction"):
         ddp.DistributedDataParallel(build("mlp"), check_reduction=True)
@@ -655,7 +655,7 @@ def subgroups_reduce_among_themselves() -> None:
     """Of three ranks, 0 and 2 form a group; 1 is not a member."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
-        with pytest.raises(ddp.ArgumentError, match="not a member"):
+        with pytest.raises(ddp.errors.ArgumentError, match="not a member"):
             ddp.DistributedDataParallel(build("mlp"), process_group=group)
         return
     oracle, replica = build("mlp"), build("mlp", seed=dist.get_rank())
@@ -687,7 +687,7 @@ def lost_rank_is_named() -> str | None:
     loss_of(model, x, y).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
         return None
-    with pytest.raises(ddp.CollectiveError) as caught:
+    with pytest.raises(ddp.errors.CollectiveError) as caught:
         loss_of(model, x, y).backward()
     assert caught.value.rank == dist.get_rank()
     return str(caught.value)

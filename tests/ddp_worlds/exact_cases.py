@@ -583,15 +583,15 @@ def weights_that_do_not_fit_are_errors() -> None:
 
     is_usable()
     model.zero_grad(set_to_none=False)
-    with pytest.raises(ddp.BackwardError, match="add up to 0"):
+    with pytest.raises(ddp.errors.BackwardError, match="add up to 0"):
         model.backward(loss_of(model, shard(x), shard(y)), weight=0)
     is_usable()
-    with pytest.raises(ddp.ArgumentError, match="weight"):
+    with pytest.raises(ddp.errors.ArgumentError, match="weight"):
         model.backward(loss_of(model, shard(x), shard(y)), weight=-1)
     is_usable()
     if world == 1:
         return
-    with pytest.raises(ddp.BackwardError, match="rank 1 gave no weight"):
+    with pytest.raises(ddp.errors.BackwardError, match="rank 1 gave no weight"):
         model.backward(loss_of(model, shard(x), shard(y)), weight=None if rank == 1 else 2)
     is_usable()
 
@@ -602,7 +602,7 @@ def a_weight_that_is_no_number_on_one_rank_ends_the_step_everywhere() -> None:
     model = ddp.DistributedDataParallel(build("mlp"))
     x, y = batch(0, 2 * world)
     model.backward(loss_of(model, shard(x), shard(y)), weight=1)
-    expected = ddp.ArgumentError if rank == 1 else ddp.DdpError
+    expected = ddp.errors.ArgumentError if rank == 1 else ddp.errors.DdpError
     with pytest.raises(expected):
         model.backward(loss_of(model, shard(x), shard(y)), weight=float("nan") if rank == 1 else 1)
     oracle = build("mlp")
@@ -627,7 +627,7 @@ def unfreezing_on_one_rank_is_an_error() -> None:
                 module.layers[2].weight.requires_grad_(step >= 2)
             if step == 1:
                 replica.layers[2].weight.requires_grad_(rank == 1)
-                with pytest.raises(ddp.BackwardError) as caught:
+                with pytest.raises(ddp.errors.BackwardError) as caught:
                     loss_of(model, shard(x), shard(y)).backward()
                 assert caught.value.parameter == "layers.2.weight"
                 assert "rank 1, but not on rank 0" in str(caught.value)
@@ -673,7 +673,7 @@ def replaced_parameters_are_errors() -> None:
             replica.load_state_dict(build("mlp", seed=1).state_dict(), assign=True)
         else:
             replica.layers.append(nn.Linear(3, 3).to(F64))
-        with pytest.raises(ddp.BackwardError, match=r"layers.*wrap the module"):
+        with pytest.raises(ddp.errors.BackwardError, match=r"layers.*wrap the module"):
             loss_of(model, shard(x), shard(y)).backward()
         oracle = copy.deepcopy(replica)
         model = ddp.DistributedDataParallel(replica)
@@ -1231,7 +1231,7 @@ def a_rank_without_gradients_is_missed() -> None:
                 with pytest.raises(RuntimeError, match="does not require grad"):
                     loss_of(model, shard(x), shard(y)).backward()
                 replica.requires_grad_(True)
-            with pytest.raises(ddp.BackwardError, match="rank 1 made 1 training forward"):
+            with pytest.raises(ddp.errors.BackwardError, match="rank 1 made 1 training forward"):
                 loss_of(model, shard(x), shard(y)).backward()
             continue
         loss_of(model, shard(x), shard(y)).backward()
@@ -1251,7 +1251,7 @@ def models_in_another_order_are_an_error() -> None:
         for at in (0, 1) if step != 1 or rank else (1, 0):
             loss = loss_of(models[at], shard(x) * (1 + at), shard(y))
             if step == 1:
-                with pytest.raises(ddp.BackwardError, match="model"):
+                with pytest.raises(ddp.errors.BackwardError, match="model"):
                     loss.backward()
             else:
                 loss.backward()
@@ -1263,7 +1263,7 @@ def a_wrapper_that_is_gone_says_so() -> None:
     """Deleted between forward and backward, it reduces nothing."""
     loss = ddp.DistributedDataParallel(build("mlp"))(batch(0, 2)[0]).sum()
     gc.collect()
-    with pytest.raises((UserWarning, ddp.DdpError), match=r"deleted|gone"):
+    with pytest.raises((UserWarning, ddp.errors.DdpError), match=r"deleted|gone"):
         loss.backward()
 
 
@@ -1288,7 +1288,7 @@ def gradients_that_a_hook_takes_are_an_error(is_after: bool) -> None:
         register()
     for step in range(2):
         x, y = batch(step, 2 * dist.get_world_size())
-        with pytest.raises(ddp.BackwardError, match="optimizer") as caught:
+        with pytest.raises(ddp.errors.BackwardError, match="optimizer") as caught:
             loss_of(model, shard(x), shard(y)).backward()
         assert caught.value.parameter in dict(replica.named_parameters())
 
@@ -1317,10 +1317,10 @@ def weights_that_later_become_ready_twice() -> None:
             x, y = batch(step, 2 * dist.get_world_size())
             for module in (oracle, replica):
                 module.zero_grad(set_to_none=way.set_to_none)
-            with pytest.raises(ddp.BackwardError, match="shared") if step == 2 else contextlib.nullcontext():
+            with pytest.raises(ddp.errors.BackwardError, match="shared") if step == 2 else contextlib.nullcontext():
                 loss_of(model, shard(x), shard(y)).backward()
                 if step == 2:
-                    raise ddp.BackwardError("shared: exact at once")
+                    raise ddp.errors.BackwardError("shared: exact at once")
             if step != 2:
                 loss_of(oracle, x, y).backward()
                 assert_close(replica, oracle, f"{way}, step {step}")

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with `ddp.DistributedOptimizer`, collectives and broadcasts of states.
+"""What the ranks of a test world do with `ddp.horovod.DistributedOptimizer`, collectives and broadcasts of states.
 
 The oracle is the same training in one process on the whole batch, computed by every rank for itself.
 """
@@ -82,10 +82,10 @@ def sharded_parameters_are_refused_alone() -> list[str]:
     told = []
     if rank() == 0:
         for module in (tensor_parallel, fully_sharded):
-            with pytest.raises(ddp.UnsupportedError) as caught:
+            with pytest.raises(ddp.errors.UnsupportedError) as caught:
                 ddp.DistributedDataParallel(module)
             told.append(str(caught.value))
-            with pytest.raises(ddp.UnsupportedError) as caught:
+            with pytest.raises(ddp.errors.UnsupportedError) as caught:
                 DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module.named_parameters())
             told.append(str(caught.value))
     dist.barrier()
@@ -146,7 +146,7 @@ def a_sum_equals_the_sum() -> None:
     if size() > 1:
         for _ in range(2):
             loss_of(model, x, y).backward()
-        with pytest.raises(ddp.BackwardError, match="backward_passes_per_step=2"):
+        with pytest.raises(ddp.errors.BackwardError, match="backward_passes_per_step=2"):
             loss_of(model, x, y).backward()
         optimizer.zero_grad()
 
@@ -175,9 +175,9 @@ def more_passes_than_announced_are_exact() -> None:
         loss_of(model, shard(x), shard(y)).backward()
         loss_of(alone, x, y).backward()
     if size() > 1:
-        with pytest.raises(ddp.BackwardError, match="3 of 4 backward passes"):
+        with pytest.raises(ddp.errors.BackwardError, match="3 of 4 backward passes"):
             optimizer.zero_grad()
-        with optimizer.skip_synchronize(), pytest.raises(ddp.BackwardError, match="call synchronize"):  # type: ignore[attr-defined]
+        with optimizer.skip_synchronize(), pytest.raises(ddp.errors.BackwardError, match="call synchronize"):  # type: ignore[attr-defined]
             optimizer.step()
     optimizer.step()
     own.step()
@@ -376,7 +376,7 @@ def unfrozen_and_added_parameters_are_averaged() -> None:
 
 
 def compressed_training_comes_close() -> None:
-    for compression in ("bf16", "fp16", "int8", ddp.PowerSGD(rank=1, start_step=2)):
+    for compression in ("bf16", "fp16", "int8", ddp.compression.PowerSGD(rank=1, start_step=2)):
         model, alone = build("mlp").float(), build("mlp").float()
         optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), compression=compression)
         own = OPTIMIZERS["sgd"](alone.parameters())
@@ -417,10 +417,10 @@ def it_is_the_users_optimizer() -> None:
     optimizer.load_state_dict(state)
     hooks = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     assert all(hooks) == (size() > 1)
-    with pytest.raises(ddp.ArgumentError, match="distributed already"):
+    with pytest.raises(ddp.errors.ArgumentError, match="distributed already"):
         DistributedOptimizer(optimizer)
     if size() > 1:
-        with pytest.raises(ddp.ArgumentError, match="averaged already"):
+        with pytest.raises(ddp.errors.ArgumentError, match="averaged already"):
             DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     del optimizer, plain
     gc.collect()
@@ -443,9 +443,9 @@ def bad_arguments_are_errors() -> None:
         ({"named_parameters": model.parameters()}, "pairs of a name and a parameter"),
         ({"compression": "zip"}, "compression='zip'"),
     ):
-        with pytest.raises(ddp.ArgumentError, match=says):
+        with pytest.raises(ddp.errors.ArgumentError, match=says):
             made(**given)
-    with pytest.raises(ddp.ArgumentError, match=r"must be a torch\.optim\.Optimizer"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"must be a torch\.optim\.Optimizer"):
         DistributedOptimizer(model)  # type: ignore[type-var]
 
 
@@ -459,14 +459,14 @@ def different_parameters_are_errors() -> None:
         (f"layer{number}.{name}", p) for number, layer in enumerate(layers) for name, p in layer.named_parameters()
     ]
     for names in (named, None):
-        with pytest.raises(ddp.LayoutMismatchError, match=r"shape \(5, 3\)") as found:
+        with pytest.raises(ddp.errors.LayoutMismatchError, match=r"shape \(5, 3\)") as found:
             DistributedOptimizer(torch.optim.SGD(parameters, 0.1), names)
         assert found.value.rank == 1
         assert found.value.entry == ("layer1.weight" if names else "param_groups[0]['params'][2]")
-    with pytest.raises(ddp.LayoutMismatchError, match="passes"):
+    with pytest.raises(ddp.errors.LayoutMismatchError, match="passes"):
         DistributedOptimizer(torch.optim.SGD(layers[0].parameters(), 0.1), backward_passes_per_step=1 + rank())
     kind = torch.optim.SGD if rank() else torch.optim.Adam
-    with pytest.raises(ddp.ArgumentError, match=r"rank 1.* called DistributedOptimizer \(SGD\)"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"rank 1.* called DistributedOptimizer \(SGD\)"):
         DistributedOptimizer(kind(layers[0].parameters(), 0.1))
 
 
@@ -474,7 +474,7 @@ def unequal_replicas_are_an_error() -> None:
     model = build("mlp", seed=rank())
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     x, y = batch(0, 4)
-    with pytest.raises(ddp.DriftError, match="broadcast_parameters") as found:
+    with pytest.raises(ddp.errors.DriftError, match="broadcast_parameters") as found:
         loss_of(model, x, y).backward()
     assert found.value.parameter == "layers.0.weight"
     assert found.value.ranks == tuple(range(1, size()))
@@ -499,7 +499,7 @@ def different_numbers_are_errors() -> None:
 
         train(passes)
         says = rf"rank 1 {passes - 1}, the others {passes}; a rank skipped a backward pass"
-        with pytest.raises(ddp.BackwardError, match=says if size() > 2 else "numbers of backward passes"):
+        with pytest.raises(ddp.errors.BackwardError, match=says if size() > 2 else "numbers of backward passes"):
             train(passes - (rank() == 1))
         assert all(p.grad is None for p in model.parameters())
         train(passes)
@@ -508,7 +508,7 @@ def different_numbers_are_errors() -> None:
         if rank() != 1:
             optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(ddp.BackwardError, match=r"optimizer steps so far: .*rank . "):
+        with pytest.raises(ddp.errors.BackwardError, match=r"optimizer steps so far: .*rank . "):
             train(passes)
         del model, optimizer, train
         gc.collect()
@@ -541,10 +541,10 @@ def a_failed_backward_is_everybodys_error() -> None:
                     hidden = model.layers[:2](shard(x))
                     out = model.layers[2:](_Bomb.apply(hidden) if fails and rank() == 1 else hidden)
                     ((out - shard(y)).square().mean() / passes).backward()
-            except (ValueError, ddp.PeerFailedError) as error:
+            except (ValueError, ddp.errors.PeerFailedError) as error:
                 caught = error
             if fails:
-                assert type(caught) is (ValueError if rank() == 1 else ddp.PeerFailedError)
+                assert type(caught) is (ValueError if rank() == 1 else ddp.errors.PeerFailedError)
                 assert "rank 1" in str(caught) or rank() == 1
                 assert time.monotonic() - begun < 20
                 assert all(p.grad is None for p in model.parameters())
@@ -564,7 +564,7 @@ def a_rank_that_makes_no_backward_pass_is_named() -> None:
     model = build("mlp")
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), group=group)
     if rank() == 0:
-        with pytest.raises(ddp.CollectiveError, match="rank 1 is missing"):
+        with pytest.raises(ddp.errors.CollectiveError, match="rank 1 is missing"):
             loss_of(model, *batch(0, 4)).backward()
     dist.barrier()
     assert isinstance(optimizer, torch.optim.SGD)
@@ -624,7 +624,7 @@ def reductions_equal_those_of_one_process() -> None:
     handle = collectives.allreduce_async_(tensors[0], "again")
     collectives.synchronize(handle)
     assert torch.equal(tensors[0], expected_sums[0])
-    for compression in ("fp16", "bf16", ddp.Half()):
+    for compression in ("fp16", "bf16", ddp.compression.Half()):
         found = collectives.allreduce(torch.tensor([1.0, 2.0]) * (1 + rank()), compression=compression)
         torch.testing.assert_close(found, torch.tensor([1.0, 2.0]) * (1 + size()) / 2, rtol=0.01, atol=0)
         assert found.dtype is torch.float32
@@ -699,7 +699,7 @@ def gradients_are_those_of_one_process() -> None:
         expected = torch.zeros_like(mine) if xs[rank()].grad is None else xs[rank()].grad
         torch.testing.assert_close(mine.grad, expected, rtol=1e-12, atol=1e-13, msg=kind)
     mine = every[rank()].clone().requires_grad_()
-    with pytest.raises(ddp.UnsupportedError, match="op='max' has no gradient"):
+    with pytest.raises(ddp.errors.UnsupportedError, match="op='max' has no gradient"):
         collectives.allreduce(mine, "m", op="max").sum().backward()
 
 
@@ -727,7 +727,7 @@ def different_calls_are_errors_that_name_them() -> None:
         (lambda: broadcast_object({}, name="b" if at else "a"), "rank 1 called broadcast_object 'b'"),
     ]  # fmt: skip
     for call, says in cases:
-        with pytest.raises(ddp.ArgumentError, match=says):
+        with pytest.raises(ddp.errors.ArgumentError, match=says):
             call()
         assert collectives.allreduce(one, op="sum").tolist() == [size()] * 3
 
@@ -736,7 +736,7 @@ def a_missing_rank_is_named() -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     collectives.barrier(group=group)
     if rank() == 0:
-        with pytest.raises(ddp.CollectiveError, match=r"rank 1 is missing: .*allreduce 'loss'"):
+        with pytest.raises(ddp.errors.CollectiveError, match=r"rank 1 is missing: .*allreduce 'loss'"):
             collectives.allreduce(torch.ones(1), "loss", group=group)
     dist.barrier()
 
@@ -751,7 +751,7 @@ def groups_and_places() -> None:
     if rank() < 2:
         assert collectives.allreduce(torch.ones(2), op="sum", group=pair).tolist() == [2, 2]
     else:
-        with pytest.raises(ddp.ArgumentError, match="only its members"):
+        with pytest.raises(ddp.errors.ArgumentError, match="only its members"):
             collectives.allreduce(torch.ones(2), group=pair)
     collectives.barrier()
 
@@ -774,7 +774,7 @@ def without_a_group_calls_say_what_to_do() -> None:
         lambda: DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)),
     ]
     for call in calls:
-        with pytest.raises(ddp.NotInitializedError, match=r"call ddp\.init\(\) before ddp\."):
+        with pytest.raises(ddp.errors.NotInitializedError, match=r"call ddp\.init\(\) before ddp\."):
             call()
     loss_of(model, *batch(0, 4)).backward()
     optimizer.step()
@@ -827,12 +827,12 @@ def parameters_are_those_of_the_root() -> None:
         is_whole = "running_mean" in " ".join(form(model)) if isinstance(form(model), dict) else False
         assert model[1].running_mean[0] == (last if is_whole else rank()) + 1
     if size() > 1:
-        with pytest.raises(ddp.LayoutMismatchError, match=r"rank 1 .*shape \(3,\)") as found:
+        with pytest.raises(ddp.errors.LayoutMismatchError, match=r"rank 1 .*shape \(3,\)") as found:
             broadcast_parameters({"same": torch.ones(2), "w": torch.ones(2 + (rank() == 1))})
         assert found.value.entry == "w"
-        with pytest.raises(ddp.ArgumentError, match="there is no rank -1"):
+        with pytest.raises(ddp.errors.ArgumentError, match="there is no rank -1"):
             broadcast_parameters({}, root_rank=-1)
-    with pytest.raises(ddp.ArgumentError, match="'extra' is a int, and only dense tensors"):
+    with pytest.raises(ddp.errors.ArgumentError, match="'extra' is a int, and only dense tensors"):
         broadcast_parameters({"extra": 3})
 
 
@@ -870,11 +870,11 @@ def optimizer_states_are_those_of_the_root() -> None:
             del optimizer, wrapped
     if size() > 1:
         kinds = [torch.optim.SGD, torch.optim.Adam]
-        with pytest.raises(ddp.ArgumentError, match=r"rank 1 called .*Adam with \[6\] parameters.*rank 0.*SGD"):
+        with pytest.raises(ddp.errors.ArgumentError, match=r"rank 1 called .*Adam with \[6\] parameters.*rank 0.*SGD"):
             broadcast_optimizer_state(kinds[rank() == 1](model.parameters(), 0.1))
     odd = torch.optim.SGD(model.parameters(), 0.1)
     odd.param_groups[0]["odd"] = lambda: None
-    with pytest.raises(ddp.ArgumentError, match="cannot be sent"):
+    with pytest.raises(ddp.errors.ArgumentError, match="cannot be sent"):
         broadcast_optimizer_state(odd)
 
 
@@ -895,9 +895,11 @@ def objects_travel_without_pickle() -> None:
     assert big.sum() == 0
     assert allgather_object({"rank": rank()}) == [{"rank": each} for each in range(size())]
     for odd in (Opaque(), lambda: None):
-        with pytest.raises(ddp.ArgumentError, match=r"rank 0's object cannot be sent: .*It may hold None, numbers"):
+        with pytest.raises(
+            ddp.errors.ArgumentError, match=r"rank 0's object cannot be sent: .*It may hold None, numbers"
+        ):
             broadcast_object(odd if rank() == 0 else None)
-        with pytest.raises(ddp.ArgumentError, match=rf"allgather_object: rank {size() - 1}: "):
+        with pytest.raises(ddp.errors.ArgumentError, match=rf"allgather_object: rank {size() - 1}: "):
             allgather_object(odd if rank() == size() - 1 else 1)
-    with pytest.raises(ddp.ArgumentError, match="there is no rank 9"):
+    with pytest.raises(ddp.errors.ArgumentError, match="there is no rank 9"):
         broadcast_object(1, root_rank=9)

@@ -274,7 +274,7 @@ def training_resumes_from_a_state(path: str) -> None:
     model, optimizer, local = start()
     run(range(7), model, optimizer)
     for diverged in (model, model.module, local):
-        with pytest.raises(ddp.DdpError, match=r"made 2 steps by itself .* sync\(\)"):
+        with pytest.raises(ddp.errors.DdpError, match=r"made 2 steps by itself .* sync\(\)"):
             diverged.state_dict()
     copied = copy.deepcopy(model.module)
     assert copied.state_dict().keys() == build("mlp").state_dict().keys()  # a copy is somebody else's
@@ -361,7 +361,7 @@ def ranks_that_cannot_become_equal() -> list[str]:
     errors = []
     _, step, local = start(every=2 + rank)
     step()
-    with pytest.raises(ddp.LayoutMismatchError) as mismatch:
+    with pytest.raises(ddp.errors.LayoutMismatchError) as mismatch:
         local.sync()
     assert (mismatch.value.rank, mismatch.value.entry) == (1, "settings")
     errors.append(str(mismatch.value))
@@ -373,7 +373,7 @@ def ranks_that_cannot_become_equal() -> list[str]:
     state["outer_momentum"]["layers.2.bias"] = state["outer_momentum"]["layers.2.bias"] + rank
     local.load_state_dict(state)
     step()
-    with pytest.raises(ddp.DriftError) as drift:
+    with pytest.raises(ddp.errors.DriftError) as drift:
         local.sync()
     assert (drift.value.parameter, drift.value.step, drift.value.ranks) == ("layers.2.bias", 2, (1,))
     errors.append(str(drift.value))
@@ -382,7 +382,7 @@ def ranks_that_cannot_become_equal() -> list[str]:
     with torch.no_grad():
         model.module.layers[4].bias[-1] += rank * 1e-9
     step()
-    with pytest.raises(ddp.DriftError) as drift:
+    with pytest.raises(ddp.errors.DriftError) as drift:
         local.sync()
     assert drift.value.parameter == "layers.4.bias"
     errors.append(str(drift.value))
@@ -402,7 +402,7 @@ def misuse_is_warned_of() -> None:
     with pytest.raises(UserWarning, match="stay different"):
         local.close()
     model._join_config = model._join_config._replace(enable=True)  # what join() does, without its end
-    with pytest.raises(ddp.UnsupportedError, match=r"inside join\(\)"):
+    with pytest.raises(ddp.errors.UnsupportedError, match=r"inside join\(\)"):
         model(x)
     model._join_config = model._join_config._replace(enable=False)
     assert model.require_backward_grad_sync
@@ -423,15 +423,15 @@ def misuse_is_warned_of() -> None:
         ({"every": 2, "outer_lr": 0.0}, "outer_lr"),
         ({"every": 2, "outer_momentum": 1.0}, "outer_momentum"),
     ):
-        with pytest.raises(ddp.ArgumentError, match=name):
+        with pytest.raises(ddp.errors.ArgumentError, match=name):
             LocalSGD(model, optimizer, **bad)
-    with pytest.raises(ddp.ArgumentError, match="wrap it"):
+    with pytest.raises(ddp.errors.ArgumentError, match="wrap it"):
         LocalSGD(model.module, optimizer, every=2)
-    with pytest.raises(ddp.ArgumentError, match="none of the model's parameters"):
+    with pytest.raises(ddp.errors.ArgumentError, match="none of the model's parameters"):
         LocalSGD(model, sgd(build("mlp").parameters()), every=2)
-    with pytest.raises(ddp.UnsupportedError, match="LBFGS"):
+    with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
         LocalSGD(model, torch.optim.LBFGS(model.parameters()), every=2)
-    with pytest.raises(ddp.ArgumentError, match=r"layers\.0\.bias"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"layers\.0\.bias"):
         local.load_state_dict({"step": 1, "outer_momentum": {"layers.0.bias": torch.zeros(3)}})
 
 
@@ -456,7 +456,7 @@ def hooks_end_with_close_or_the_wrapper() -> None:
     assert hooks() == before
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    with pytest.raises(ddp.ArgumentError, match="closed"):
+    with pytest.raises(ddp.errors.ArgumentError, match="closed"):
         local.sync()
     replica.zero_grad()
     loss_of(model, x, y).backward()

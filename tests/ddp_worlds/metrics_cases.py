@@ -117,7 +117,7 @@ def differences_are_errors_of_all() -> list[str]:
         {"loss": 1.0} if not odd else {3: 1.0},
         {"loss": 1.0} if not odd else 1.0,
     ):
-        with pytest.raises(ddp.ArgumentError) as caught:
+        with pytest.raises(ddp.errors.ArgumentError) as caught:
             gather_metrics(mine)  # type: ignore[arg-type]  # on purpose
         messages.append(str(caught.value))
     for rows in (
@@ -127,7 +127,7 @@ def differences_are_errors_of_all() -> list[str]:
         torch.ones(2) if not odd else torch.tensor(1.0),
         torch.ones(2) if not odd else [1.0, 2.0],
     ):
-        with pytest.raises(ddp.ArgumentError) as caught:
+        with pytest.raises(ddp.errors.ArgumentError) as caught:
             gather_samples(rows)  # type: ignore[arg-type]  # on purpose
         messages.append(str(caught.value))
     assert gather_metrics({"loss": 1}) == {"loss": dist.get_world_size()}
@@ -159,7 +159,7 @@ def a_subgroup_gathers_among_its_members() -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank == 1:
-        with pytest.raises(ddp.ArgumentError, match="not in the group"):
+        with pytest.raises(ddp.errors.ArgumentError, match="not in the group"):
             gather_metrics({"rank": rank}, group=group)
         return
     assert gather_metrics({"rank": rank}, group=group) == {"rank": 2}
@@ -171,7 +171,7 @@ def a_rank_that_is_gone_is_an_error() -> str | None:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of the case
         return None
-    with pytest.raises(ddp.CollectiveError) as caught:
+    with pytest.raises(ddp.errors.CollectiveError) as caught:
         gather_metrics({"loss": 1.0})
     assert (caught.value.rank, caught.value.what) == (0, "gather_metrics")
     return str(caught.value)

@@ -255,10 +255,12 @@ def strangers_are_refused() -> None:
                 with pytest.raises(ddp.errors.VersionMismatchError, match=r"0\.0\.1"):
                     start(setting).prepare(*build(setting))
             odd = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4)).to(F64)
-            with pytest.raises(ddp.LayoutMismatchError, match=r"worker 1 has another model .*2\.weight") as differs:
+            with pytest.raises(
+                ddp.errors.LayoutMismatchError, match=r"worker 1 has another model .*2\.weight"
+            ) as differs:
                 start(setting).prepare(odd, torch.optim.SGD(odd.parameters(), lr=0.2, momentum=0.9, nesterov=True))
             assert (differs.value.entry, differs.value.rank) == ("2.weight", 1)
-            with pytest.raises(ddp.LayoutMismatchError, match="'async'"):
+            with pytest.raises(ddp.errors.LayoutMismatchError, match="'async'"):
                 start(setting, mode="async").prepare(*build(setting))
         strategy = start(setting)
         assert_equals_oracle(strategy, setting)
@@ -275,13 +277,13 @@ def changes_after_prepare_are_refused() -> None:
         model, optimizer = strategy.prepare(model, users)
         x, y = data().tensors
         F.cross_entropy(model(x), y).backward()
-        with pytest.raises(ddp.ArgumentError, match=r"call step\(\) of the one that prepare\(\) returned"):
+        with pytest.raises(ddp.errors.ArgumentError, match=r"call step\(\) of the one that prepare\(\) returned"):
             users.step()
-        with pytest.raises(ddp.ArgumentError, match="add_param_group"):
+        with pytest.raises(ddp.errors.ArgumentError, match="add_param_group"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-        with pytest.raises(ddp.ArgumentError, match="twice"):
+        with pytest.raises(ddp.errors.ArgumentError, match="twice"):
             strategy.prepare(*build(setting))
-        with pytest.raises(ddp.ArgumentError, match="evaluator"):
+        with pytest.raises(ddp.errors.ArgumentError, match="evaluator"):
             next(strategy.evaluations())
         weight = model[0].weight
         changes: list[tuple[Callable[[], object], Callable[[], object], str]] = [
@@ -302,7 +304,7 @@ def changes_after_prepare_are_refused() -> None:
         )
         for change, undo, what in changes:
             change()
-            with pytest.raises(ddp.BackwardError, match=what) as refused:
+            with pytest.raises(ddp.errors.BackwardError, match=what) as refused:
                 optimizer.step()
             assert "after prepare()" in str(refused.value)
             undo()
@@ -319,12 +321,14 @@ def numbers_are_shared() -> None:
         setting = Setting()
         strategy = start(setting)
         if strategy.role == "worker":
-            with pytest.raises(ddp.ArgumentError, match="after prepare"):
+            with pytest.raises(ddp.errors.ArgumentError, match="after prepare"):
                 strategy.reduce("sum", 1)
         strategy.prepare(*build(setting))
         check_mean(strategy)
         check_reduce(strategy)
-        with pytest.raises(ddp.ArgumentError, match=r"replica 1 gives .* all replicas must give values of the same"):
+        with pytest.raises(
+            ddp.errors.ArgumentError, match=r"replica 1 gives .* all replicas must give values of the same"
+        ):
             strategy.reduce("sum", torch.zeros(2 + strategy.replica))
         big = torch.full((100_000,), float(strategy.replica))
         assert torch.equal(strategy.reduce("sum", big), torch.full((100_000,), 3.0))

@@ -77,7 +77,7 @@ def failure_is_shared(fails_in: str, views: bool, cap_mb: float | None, catch: b
         replica.fails_in = fails_in if fails and step == 1 else ""
         start = time.monotonic()
         if step == 1:
-            with pytest.raises(ValueError if fails else ddp.PeerFailedError) as caught:
+            with pytest.raises(ValueError if fails else ddp.errors.PeerFailedError) as caught:
                 loss_of(model, shard(x), shard(y)).backward()
             text, took_s = str(caught.value), time.monotonic() - start
             assert fails or list(caught.value.failures) == [world - 1]
@@ -182,7 +182,7 @@ def skipped_backward_is_told() -> str:
             continue
         try:
             loss.backward()
-        except ddp.BackwardError as error:
+        except ddp.errors.BackwardError as error:
             text = str(error)
             assert all(parameter.grad is None for parameter in model.parameters())
             break
@@ -225,7 +225,7 @@ def drift_is_named(kind: str) -> tuple[str, str, int, tuple[int, ...]]:
         optimizer.zero_grad()
         loss = loss_of(model, shard(x).float(), shard(y).float())
         if step == 4:
-            with pytest.raises(ddp.DriftError) as caught:
+            with pytest.raises(ddp.errors.DriftError) as caught:
                 loss.backward()
             return str(caught.value), caught.value.parameter, caught.value.step, caught.value.ranks
         loss.backward()
@@ -261,9 +261,9 @@ def replaced_parameter_is_refused(how: str) -> str:
             replica.layers[2].weight = nn.Parameter(torch.randn(33, 40, dtype=F64))
         else:
             replica.extra = nn.Parameter(torch.zeros(3))
-    with pytest.raises((ddp.BackwardError, ddp.PeerFailedError)) as caught:
+    with pytest.raises((ddp.errors.BackwardError, ddp.errors.PeerFailedError)) as caught:
         loss_of(model, x, y).backward()
-    assert isinstance(caught.value, ddp.BackwardError) == (dist.get_rank() == 0)
+    assert isinstance(caught.value, ddp.errors.BackwardError) == (dist.get_rank() == 0)
     assert all(parameter.grad is None for parameter in replica.layers[0].parameters())
     return str(caught.value)
 
@@ -276,7 +276,7 @@ def unfrozen_on_one_rank() -> tuple[str, str | None]:
     x, y = batch(0, 2 * dist.get_world_size())
     loss_of(model, shard(x), shard(y)).backward()
     frozen.layers[2].weight.requires_grad_(dist.get_rank() == 1)
-    with pytest.raises(ddp.BackwardError) as caught:
+    with pytest.raises(ddp.errors.BackwardError) as caught:
         loss_of(model, shard(x), shard(y)).backward()
     for module in (frozen, oracle):
         module.layers[2].weight.requires_grad_(True)
@@ -289,7 +289,7 @@ def unfrozen_on_one_rank() -> tuple[str, str | None]:
 def weights_on_some_ranks_only(weight: float | None) -> str:
     model = ddp.DistributedDataParallel(build("mlp"))
     x, y = batch(dist.get_rank(), 4)
-    with pytest.raises(ddp.BackwardError) as caught:
+    with pytest.raises(ddp.errors.BackwardError) as caught:
         model.backward(loss_of(model, x, y), weight=weight if dist.get_rank() == 0 else 0.0 if weight == 0 else 2.0)
     loss_of(model, x, y).backward()
     assert_replicas_equal(model)

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.data.permutation import choose
+from ddp.strategies.strategy import Strategy
 
 F64 = torch.float64
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas
@@ -139,7 +140,7 @@ def _step_by_shares(model: nn.Module, optimizer: torch.optim.Optimizer, shares: 
 
 
 def train(
-    strategy: ddp.Strategy, setting: Setting, *, each_step: Callable[[], None] = lambda: None
+    strategy: Strategy, setting: Setting, *, each_step: Callable[[], None] = lambda: None
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
     """Train as a user's script does; return the user's model, the strategy's optimizer and the losses of all batches.
 
@@ -180,7 +181,7 @@ def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
 
 
 def assert_equals_oracle(
-    strategy: ddp.Strategy, setting: Setting, *, has_buffers: bool = True, has_state: bool = True
+    strategy: Strategy, setting: Setting, *, has_buffers: bool = True, has_state: bool = True
 ) -> None:
     """Train, and compare weights, losses, and, where this replica has the same, buffers and the optimizer's state."""
     model, optimizer, losses = train(strategy, setting)
@@ -246,14 +247,14 @@ def mean_and_reduce() -> None:
         (("sum" if rank else "mean", 1.0), r"replica 0 calls reduce\('mean'\) where replica 1 calls reduce\('sum'\)"),
     ]
     for arguments, message in different:
-        with pytest.raises(ddp.ArgumentError, match=message):
+        with pytest.raises(ddp.errors.ArgumentError, match=message):
             strategy.reduce(*arguments)
     assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
     big = torch.full((1000,), float(rank))  # more than fits into the first round
     assert torch.equal(strategy.reduce("sum", big), torch.full((1000,), float(sum(range(replicas)))))
 
 
-def check_mean(strategy: ddp.Strategy) -> None:
+def check_mean(strategy: Strategy) -> None:
     rank, replicas = strategy.replica, strategy.replicas
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.rand(rank + 1, 5, dtype=F64, generator=generator, requires_grad=True)
@@ -266,7 +267,7 @@ def check_mean(strategy: ddp.Strategy) -> None:
     assert_same(tokens.grad, (weights[:, None] / 5 / size * replicas).expand(-1, 5))
 
 
-def check_reduce(strategy: ddp.Strategy) -> None:
+def check_reduce(strategy: Strategy) -> None:
     rank, n = strategy.replica, strategy.replicas
     value = {"a": 0.1 * rank, "b": [rank, (torch.tensor([rank, 7]), torch.tensor(True))], "c": torch.full((2,), 0.1)}
     total = strategy.reduce("sum", value)

@@ -132,22 +132,26 @@ def arguments_are_taken_as_torchs() -> None:
 def bad_arguments_are_errors() -> None:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for settings, error, match in (
-        ({"device_ids": [0]}, ddp.ArgumentError, "device_ids"),
-        ({"output_device": 0}, ddp.ArgumentError, "output_device"),
-        ({"bucket_cap_mb": -1}, ddp.ArgumentError, "bucket_cap_mb"),
-        ({"bucket_cap_mb_list": [1.0, 0.0]}, ddp.ArgumentError, "bucket_cap_mb_list"),
-        ({"process_group": dist.group.WORLD, "device_mesh": mesh}, ddp.ArgumentError, "process_group and device_mesh"),
-        ({"mixed_precision": object()}, ddp.UnsupportedError, "autocast"),
-        ({"compression": "zip"}, ddp.ArgumentError, "zip"),
-        ({"stall_timeout_s": 0.0}, ddp.ArgumentError, "timeout"),
+        ({"device_ids": [0]}, ddp.errors.ArgumentError, "device_ids"),
+        ({"output_device": 0}, ddp.errors.ArgumentError, "output_device"),
+        ({"bucket_cap_mb": -1}, ddp.errors.ArgumentError, "bucket_cap_mb"),
+        ({"bucket_cap_mb_list": [1.0, 0.0]}, ddp.errors.ArgumentError, "bucket_cap_mb_list"),
+        (
+            {"process_group": dist.group.WORLD, "device_mesh": mesh},
+            ddp.errors.ArgumentError,
+            "process_group and device_mesh",
+        ),
+        ({"mixed_precision": object()}, ddp.errors.UnsupportedError, "autocast"),
+        ({"compression": "zip"}, ddp.errors.ArgumentError, "zip"),
+        ({"stall_timeout_s": 0.0}, ddp.errors.ArgumentError, "timeout"),
     ):
         with pytest.raises(error, match=match):
             ddp.DistributedDataParallel(build("mlp"), **settings)
     for module, error, match in (
-        (nn.LazyLinear(3), ddp.ArgumentError, "uninitialized"),
-        (nn.ReLU(), ddp.DdpError, "requires a gradient"),
-        (nn.Linear(2, 2).requires_grad_(False), ddp.DdpError, "requires a gradient"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), ddp.ArgumentError, "meta"),
+        (nn.LazyLinear(3), ddp.errors.ArgumentError, "uninitialized"),
+        (nn.ReLU(), ddp.errors.DdpError, "requires a gradient"),
+        (nn.Linear(2, 2).requires_grad_(False), ddp.errors.DdpError, "requires a gradient"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), ddp.errors.ArgumentError, "meta"),
     ):
         with pytest.raises(error, match=match):
             ddp.DistributedDataParallel(module)
@@ -377,8 +381,8 @@ def wrong_hooks_are_errors() -> None:
         return future
 
     wrong: Sequence[tuple[Hook, type[Exception], str]] = (
-        (gives_tensor, ddp.ArgumentError, r"must return a torch\.futures\.Future"),
-        (gives_too_little, ddp.ArgumentError, "3 numbers"),
+        (gives_tensor, ddp.errors.ArgumentError, r"must return a torch\.futures\.Future"),
+        (gives_too_little, ddp.errors.ArgumentError, "3 numbers"),
         (raises, ArithmeticError, "of the hook"),
         (raises_later, (ArithmeticError, RuntimeError), "of the future"),
     )
@@ -404,7 +408,7 @@ def a_hook_that_fails_on_one_rank_fails_everywhere() -> None:
     model = ddp.DistributedDataParallel(build("mlp"), bucket_cap_mb=1e-3)
     model.register_comm_hook(None, hook)
     x, y = batch(dist.get_rank(), 4)
-    with pytest.raises((ArithmeticError, ddp.PeerFailedError), match="of the hook"):
+    with pytest.raises((ArithmeticError, ddp.errors.PeerFailedError), match="of the hook"):
         loss_of(model, x, y).backward()
     follows_whole_batch(model, what="after the failure", steps=3)
 
@@ -573,7 +577,7 @@ def another_module_says_so() -> None:
     model.module = torch.compile(model.module, backend="eager")
     follows_whole_batch(model, what="compiled", steps=2)
     model.module = build("mlp", seed=1)
-    with pytest.raises((UserWarning, ddp.BackwardError), match="wrap the new module"):
+    with pytest.raises((UserWarning, ddp.errors.BackwardError), match="wrap the new module"):
         model(batch(0, 2)[0]).sum().backward()
 
 
@@ -594,7 +598,7 @@ def compiled_autograd_is_refused() -> None:
     model = ddp.DistributedDataParallel(build("mlp"))
     loss = model(batch(0, 2)[0]).sum()
     with (
-        pytest.raises(ddp.UnsupportedError, match="compiled"),
+        pytest.raises(ddp.errors.UnsupportedError, match="compiled"),
         compiled_autograd._enable(torch.compile(backend="eager")),
     ):
         loss.backward()

@@ -233,7 +233,7 @@ def fits(folder: str, *, dropout: float, breaks: tuple[str, int] | None = None, 
     more = [] if breaks is None else [Breaks(*breaks)]
     one = trainer(all_of(folder, *more), dropout=dropout, rate=0.02, log_every=3, **options)
     if breaks is not None:
-        with pytest.raises(ddp.DdpError, match=f"callback Breaks failed in {breaks[0]}, at step {breaks[1]}"):
+        with pytest.raises(ddp.errors.DdpError, match=f"callback Breaks failed in {breaks[0]}, at step {breaks[1]}"):
             one.fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
         return {}
     history = one.fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
@@ -256,7 +256,7 @@ def grows(folder: str, *, until: int, breaks: bool = False) -> dict[str, Any]:
     one = trainer([cb.ModelCheckpoint(folder, every_n_steps=2), *more], log_every=1)
     try:
         one.fit(data(), epochs=4, global_batch_size=BATCH)
-    except ddp.DdpError:
+    except ddp.errors.DdpError:
         assert breaks
     return {"step": one.step, "weights": flat(one.module).tolist(), "loss": one.history.history["loss"]}
 
@@ -287,7 +287,7 @@ def saves_without_a_group(folder: str) -> list[float]:
     def run(*more: cb.Callback) -> Trainer:
         return trainer([cb.ModelCheckpoint(folder, every_n_steps=3), *more], strategy=Alone(), log_every=100)
 
-    with pytest.raises(ddp.DdpError, match="Breaks failed in on_epoch_begin"):
+    with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_epoch_begin"):
         run(Breaks("on_epoch_begin", 7)).fit(data(), epochs=3, global_batch_size=BATCH)
     dist.barrier()
     second = run()
@@ -298,7 +298,7 @@ def saves_without_a_group(folder: str) -> list[float]:
     whole.fit(data(), epochs=3, global_batch_size=BATCH)
     assert torch.equal(flat(second.module), flat(whole.module))
     assert torch.load(Path(folder) / "step-0000000012.pt", weights_only=True)["values"]["trainer"]["epoch"] == 3
-    with pytest.raises(ddp.UnsupportedError, match="max_grad_norm under strategy"):
+    with pytest.raises(ddp.errors.UnsupportedError, match="max_grad_norm under strategy"):
         trainer(strategy=_averaging_later(), max_grad_norm=1.0)
     return flat(second.module).tolist()
 
@@ -324,7 +324,7 @@ def evaluates_until_the_end() -> list[dict[str, float]]:
 
     one = trainer([Sees()], strategy=Evaluator())
     one.fit(data(), epochs=3, validation=data())
-    with pytest.raises(ddp.ArgumentError, match="no validation data"):
+    with pytest.raises(ddp.errors.ArgumentError, match="no validation data"):
         one.fit(data(), epochs=3)
     return seen
 
@@ -339,11 +339,11 @@ def breaks_on_one_replica(hooks: list[str]) -> list[str]:
 
 def _breaks_on_one_replica(hook: str) -> str:
     one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
-    with pytest.raises(ddp.DdpError) as raised:
+    with pytest.raises(ddp.errors.DdpError) as raised:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
     assert (raised.value.__cause__ is not None) == (dist.get_rank() == dist.get_world_size() - 1)
     if hook == "on_evaluate_begin":
-        with pytest.raises(ddp.DdpError, match="Breaks failed in on_evaluate_begin"):
+        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_evaluate_begin"):
             one.evaluate(data())
     return str(raised.value)
 
@@ -422,11 +422,11 @@ def writes_programs(folder: str) -> None:
     for name, example in (("a.pt2", x[:1]), ("b.ts", {"x": x[:3]})):
         one.export(Path(folder) / name, example)
         assert sorted(path.name for path in Path(folder).glob("*.tmp")) == []
-    with pytest.raises(ddp.ArgumentError, match=r"name the file \.pt2"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"name the file \.pt2"):
         one.export(Path(folder) / "model.onnx", x)
-    with pytest.raises(ddp.DdpError, match="could not export"):
+    with pytest.raises(ddp.errors.DdpError, match="could not export"):
         one.export(Path(folder) / "bad.pt", torch.zeros(2, 2))
-    with pytest.raises(ddp.DdpError, match="could not save"):
+    with pytest.raises(ddp.errors.DdpError, match="could not save"):
         one.save("/proc/no/weights.pt")
     torch.save({"expected": expected, "x": x}, Path(folder) / f"expected.{dist.get_rank()}")
 
@@ -441,21 +441,21 @@ def refuses() -> None:
         ({"callbacks": [print]}, "no object of a class derived from"),
         ({"strategy": "mirrored"}, "there is no strategy 'mirrored'"),
     ):
-        with pytest.raises(ddp.ArgumentError, match=message):
+        with pytest.raises(ddp.errors.ArgumentError, match=message):
             trainer(**options)  # type: ignore[arg-type]
     one = trainer()
-    with pytest.raises(ddp.ArgumentError, match=r"a list_iterator cannot be shared out: give the data set"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be shared out: give the data set"):
         one.fit(iter([1]), epochs=1)
-    with pytest.raises(ddp.ArgumentError, match="must not shuffle"):
+    with pytest.raises(ddp.errors.ArgumentError, match="must not shuffle"):
         one.predict(one.strategy.loader(data(), global_batch_size=4, shuffle=True))
-    with pytest.raises(ddp.ArgumentError, match="sample weights, but the loss is a single number"):
+    with pytest.raises(ddp.errors.ArgumentError, match="sample weights, but the loss is a single number"):
         one.fit(TensorDataset(*tensors()), epochs=1)
-    with pytest.raises(ddp.ArgumentError, match=r"shape \(2, 3\) for 23 samples"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"shape \(2, 3\) for 23 samples"):
         trainer(loss=lambda out, y: out[:2]).fit(data(), epochs=1, global_batch_size=SAMPLES)
-    with pytest.raises(ddp.ArgumentError, match=r"a batch is a list of 4"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"a batch is a list of 4"):
         one.fit(TensorDataset(*tensors(), tensors()[0]), epochs=1)
     with pytest.raises(
-        ddp.DdpError, match=r"EarlyStopping failed in on_epoch_end, at step 1: .* no 'val_loss' in the logs"
+        ddp.errors.DdpError, match=r"EarlyStopping failed in on_epoch_end, at step 1: .* no 'val_loss' in the logs"
     ):
         trainer([cb.EarlyStopping()]).fit(data(), epochs=1)
 
@@ -503,7 +503,7 @@ def draws_curves(folder: str, breaks: bool) -> None:
     ]
     one = trainer(callbacks, log_every=2)
     if breaks:
-        with pytest.raises(ddp.DdpError, match="Breaks failed in on_epoch_begin"):
+        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_epoch_begin"):
             one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
     else:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
@@ -514,7 +514,7 @@ def keeps_the_best(folder: str) -> tuple[float, list[float]]:
     one = trainer([checkpoint], rate=3.0)
     history = one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
     one.load(checkpoint.best_path)
-    with pytest.raises(ddp.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
+    with pytest.raises(ddp.errors.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
         one.load(Path(folder) / "step-0000000020.pt")
     return one.evaluate(data())["loss"], history["val_loss"]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp
-from ddp.verify.verification import Verification, verify
+from ddp.verification.verify import Verification, verify
 
 ROWS = 24  # of the batch: divisible by 2, 3 and 4
 
@@ -283,13 +283,13 @@ def errors() -> dict[str, str]:
     }
     found = {}
     for name, call in calls.items():
-        with pytest.raises(ddp.ArgumentError) as caught:
+        with pytest.raises(ddp.errors.ArgumentError) as caught:
             call()
         found[name] = str(caught.value)
     wide = copy.deepcopy(made("plain"))
     if rank == 1:
         wide.append(nn.Linear(3, 3))
-    with pytest.raises(ddp.LayoutMismatchError, match="rank 1"):
+    with pytest.raises(ddp.errors.LayoutMismatchError, match="rank 1"):
         verify(wide, mean, whole)
     assert verify(made("plain"), mean, whole).ok  # usable afterwards
     return found
@@ -298,7 +298,7 @@ def errors() -> dict[str, str]:
 def a_subgroup_verifies_by_itself() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
-        with pytest.raises(ddp.ArgumentError, match="not a member"):
+        with pytest.raises(ddp.errors.ArgumentError, match="not a member"):
             verify(made("plain"), mean, batch(), process_group=group)
         return
     assert verify(made("plain"), mean, batch(), process_group=group).world_size == 2

@@ -69,7 +69,7 @@ def test_tensorboard_reads_the_curves_of_a_resumed_run(nursery: Nursery, tmp_pat
 
 def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ddp.DdpError, match="pip install tensorboard"):
+    with pytest.raises(ddp.errors.DdpError, match="pip install tensorboard"):
         cb.TensorBoard(tmp_path)
 
 
@@ -143,19 +143,21 @@ def test_the_best_value_by_name_and_mode() -> None:
     assert [Monitor("val_accuracy").takes({"val_accuracy": 0.5}), falling.best] == [True, 0.8]
     rising = Monitor("reward", mode="max")
     assert [rising.takes({"reward": value}) for value in (1.0, 0.5, 2.0)] == [True, False, True]
-    with pytest.raises(ddp.ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"):
+    with pytest.raises(
+        ddp.errors.ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"
+    ):
         falling.takes({"loss": 1.0})
-    with pytest.raises(ddp.ArgumentError, match="mode='best'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="mode='best'"):
         Monitor("loss", mode="best")  # type: ignore[arg-type]
 
 
 def test_schedules_of_torch_and_wrong_ones(nursery: Nursery) -> None:
     nursery.run(1, f"{CASES}:schedules")
-    with pytest.raises(ddp.ArgumentError, match="a function of the epoch or step"):
+    with pytest.raises(ddp.errors.ArgumentError, match="a function of the epoch or step"):
         cb.LearningRateScheduler()
-    with pytest.raises(ddp.ArgumentError, match="by='batch'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="by='batch'"):
         cb.LearningRateScheduler(lambda epoch: 1.0, by="batch")  # type: ignore[arg-type]
-    with pytest.raises(ddp.ArgumentError, match="divide='world'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="divide='world'"):
         cb.LinearScaling(divide="world")  # type: ignore[arg-type]
-    with pytest.raises(ddp.ArgumentError, match="every_n_steps=-1"):
+    with pytest.raises(ddp.errors.ArgumentError, match="every_n_steps=-1"):
         cb.ModelCheckpoint("x", every_n_steps=-1)

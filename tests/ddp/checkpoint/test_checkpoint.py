@@ -135,13 +135,13 @@ def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_nothing_to_keep_is_an_error(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ddp.ArgumentError, match=f"keep={keep}"):
+    with pytest.raises(ddp.errors.ArgumentError, match=f"keep={keep}"):
         ddp.Checkpoint(tmp_path, keep=keep)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     _save_steps(tmp_path, 5, 9)
-    with pytest.raises(ddp.CheckpointError, match=r"step-0000000009.pt is later than step 6"):
+    with pytest.raises(ddp.errors.CheckpointError, match=r"step-0000000009.pt is later than step 6"):
         ddp.Checkpoint(tmp_path).save(6)
     assert len(os.listdir(tmp_path)) == 2
 
@@ -153,19 +153,21 @@ def test_two_that_save_in_one_folder_are_told(tmp_path: Path) -> None:
     first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path)
     first.save(1)
     second.save(2)  # takes over
-    with pytest.raises(ddp.CheckpointError, match=r"step-0000000002.pt was saved by another run, or by another Checkp"):
+    with pytest.raises(
+        ddp.errors.CheckpointError, match=r"step-0000000002.pt was saved by another run, or by another Checkp"
+    ):
         first.save(3)
     second.save(4)
     assert first.load() is not None  # and goes on from there
     first.save(5)
-    with pytest.raises(ddp.CheckpointError, match=r"step-0000000005.pt was saved by another run"):
+    with pytest.raises(ddp.errors.CheckpointError, match=r"step-0000000005.pt was saved by another run"):
         second.save(6)
     assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 4, 5)]
 
 
 def test_every_truncation_is_noticed(whole: bytes) -> None:
     for length in range(len(whole)):
-        with pytest.raises(ddp.CheckpointError):
+        with pytest.raises(ddp.errors.CheckpointError):
             checkpoint_file.verify(io.BytesIO(whole[:length]))
     assert checkpoint_file.verify(io.BytesIO(whole)).step == 7
 
@@ -175,7 +177,7 @@ def test_every_changed_byte_is_noticed(whole: bytes) -> None:
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << rng.randrange(8)
-        with pytest.raises(ddp.CheckpointError):
+        with pytest.raises(ddp.errors.CheckpointError):
             checkpoint_file.verify(io.BytesIO(damaged))
 
 
@@ -206,7 +208,7 @@ def test_a_broken_file_is_passed_over_with_its_reason(
         restored = checkpoint.load()
     assert restored is not None
     assert restored.step == 6
-    with pytest.raises(ddp.CheckpointError, match=rf"{path}: .*{reason}"):
+    with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: .*{reason}"):
         checkpoint.load(path)
     checkpoint.save(7)  # the broken one is no later checkpoint
     assert ddp.Checkpoint(tmp_path).load(path).step == 7  # type: ignore[union-attr]
@@ -224,20 +226,22 @@ def test_if_none_is_whole_all_are_named(tmp_path: Path) -> None:
     _damage(tmp_path / "step-0000000004.pt")
     (tmp_path / "step-0000000006.pt").unlink()
     (tmp_path / "step-0000000006.pt").mkdir()
-    with pytest.raises(ddp.CheckpointError, match=r"(?s)no checkpoint is whole.*06.pt.*directory.*04.pt.*checksum"):
+    with pytest.raises(
+        ddp.errors.CheckpointError, match=r"(?s)no checkpoint is whole.*06.pt.*directory.*04.pt.*checksum"
+    ):
         ddp.Checkpoint(tmp_path).load()
 
 
 def test_a_folder_that_is_none_is_an_error_not_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ddp.CheckpointError, match="file: cannot be read: Not a directory"):
+    with pytest.raises(ddp.errors.CheckpointError, match="file: cannot be read: Not a directory"):
         ddp.Checkpoint(tmp_path / "file").load()
-    with pytest.raises(ddp.CheckpointError, match="could not save step 1"):
+    with pytest.raises(ddp.errors.CheckpointError, match="could not save step 1"):
         ddp.Checkpoint(tmp_path / "file").save(1)
 
 
 def test_a_path_that_is_given_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(ddp.CheckpointError, match=r"other.pt: cannot be read: No such file"):
+    with pytest.raises(ddp.errors.CheckpointError, match=r"other.pt: cannot be read: No such file"):
         ddp.Checkpoint(tmp_path).load(tmp_path / "other.pt")
 
 
@@ -253,9 +257,11 @@ def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
     run = Run()
     checkpoint = ddp.Checkpoint(tmp_path)
     checkpoint.save(1, model=run.model, optimizer=run.optimizer)
-    with pytest.raises(ddp.CheckpointError, match="the file holds optimizer, which is not given"):
+    with pytest.raises(ddp.errors.CheckpointError, match="the file holds optimizer, which is not given"):
         checkpoint.load(model=run.model)
-    with pytest.raises(ddp.CheckpointError, match="scheduler is given, but the file only holds model, optimizer"):
+    with pytest.raises(
+        ddp.errors.CheckpointError, match="scheduler is given, but the file only holds model, optimizer"
+    ):
         checkpoint.load(model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
 
 
@@ -271,14 +277,14 @@ def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
 def test_another_model_is_named_and_not_changed(other: nn.Module, differences: str, tmp_path: Path) -> None:
     ddp.Checkpoint(tmp_path).save(1, model=nn.Linear(2, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ddp.CheckpointError, match=f"another one: {differences}"):
+    with pytest.raises(ddp.errors.CheckpointError, match=f"another one: {differences}"):
         ddp.Checkpoint(tmp_path).load(model=other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_an_optimizer_of_another_model_is_named(tmp_path: Path) -> None:
     ddp.Checkpoint(tmp_path).save(1, optimizer=torch.optim.SGD(nn.Linear(2, 1).parameters()))
-    with pytest.raises(ddp.CheckpointError, match="optimizer: loaded state dict contains a parameter group"):
+    with pytest.raises(ddp.errors.CheckpointError, match="optimizer: loaded state dict contains a parameter group"):
         ddp.Checkpoint(tmp_path).load(optimizer=torch.optim.SGD(nn.PReLU().parameters()))
 
 
@@ -297,7 +303,7 @@ Point = namedtuple("Point", "x y")
     ],
 )
 def test_values_that_could_not_be_loaded_are_refused(value: object, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ddp.CheckpointError, match=named):
+    with pytest.raises(ddp.errors.CheckpointError, match=named):
         ddp.Checkpoint(tmp_path).save(1, extra=value)
     assert os.listdir(tmp_path) == []
 
@@ -315,14 +321,14 @@ def test_all_that_is_accepted_can_be_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
 def test_a_step_is_a_number_of_steps(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(ddp.CheckpointError, match="step is"):
+    with pytest.raises(ddp.errors.CheckpointError, match="step is"):
         ddp.Checkpoint(tmp_path).save(step)
 
 
 def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
     sampler: Any = torch.utils.data.DistributedSampler(range(4), 1, 0)  # type: ignore[arg-type]  # torch wants a Dataset
     with pytest.raises(
-        ddp.CheckpointError, match=r"sampler=DistributedSampler has no state_dict.*ddp.DistributedSampler"
+        ddp.errors.CheckpointError, match=r"sampler=DistributedSampler has no state_dict.*ddp.DistributedSampler"
     ):
         ddp.Checkpoint(tmp_path).save(1, sampler=sampler)
 

@@ -87,12 +87,12 @@ def test_without_a_group_the_world_is_this_process(monkeypatch: pytest.MonkeyPat
     assert (found.tolist(), found.requires_grad) == ([1, 1, 1], False)
     found += 1
     assert rows.tolist() == [1, 1, 1]
-    with pytest.raises(ddp.ArgumentError, match=r"gather_metrics: rank 0: 'loss' holds None \(NoneType\)"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"gather_metrics: rank 0: 'loss' holds None \(NoneType\)"):
         gather_metrics({"loss": None})  # type: ignore[dict-item]  # on purpose
 
 
 def test_a_launcher_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for gather in (lambda: gather_metrics({"loss": 1}), lambda: gather_samples(torch.ones(1))):
-        with pytest.raises(ddp.NotInitializedError, match=r"call ddp.init\(\) before gather_"):
+        with pytest.raises(ddp.errors.NotInitializedError, match=r"call ddp.init\(\) before gather_"):
             gather()

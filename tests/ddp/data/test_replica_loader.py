@@ -153,10 +153,10 @@ def test_a_place_in_another_order_is_refused() -> None:
     (loader,) = _loaders(10, 4, 1, shuffle=True, seed=1)
     for change in ({"seed": 2}, {"shuffle": False}):
         (other,) = _loaders(10, 4, 1, **{"shuffle": True, "seed": 1, **change})
-        with pytest.raises(ddp.ArgumentError, match="is another one here"):
+        with pytest.raises(ddp.errors.ArgumentError, match="is another one here"):
             other.load_state_dict(loader.state_dict())
     (longer,) = _loaders(11, 4, 1, shuffle=True, seed=1)
-    with pytest.raises(ddp.ArgumentError, match="saved with length 10 and now has 11"):
+    with pytest.raises(ddp.errors.ArgumentError, match="saved with length 10 and now has 11"):
         longer.load_state_dict(loader.state_dict())
 
 
@@ -188,11 +188,11 @@ class Stream(IterableDataset[int]):
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
-    with pytest.raises(ddp.ArgumentError, match="a stream of its own"):
+    with pytest.raises(ddp.errors.ArgumentError, match="a stream of its own"):
         ReplicaLoader(Stream(), global_batch_size=4, replica=0, replicas=2)
-    with pytest.raises(ddp.ArgumentError, match="less than one sample for each of the 3 replicas"):
+    with pytest.raises(ddp.errors.ArgumentError, match="less than one sample for each of the 3 replicas"):
         ReplicaLoader(_numbers(9), global_batch_size=2, replica=0, replicas=3)
-    with pytest.raises(ddp.ArgumentError, match=r"loader\(batch_size=...\): the strategy decides that"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"loader\(batch_size=...\): the strategy decides that"):
         ReplicaLoader(_numbers(9), global_batch_size=2, replica=0, replicas=1, batch_size=2)
 
 

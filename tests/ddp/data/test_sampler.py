@@ -205,7 +205,7 @@ def test_without_a_group_the_world_is_this_process(monkeypatch: pytest.MonkeyPat
 
 def test_a_launcher_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ddp.NotInitializedError, match=r"WORLD_SIZE=2.*ddp.init\(\)"):
+    with pytest.raises(ddp.errors.NotInitializedError, match=r"WORLD_SIZE=2.*ddp.init\(\)"):
         ddp.DistributedSampler(range(5))
 
 
@@ -223,7 +223,7 @@ def test_rank_and_size_come_from_the_group(group_of_one: None, monkeypatch: pyte
 
 @pytest.mark.parametrize("rank", [-1, 3, 4])
 def test_a_rank_outside_the_world_is_an_error(rank: int) -> None:
-    with pytest.raises(ddp.ArgumentError, match="0 to 2"):
+    with pytest.raises(ddp.errors.ArgumentError, match="0 to 2"):
         ddp.DistributedSampler(range(5), num_replicas=3, rank=rank)
 
 
@@ -343,13 +343,13 @@ def test_even_follows_drop_last_and_does_not_contradict_it() -> None:
     ):
         assert (sampler(**arguments).even, sampler(**arguments).drop_last) == (even, drop_last)
     for even in ("pad", "exact"):
-        with pytest.raises(ddp.ArgumentError, match=f"drop_last=True and even='{even}' contradict"):
+        with pytest.raises(ddp.errors.ArgumentError, match=f"drop_last=True and even='{even}' contradict"):
             sampler(even=even, drop_last=True)
-    with pytest.raises(ddp.ArgumentError, match="even is 'Exact'; it must be one of 'pad', 'drop', 'exact'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="even is 'Exact'; it must be one of 'pad', 'drop', 'exact'"):
         sampler(even="Exact")
-    with pytest.raises(ddp.ArgumentError, match="seed is '3'"):
+    with pytest.raises(ddp.errors.ArgumentError, match="seed is '3'"):
         sampler(seed="3")
-    with pytest.raises(ddp.ArgumentError, match=r"epoch is 1\.5"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"epoch is 1\.5"):
         sampler().set_epoch(1.5)  # type: ignore[arg-type]
 
 
@@ -357,7 +357,7 @@ def test_a_set_that_grew_is_refused() -> None:
     data = list(range(5))
     sampler = ddp.DistributedSampler(data, 2, 0)
     data.append(5)
-    with pytest.raises(ddp.ArgumentError, match=r"had 5 samples .* has 6 now"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"had 5 samples .* has 6 now"):
         iter(sampler)
 
 
@@ -367,7 +367,7 @@ def test_a_pass_keeps_the_epoch_that_it_began_with() -> None:
     begun = iter(second)
     second.set_epoch(1)
     assert list(begun) == whole
-    with pytest.raises(ddp.ArgumentError, match="handed out 0"):  # of epoch 1
+    with pytest.raises(ddp.errors.ArgumentError, match="handed out 0"):  # of epoch 1
         second.advance(1)
 
 
@@ -382,7 +382,7 @@ def test_a_copy_stands_where_the_original_does(
     twin = copied(sampler)
     assert twin.state_dict() == sampler.state_dict()
     twin.advance(2)
-    with pytest.raises(ddp.ArgumentError, match="handed out 7"):
+    with pytest.raises(ddp.errors.ArgumentError, match="handed out 7"):
         twin.advance(1)
     assert sampler.state_dict()["position"] == 10
     twin.set_epoch(0)
@@ -478,10 +478,10 @@ def test_a_position_that_nobody_told_is_not_guessed() -> None:
     sampler = ddp.DistributedSampler(range(10), 1, 0)
     assert sampler.state_dict()["position"] == 0
     list(sampler)
-    with pytest.raises(ddp.ArgumentError, match=r"10 samples of epoch 0 were handed out.*sampler.advance"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"10 samples of epoch 0 were handed out.*sampler.advance"):
         sampler.state_dict()
     sampler.set_epoch(0)  # not another pass yet
-    with pytest.raises(ddp.ArgumentError, match=r"sampler.advance"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"sampler.advance"):
         sampler.state_dict()
     sampler.set_epoch(1)
     assert sampler.state_dict()["position"] == 0
@@ -490,10 +490,10 @@ def test_a_position_that_nobody_told_is_not_guessed() -> None:
 @pytest.mark.parametrize("samples", [5, -1])
 def test_more_than_was_handed_out_cannot_be_trained_on(samples: int) -> None:
     sampler = ddp.DistributedSampler(range(10), 2, 0)
-    with pytest.raises(ddp.ArgumentError, match=r"advance\(1\).*handed out 0"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"advance\(1\).*handed out 0"):
         sampler.advance(1)
     list(itertools.islice(sampler, 4))
-    with pytest.raises(ddp.ArgumentError, match=rf"advance\({samples}\).*handed out 4 to rank 0.*own batch"):
+    with pytest.raises(ddp.errors.ArgumentError, match=rf"advance\({samples}\).*handed out 4 to rank 0.*own batch"):
         sampler.advance(samples)
     sampler.advance(4)
 
@@ -502,14 +502,14 @@ def test_more_than_was_handed_out_cannot_be_trained_on(samples: int) -> None:
 def test_a_position_in_another_permutation_is_refused(change: dict[str, object]) -> None:
     state = ddp.DistributedSampler(range(20), 1, 0).state_dict()
     arguments: dict[str, object] = {"dataset": range(20), "num_replicas": 1, "rank": 0, **change}
-    with pytest.raises(ddp.ArgumentError, match="the sampler was saved with"):
+    with pytest.raises(ddp.errors.ArgumentError, match="the sampler was saved with"):
         ddp.DistributedSampler(**arguments).load_state_dict(state)  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_state_from_before_orders_had_names_was_in_torchs() -> None:
     state = ddp.DistributedSampler(range(20), 1, 0, seed=1).state_dict()
     assert state.pop("order") == "hashed"
-    with pytest.raises(ddp.ArgumentError, match="saved with order torch and now has hashed"):
+    with pytest.raises(ddp.errors.ArgumentError, match="saved with order torch and now has hashed"):
         ddp.DistributedSampler(range(20), 1, 0, seed=1).load_state_dict(state)
     for arguments in ({"seed": 0}, {"seed": 1, "shuffle": False}):
         sampler = ddp.DistributedSampler(range(20), 1, 0, **arguments)  # type: ignore[arg-type]

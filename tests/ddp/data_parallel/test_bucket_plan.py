@@ -173,4 +173,4 @@ def test_the_public_names() -> None:
     ]
     for name in ddp.__all__:
         if name.endswith("Error"):
-            assert issubclass(getattr(ddp, name), ddp.DdpError)
+            assert issubclass(getattr(ddp, name), ddp.errors.DdpError)

@@ -90,14 +90,14 @@ def test_the_variable_names_a_strategy_with_options(variables: pytest.MonkeyPatc
 )
 def test_unknown_strategies_and_options_are_named(variable: str, message: str, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("DTRAIN_STRATEGY", variable)
-    with pytest.raises(ddp.ArgumentError, match=message):
+    with pytest.raises(ddp.errors.ArgumentError, match=message):
         ddp.strategy()
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "central_storage", "local_sgd"])
 def test_servers_that_nobody_would_ask_are_refused(name: str, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("DTRAIN_ROLES", "default:2,ps:2,evaluator:1")
-    with pytest.raises(ddp.LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
+    with pytest.raises(ddp.errors.LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
         ddp.strategy(name)
     assert "2 of role ps and 1 of role evaluator" in str(refused.value)
 
@@ -106,12 +106,12 @@ def test_what_cannot_be_prepared_is_refused(variables: pytest.MonkeyPatch) -> No
     strategy = ddp.strategy("all_reduce")
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ddp.ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
         strategy.prepare(optimizer, model)  # type: ignore[arg-type]  # that is what is tested
-    with pytest.raises(ddp.ArgumentError, match="2 parameters that are not the model's, the first of shape"):
+    with pytest.raises(ddp.errors.ArgumentError, match="2 parameters that are not the model's, the first of shape"):
         strategy.prepare(model, torch.optim.SGD(other.parameters()))
     prepared, _ = strategy.prepare(model, optimizer)
-    with pytest.raises(ddp.ArgumentError, match="is in a DistributedDataParallel already"):
+    with pytest.raises(ddp.errors.ArgumentError, match="is in a DistributedDataParallel already"):
         strategy.prepare(prepared, optimizer)
     assert strategy.unwrap(prepared) is model
     assert list(strategy.evaluations()) == []
@@ -158,7 +158,7 @@ def test_the_mean_is_over_the_batch_that_was_handed_out() -> None:
 def test_losses_that_cannot_be_averaged_are_refused(
     losses: torch.Tensor, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ddp.ArgumentError, match=message):
+    with pytest.raises(ddp.errors.ArgumentError, match=message):
         OneOf(2).mean(losses, **arguments)
 
 
@@ -217,5 +217,5 @@ def test_tensors_of_any_kind_are_reduced(dtype: torch.dtype, shape: list[int], r
     ],
 )
 def test_what_cannot_be_reduced_is_named(operation: str, value: Any, message: str) -> None:
-    with pytest.raises(ddp.ArgumentError, match=message):
+    with pytest.raises(ddp.errors.ArgumentError, match=message):
         payload_of(operation, value)

@@ -124,7 +124,7 @@ def test_servers_begin_with_snapshots_of_one_and_the_same_step(nursery: Nursery,
 def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "ROLE_RANK": "0", "WORLD_SIZE": "1", **said}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ddp.LaunchEnvironmentError, match=message) as refused:
+    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=message) as refused:
         ddp.strategy("parameter_server")
     assert KEY not in str(refused.value)
 
@@ -143,14 +143,14 @@ def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, m
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ddp.ArgumentError, match=message):
+    with pytest.raises(ddp.errors.ArgumentError, match=message):
         ddp.strategy("parameter_server", **options)
 
 
 def test_an_optimizer_that_servers_cannot_step_is_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ddp.UnsupportedError, match="LBFGS"):
+    with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
         make_plan(model, torch.optim.LBFGS(model.parameters()), Settings(), workers=2, servers=1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ddp.ArgumentError, match="leaves none to wait for"):
+    with pytest.raises(ddp.errors.ArgumentError, match="leaves none to wait for"):
         make_plan(model, optimizer, Settings(backup_workers=2), workers=2, servers=1)

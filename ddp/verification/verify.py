@@ -3,7 +3,7 @@
     print(ddp.verify(model, lambda model, batch: criterion(model(batch["x"]), batch["y"]), batch))
 
 `verify` checks its arguments, makes the ranks agree and writes the report; the runs and the reasons are in
-`ddp.verify.reasons`.
+`ddp.verification.reasons`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp.comm.objects import device_of, gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.errors import ArgumentError
 from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only
-from ddp.verify.reasons import Comparison, Difference, Experiment, LossFunction, Treatment, find_reasons
+from ddp.verification.reasons import Comparison, Difference, Experiment, LossFunction, Treatment, find_reasons
 
 __all__ = ["Difference", "Verification", "verify"]
 
