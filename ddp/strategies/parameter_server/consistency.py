@@ -77,7 +77,8 @@ class Consistency:
         """Take a replica in, first or again, which has made `done` steps in its life; return its next step.
 
         A new life begins where training is: in sync mode at `sync_step`, which is not complete yet, else with the
-        slowest of the others, so that nobody has to wait for it.
+        slowest of the others, so that nobody has to wait for it. What a replica had made before counts, up to the
+        bound: its first step is not asked whether it may be made.
         """
         worker = self.workers[replica]
         worker.has_joined, worker.has_finished, worker.is_lost = True, False, False
@@ -86,7 +87,11 @@ class Consistency:
         elif self.mode == "sync":
             worker.clock = sync_step
         else:
-            worker.clock = max(worker.clock, self._slowest(besides=replica))
+            slowest = self._slowest(besides=replica)
+            worker.clock = max(worker.clock, slowest)
+            if self.mode == "bounded" and self._others(replica):
+                worker.clock = min(worker.clock, slowest + self.staleness)
+                worker.pushed = {chunk: min(step, worker.clock - 1) for chunk, step in worker.pushed.items()}
         worker.past = max(done, worker.clock) - 1
         return worker.clock
 
@@ -147,7 +152,10 @@ class Consistency:
 
     def _slowest(self, besides: int | None = None) -> int:
         """The smallest clock of those that train; for one that joins, of the others that are there already."""
-        workers = [worker for worker in self.workers if worker.is_active]
-        if besides is not None:
-            workers = [worker for worker in workers if worker.has_joined and worker is not self.workers[besides]]
+        workers = self._others(besides) if besides is not None else [w for w in self.workers if w.is_active]
         return min((worker.clock for worker in workers), default=0)
+
+    def _others(self, replica: int) -> list[WorkerProgress]:
+        """Those that train beside a replica and are there already."""
+        me = self.workers[replica]
+        return [worker for worker in self.workers if worker.is_active and worker.has_joined and worker is not me]

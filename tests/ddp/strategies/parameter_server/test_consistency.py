@@ -138,6 +138,18 @@ def test_a_new_life_begins_where_training_is(slow: int, ahead: int) -> None:
     assert consistency.missing(6, {0}) == []
 
 
+def test_a_new_life_is_never_further_ahead_than_the_bound() -> None:
+    consistency = Consistency("bounded", 2, staleness=2)
+    consistency.join(1, done=0, sync_step=0)
+    for step in range(3):
+        consistency.push(1, step, CHUNK)
+        consistency.complete(1, step)
+    consistency.workers[1].is_lost = True
+    assert consistency.join(0, done=0, sync_step=0) == 0
+    assert consistency.join(1, done=0, sync_step=0) == 2, "its first step is not asked whether it may be made"
+    assert consistency.push(1, 2, CHUNK), "a step that is made again counts"
+
+
 def test_the_end_is_when_every_replica_has_said_so() -> None:
     consistency = Consistency("async", 2)
     consistency.begin_at(4)
