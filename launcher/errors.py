@@ -4,7 +4,7 @@ DtrainError                 exit code 1
 ├── UsageError              what was typed or configured cannot be run: exit code 2
 │   ├── PlacementError      the workers do not fit on the hosts
 │   ├── HostListError       a list of hosts is wrong, at one column (hosts/ranges.py)
-│   └── PlaceTakenError     another command of the same run is node 0
+│   └── NodeZeroTakenError     another command of the same run is node 0
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
 ├── StreamError             the stream to a host broke, whatever carried it
@@ -19,7 +19,7 @@ from __future__ import annotations
 __all__ = [
     "DtrainError",
     "HostError",
-    "PlaceTakenError",
+    "NodeZeroTakenError",
     "PlacementError",
     "ProtocolError",
     "StoreError",
@@ -42,7 +42,7 @@ class PlacementError(UsageError):
     pass
 
 
-class PlaceTakenError(UsageError):
+class NodeZeroTakenError(UsageError):
     pass
 
 

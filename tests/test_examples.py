@@ -227,7 +227,7 @@ def _run_anyhow(argv: list[str], folder: Path, variables: Mapping[str, str]) -> 
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **variables,
     }
-    return run_program(*argv, cwd=folder, env=environment, timeout=90)
+    return run_program(*argv, cwd=folder, env=environment, timeout=250)
 
 
 def _losses(result: Result) -> dict[str, float]:

@@ -20,16 +20,16 @@ from launcher.transport.tcp.token import find_token
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
 
-__all__ = ["Place", "find_place", "is_loopback"]
+__all__ = ["NodeRole", "find_node_role", "is_loopback"]
 
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRole:
     """Which of the run's commands this one is.
 
-    `node_rank` is None where any free place will do. `lead`: it is node 0, or, with no rank, may turn out to be.
+    `node_rank` is None where any free slot will do. `lead`: it is node 0, or, with no rank, may turn out to be.
     `folder` and `name` are of the file by which the nodes find each other, where they share a folder. `address` is
     empty where that file says it. `agent_environment` tells this node's agent how many workers it takes, as that was
     said here (see agent/host_facts.py).
@@ -48,9 +48,9 @@ class Place:
     by_hand: bool = True  # somebody typed the command; otherwise srun started it everywhere
 
 
-def find_place(
+def find_node_role(
     options: Options, environment: Mapping[str, str], *, nproc: int | str | None, has_source: bool
-) -> Place | None:
+) -> NodeRole | None:
     """Return who we are among several commands of one run; None if this command starts the whole run.
 
     Raises UsageError where that was not said completely.
@@ -63,16 +63,16 @@ def find_place(
         return None
     step = _step(environment)
     if step is not None:
-        return _place_in_step(step, options, environment, nproc)
+        return _role_in_step(step, options, environment, nproc)
     nodes = options.nnodes or (1, 1)
     if options.node_rank is None and not (options.as_torchrun and nodes[1] > 1):
         return None
     if options.nnodes is None:
         raise UsageError("--node-rank says which node this is; say with --nnodes how many there are")
-    return _place_typed(options, nodes, nproc)
+    return _role_typed(options, nodes, nproc)
 
 
-def _place_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> Place:
+def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"
     if node_rank is None and not any_rank:
@@ -83,7 +83,7 @@ def _place_typed(options: Options, nodes: tuple[int, int], nproc: int | str | No
     if address is None:
         raise UsageError("the address of node 0 is missing; write --master-addr ADDR on every node")
     port = 0 if options.any_port else options.master_port or DEFAULT_PORT
-    return Place(
+    return NodeRole(
         node_rank=node_rank,
         nodes=nodes,
         hosts=_hosts([f"node{k}" for k in range(nodes[1])]),
@@ -139,7 +139,7 @@ def _step(environment: Mapping[str, str]) -> Step | None:
     return step if step is not None and step.tasks > 1 and not step.interactive else None
 
 
-def _place_in_step(step: Step, options: Options, environment: Mapping[str, str], nproc: int | str | None) -> Place:
+def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], nproc: int | str | None) -> NodeRole:
     asked = options.nnodes
     one_a_node = step.tasks == len(step.nodes)
     here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]
@@ -159,7 +159,7 @@ def _place_in_step(step: Step, options: Options, environment: Mapping[str, str],
     if named is not None and find_token(environment, token_file) is None:
         named = None
     agent_environment = _agent_environment(nproc if one_a_node else 1, options)
-    return Place(
+    return NodeRole(
         node_rank=step.rank,
         nodes=(step.tasks, step.tasks),
         hosts=_hosts(names),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli import torchrun
-from launcher.cli.node_role import Place, find_place
+from launcher.cli.node_role import NodeRole, find_node_role
 from launcher.cli.options import Options
 from launcher.cli.settings import current_folder
 from launcher.errors import UsageError
@@ -41,13 +41,13 @@ _SHARED = [f.name for f in fields(JobSpec) if (f.name, f.type) in {(f.name, f.ty
 
 @dataclass(frozen=True)
 class Request:
-    """`place`: which of several commands of one run this is, None if the run needs only this one.
+    """`node_role`: which of several commands of one run this is, None if the run needs only this one.
 
     `notices` are to be said once.
     """
 
     spec: JobSpec
-    place: Place | None
+    node_role: NodeRole | None
     output_filter: OutputFilter
     notices: tuple[str, ...]
 
@@ -65,26 +65,26 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
     )
     nproc = _nproc(options.nproc_per_node, roles)
-    place = find_place(options, os.environ, nproc=nproc, has_source=_has_source(sources))
-    nnodes = options.nnodes if place is None else place.nodes
+    node_role = find_node_role(options, os.environ, nproc=nproc, has_source=_has_source(sources))
+    nnodes = options.nnodes if node_role is None else node_role.nodes
     elastic = nnodes is not None and nnodes[0] < nnodes[1]
     grow = options.grow or (sources.script is not None and elastic)
     options = replace(options, nnodes=nnodes, grow=grow, hosts_script=sources.script)
-    if place is None:
+    if node_role is None:
         hosts = _hosts(sources, options, spares=options.max_restarts > 0 or elastic, wait=wait)
         spec = _spec(options, hosts, nproc, roles, travels=any(host.remote for host in hosts))
     elif sources.include or sources.exclude:
         raise UsageError("--include and --exclude are for lists of hosts; here every node is its own, see --nnodes")
     else:
         # Each node says for itself how many workers it takes, and has its user's variables.
-        spec = replace(_spec(options, place.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
+        spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
     output_filter = OutputFilter(
         ranks=parse_ranks(options.only_rank, "--only-rank"),
         local_ranks=parse_ranks(options.local_ranks_filter, "--local-ranks-filter"),
         redirected=parse_std(options.redirects, "--redirects"),
         teed=parse_std(options.tee, "--tee"),
     )
-    return Request(spec, place, output_filter, tuple(notices))
+    return Request(spec, node_role, output_filter, tuple(notices))
 
 
 def check_here(spec: JobSpec) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.node_role import Place
+from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
-from launcher.errors import DtrainError, PlaceTakenError, UsageError
+from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
 from launcher.placement.job_spec import JobSpec
 from launcher.transport.connect import start_local_agents
@@ -57,18 +57,18 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
     if not verbosity.quiet:
         for notice in [*unknown_variables(os.environ), *request.notices]:
             say(notice)
-    spec, place = request.spec, request.place
+    spec, node_role = request.spec, request.node_role
     if in_slurm(os.environ):  # which may send them while we start
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda *_: None)
-    if place is None or place.lead:
-        with contextlib.suppress(PlaceTakenError):  # then another command on this machine was first
+    if node_role is None or node_role.lead:
+        with contextlib.suppress(NodeZeroTakenError):  # then another command on this machine was first
             return _control(request, verbosity)
-        assert place is not None
+        assert node_role is not None
     from launcher.cli.run_node import join_run
 
     # Under srun all tasks share one terminal, where node 0 says everything.
-    return join_run(place, spec, say if place.by_hand and not verbosity.quiet else lambda _: None)
+    return join_run(node_role, spec, say if node_role.by_hand and not verbosity.quiet else lambda _: None)
 
 
 def _error_file(text: str | None) -> Path | None:
@@ -97,11 +97,11 @@ def _usage_error_in(error_json: Path | None) -> Iterator[None]:
 
 
 def _control(request: Request, verbosity: Verbosity) -> int:
-    spec, place = request.spec, request.place
-    if place is not None:
-        os.environ.update(place.agent_environment)
+    spec, node_role = request.spec, request.node_role
+    if node_role is not None:
+        os.environ.update(node_role.agent_environment)
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
-    opened = start_local_agents(spec) if place is None else {}
+    opened = start_local_agents(spec) if node_role is None else {}
 
     from launcher.controller.controller import Controller
     from launcher.machine.processes import raise_file_limit
@@ -119,7 +119,7 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
     try:
-        with contextlib.nullcontext() if place is None else _open_door(place, spec, output.say) as listener:
+        with _listener(node_role, spec, output.say) as listener:
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
@@ -138,10 +138,15 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
 
-def _open_door(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[Listener]:
+def _listener(
+    node_role: NodeRole | None, spec: JobSpec, tell: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Listener | None]:
+    """Listen for the other nodes, if there are commands of this run on them."""
+    if node_role is None:
+        return contextlib.nullcontext()
     from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
-    return listen_for_nodes(place, spec, tell)
+    return listen_for_nodes(node_role, spec, tell)
 
 
 def _tell(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from launcher.cli.node_role import Place, is_loopback
-from launcher.errors import PlaceTakenError, UsageError
+from launcher.cli.node_role import NodeRole, is_loopback
+from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine.network import choose_address
 from launcher.machine.routes import addresses, is_own
@@ -36,64 +36,64 @@ _SECRET = "DTRAIN_TOKEN"
 
 
 @contextmanager
-def listen_for_nodes(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Listener]:
+def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Listener]:
     """Listen for the other nodes of a run on node 0, and let those that share a folder with it know where.
 
-    Raises UsageError; PlaceTakenError where another command was first, and this one can join it.
+    Raises UsageError; NodeZeroTakenError where another command was first, and this one can join it.
     """
-    token = _shared_token(place)
+    token = _shared_token(node_role)
     secret = token or new_token()  # which the others read in the file
     try:
         listener = Listener(
-            _resolved(place.address),
-            place.port,
+            _resolved(node_role.address),
+            node_role.port,
             secret,
-            expected=_fingerprint(place, spec),
-            nodes=[host.name for host in place.hosts],
+            expected=_fingerprint(node_role, spec),
+            nodes=[host.name for host in node_role.hosts],
             tell=tell,
             typed=lambda rank: f"the same command, with --node-rank {rank}",
         )
     except UsageError as error:
         taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-        if taken and place.node_rank is None:
-            raise PlaceTakenError(str(error)) from error
+        if taken and node_role.node_rank is None:
+            raise NodeZeroTakenError(str(error)) from error
         raise
     with listener, ExitStack() as published:
-        if token is None and place.folder is not None:
-            place.folder.mkdir(parents=True, exist_ok=True)
+        if token is None and node_role.folder is not None:
+            node_role.folder.mkdir(parents=True, exist_ok=True)
             published.enter_context(
-                publish(place.folder, place.name, Endpoint(listener.address, listener.port, secret))
+                publish(node_role.folder, node_role.name, Endpoint(listener.address, listener.port, secret))
             )
-        if place.by_hand and (others := place.nodes[1] - 1):
+        if node_role.by_hand and (others := node_role.nodes[1] - 1):
             tell(
                 f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {listener.address}:{listener.port}"
             )
         yield listener
 
 
-def join_run(place: Place, spec: JobSpec, tell: Callable[[str], None]) -> int:
+def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) -> int:
     """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
-    token = _shared_token(place)
+    token = _shared_token(node_role)
     find: Endpoint | Callable[[], Endpoint | None]
     if token is not None:
-        find = Endpoint(place.address, place.port, token)
+        find = Endpoint(node_role.address, node_role.port, token)
     else:
-        assert place.folder is not None
-        find = partial(read_endpoint, place.folder, place.name)
+        assert node_role.folder is not None
+        find = partial(read_endpoint, node_role.folder, node_role.name)
     try:
         return join(
             find,
-            greeting=Greeting.ours(place.node_rank, _fingerprint(place, spec)),
+            greeting=Greeting.ours(node_role.node_rank, _fingerprint(node_role, spec)),
             agent_command=agent_command(spec),
             deadline=time.monotonic() + spec.start_timeout_s,
             rejoin_s=spec.start_timeout_s,
             tell=tell,
-            env={**os.environ, **dict(spec.export), **place.agent_environment, AGENT_WORKDIR: str(spec.workdir)},
+            env={**os.environ, **dict(spec.export), **node_role.agent_environment, AGENT_WORKDIR: str(spec.workdir)},
         )
     except JoinError as error:
-        if place.by_hand or place.folder is None:
+        if node_role.by_hand or node_role.folder is None:
             raise
-        shared = f"the tasks of a step must share the folder {place.folder.absolute()} (--log-dir)"
+        shared = f"the tasks of a step must share the folder {node_role.folder.absolute()} (--log-dir)"
         raise JoinError(f"{error}; {shared}, or have DTRAIN_TOKEN and --master-addr") from error
 
 
@@ -154,11 +154,11 @@ def _ended(verdict: Verdict, tell: Callable[[str], None]) -> int:
 # ---- what the nodes agree on ---------------------------------------------------------------------------------
 
 
-def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
+def _fingerprint(node_role: NodeRole, spec: JobSpec) -> dict[str, str]:
     """Return what has to be the same on every node."""
     command = spec.command
     flag = {CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"], CommandKind.SCRIPT: []}[command.kind]
-    least, most = place.nodes
+    least, most = node_role.nodes
     roles = [f"{role.name}:{role.count}:{shlex.join(role.command)}" for role in spec.roles.others]
     return {
         "command": shlex.join([*flag, command.target, *command.args]),
@@ -172,13 +172,13 @@ def _fingerprint(place: Place, spec: JobSpec) -> dict[str, str]:
     }
 
 
-def _shared_token(place: Place) -> bytes | None:
+def _shared_token(node_role: NodeRole) -> bytes | None:
     """Return the token that the user gave every node; None: node 0 makes one, and writes it where the others look.
 
-    That is so in a step, else where there is no other token. Raises UsageError where there is no such place.
+    That is so in a step, else where there is no other token. Raises UsageError where there is no such folder.
     """
-    token = find_token(os.environ, place.token_file) if place.by_hand or place.folder is None else None
-    if token is None and place.folder is None:
+    token = find_token(os.environ, node_role.token_file) if node_role.by_hand or node_role.folder is None else None
+    if token is None and node_role.folder is None:
         raise UsageError(
             "there is no token, by which nodes started by hand authenticate each other. Make one by "
             "`(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that "

@@ -21,20 +21,20 @@ from launcher.errors import DtrainError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import discover
 from launcher.job.events import (
+    AgentMessage,
     Close,
     Command,
     Discovered,
     Event,
     Notice,
     Open,
-    Said,
+    ReaderBlocked,
     SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
     Tell,
     Tick,
-    Unread,
 )
 from launcher.job.job import Job
 from launcher.job.outcome import Outcome
@@ -124,7 +124,7 @@ class Controller:
                 next_look = now + LOOK_S
                 for link in self._links.values():
                     if link.waiting:  # nothing is read from it because the output is behind: that is not its silence
-                        self._carry_out(self._job.handle(Unread(link.host.name), now))
+                        self._carry_out(self._job.handle(ReaderBlocked(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
         self._show_progress("")
@@ -132,7 +132,11 @@ class Controller:
 
     def _note(self, event: Event) -> None:
         """Let the output side know what it needs: files to write, when nobody may wait for it."""
-        if isinstance(event, Said) and isinstance(event.message, Exited) and event.message.error_file is not None:
+        if (
+            isinstance(event, AgentMessage)
+            and isinstance(event.message, Exited)
+            and event.message.error_file is not None
+        ):
             self._output.error_file(event.message.rank, event.message.attempt, event.message.error_file)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host
-from launcher.job.events import Connected, Event, Lost, Said
+from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.output.writer import OutputThread
 from launcher.protocol import PREAMBLE, Bye, Decoder, Output, encode
 from launcher.protocol import Command as AgentCommand
@@ -135,7 +135,7 @@ class Link:
                     self.waiting = False
                 else:
                     # The job ignores what is none of an agent's messages.
-                    self._events.put(Said(self.host.name, self._number, message))  # type: ignore[arg-type]
+                    self._events.put(AgentMessage(self.host.name, self._number, message))  # type: ignore[arg-type]
         if said_bye:
             return "ended"
         return self._why_ended(stream, decoder, greeted)

@@ -10,8 +10,8 @@ from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report
 
 __all__ = [
-    "Close", "Command", "Connected", "Discovered", "Event", "Lost", "Notice", "Open", "Said", "SaveEvidence",
-    "Signalled", "Slept", "SuspendSelf", "Tell", "Tick", "Unread",
+    "AgentMessage", "Close", "Command", "Connected", "Discovered", "Event", "Lost", "Notice", "Open", "ReaderBlocked",
+    "SaveEvidence", "Signalled", "Slept", "SuspendSelf", "Tell", "Tick",
 ]  # fmt: skip
 
 # ---- events --------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class Said:
+class AgentMessage:
     """A message of a host's agent, other than output."""
 
     host: str
@@ -48,7 +48,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Unread:
+class ReaderBlocked:
     """What a host says is not read at the moment, since our output is behind: its silence means nothing."""
 
     host: str
@@ -80,7 +80,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Connected | Said | Lost | Unread | Discovered | Slept | Signalled | Tick
+Event: TypeAlias = Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
 
 # ---- commands ------------------------------------------------------------------------------------------------
 

@@ -11,18 +11,18 @@ import signal
 from launcher.errors import HostError, StoreError
 from launcher.job.attempt import AttemptState, failure_of
 from launcher.job.events import (
+    AgentMessage,
     Command,
     Connected,
     Discovered,
     Event,
     Lost,
-    Said,
+    ReaderBlocked,
     Signalled,
     Slept,
     SuspendSelf,
     Tell,
     Tick,
-    Unread,
 )
 from launcher.job.failure import FailureKind
 from launcher.job.host_state import HostPhase, HostState
@@ -99,14 +99,14 @@ class Job:
 
     def _take(self, event: Event, now: float) -> list[Command]:
         match event:
-            case Connected() | Said() | Lost():
+            case Connected() | AgentMessage() | Lost():
                 state = self.fleet.states[event.host]
                 if event.link != state.link or state.phase in (HostPhase.AWAY, HostPhase.OUT):
                     return []  # of a link that was given up
                 return self._heard(state, event, now)
             case Discovered():
                 return self._run.gathering.discovered(event.hosts, now)
-            case Unread():
+            case ReaderBlocked():
                 self.fleet.not_read(self.fleet.states[event.host], now)
                 if self.attempt is not None:
                     self.attempt.made_progress(now)
@@ -119,10 +119,10 @@ class Job:
                 return self._ticked(now)
         return []
 
-    def _heard(self, state: HostState, event: Connected | Said | Lost, now: float) -> list[Command]:
+    def _heard(self, state: HostState, event: Connected | AgentMessage | Lost, now: float) -> list[Command]:
         if isinstance(event, Lost):
             return self._lost(state, event.reason, now)
-        if isinstance(event, Said):
+        if isinstance(event, AgentMessage):
             self.fleet.hear(state, event.message, now)
             return self._said(state, event.message, now)
         if state.phase is HostPhase.CONNECTING:

@@ -45,7 +45,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(command: list[str | Path], timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str | Path], timeout_s: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     return subprocess.run(
         command,

@@ -14,7 +14,7 @@ from launcher.errors import DtrainError, UsageError
 from launcher.hosts import sources as sources_module
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
-from launcher.job.events import Connected, Discovered, Notice, Open, Said, Tell, Tick
+from launcher.job.events import AgentMessage, Connected, Discovered, Notice, Open, Tell, Tick
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
@@ -146,7 +146,7 @@ def _ready(job: Job, name: str, now: float) -> list[object]:
     python = "{}.{}.{}".format(*sys.version_info[:3])
     hello = Hello(PROTOCOL, __version__, python, name, 1, f"{name}{link}", now)
     facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems=[], time=now)
-    events = [Connected(name, link), Said(name, link, hello), Said(name, link, facts)]
+    events = [Connected(name, link), AgentMessage(name, link, hello), AgentMessage(name, link, facts)]
     return [command for event in events for command in job.handle(event, now)]
 
 
@@ -169,9 +169,9 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     job.handle(Tick(), now)
     assert job.attempt is not None
     assert job.attempt.members == ("a", "b")
-    job.handle(Said("a", 1, StoreOpened(0, "x", 1)), now)
+    job.handle(AgentMessage("a", 1, StoreOpened(0, "x", 1)), now)
     for rank, name in enumerate("ab"):
-        job.handle(Said(name, 1, Started(0, rank, 9, now)), now)
+        job.handle(AgentMessage(name, 1, Started(0, rank, 9, now)), now)
     found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
     assert [c for c in found if isinstance(c, Open)] == [Open("c", 1)]
     assert [c.text for c in found if isinstance(c, Notice)] == [
@@ -180,7 +180,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     grown = _ready(job, "c", now)
     assert {c.host for c in grown if isinstance(c, Tell) and isinstance(c.message, EndAttempt)} == {"a", "b"}
     for name in "ab":
-        job.handle(Said(name, 1, Swept(0, 0, 0, [])), now)
+        job.handle(AgentMessage(name, 1, Swept(0, 0, 0, [])), now)
     assert job.attempt.number == 1
     assert job.attempt.members == ("a", "c")
     assert job.attempt.world_size == 3

@@ -14,6 +14,7 @@ from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import (
+    AgentMessage,
     Close,
     Command,
     Connected,
@@ -21,14 +22,13 @@ from launcher.job.events import (
     Lost,
     Notice,
     Open,
-    Said,
+    ReaderBlocked,
     SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
     Tell,
     Tick,
-    Unread,
 )
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
@@ -101,7 +101,7 @@ class Drive:
 
     def say(self, host: str, *messages: Report, after_s: float = 0.0) -> list[Command]:
         self.now += after_s
-        return [c for message in messages for c in self.event(Said(host, self.link(host), message))]
+        return [c for message in messages for c in self.event(AgentMessage(host, self.link(host), message))]
 
     def connect(self, host: str) -> list[Command]:
         return self.event(Connected(host, self.link(host), "10.0.0.1"))
@@ -326,7 +326,7 @@ def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -
 
 
 def test_a_refused_host_that_leaves_before_the_secondary_failures_answer_keeps_its_reason() -> None:
-    for leave in (Said("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
+    for leave in (AgentMessage("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
         drive = Drive("a", "b")
         drive.join()
         drive.say("a", drive.facts("a", problems=["no /work"]))
@@ -516,7 +516,7 @@ def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> 
     drive = Drive("a", clocks={"a": -5000.0})
     drive.run()
     for _ in range(5):
-        assert closed(drive.event(Unread("a"), after_s=T - 1)) == []
+        assert closed(drive.event(ReaderBlocked("a"), after_s=T - 1)) == []
         assert closed(drive.event(Tick())) == []
     drive.fail(0)
     drive.goodbye()
@@ -568,7 +568,7 @@ def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
     assert closed(commands) == ["b"]
     assert told(drive.collected("a"), Stop) == ["a"]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
-    assert drive.event(Said("b", 1, drive.exited("b", 2, 9))) == [], "nothing is heard from the dead"
+    assert drive.event(AgentMessage("b", 1, drive.exited("b", 2, 9))) == [], "nothing is heard from the dead"
     drive.goodbye("a")
     drive.wait(CHECK_S)
     cause = drive.outcome.cause
@@ -1447,9 +1447,9 @@ def test_what_an_older_link_still_says_is_ignored() -> None:
     drive.lose("b")
     drive.event(Tick())
     for late in (
-        Said("b", 1, Bye(0, [], "")),
+        AgentMessage("b", 1, Bye(0, [], "")),
         Lost("b", 1, "late"),
-        Said("b", 1, Swept(0, 0, 0, [])),
+        AgentMessage("b", 1, Swept(0, 0, 0, [])),
         Connected("b", 1),
     ):
         assert drive.event(late) == []
@@ -1493,7 +1493,13 @@ def test_nothing_happens_after_the_end() -> None:
     drive = Drive("a")
     drive.event(Signalled(signal.SIGTERM))
     outcome = drive.outcome
-    late = (Connected("a", 1), Said("a", 1, drive.hello("a")), Lost("a", 1, "x"), Signalled(signal.SIGINT), Tick())
+    late = (
+        Connected("a", 1),
+        AgentMessage("a", 1, drive.hello("a")),
+        Lost("a", 1, "x"),
+        Signalled(signal.SIGINT),
+        Tick(),
+    )
     for event in late:
         assert drive.event(event, after_s=100) == []
     assert drive.outcome is outcome

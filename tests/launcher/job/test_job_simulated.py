@@ -25,6 +25,7 @@ from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
 from launcher.job.cause import looks_like_consequence
 from launcher.job.events import (
+    AgentMessage,
     Close,
     Command,
     Connected,
@@ -32,14 +33,13 @@ from launcher.job.events import (
     Lost,
     Notice,
     Open,
-    Said,
+    ReaderBlocked,
     SaveEvidence,
     Signalled,
     Slept,
     SuspendSelf,
     Tell,
     Tick,
-    Unread,
 )
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import BEAT
@@ -412,12 +412,12 @@ class World:
         if isinstance(message, Exited | StoreFailed):
             self.note_clock_error(agent.node)
         if self.chance.random() < 0.01:
-            self.handle(Unread(name))
-        self.handle(Said(name, agent.link, message))
+            self.handle(ReaderBlocked(name))
+        self.handle(AgentMessage(name, agent.link, message))
         if isinstance(message, Exited) and message.standing and self.job.phase is Phase.RUNNING and accepted:
             self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
-            self.handle(Said(name, agent.link - 1, message))
+            self.handle(AgentMessage(name, agent.link - 1, message))
 
     def told(self, name: str, message: Report) -> None:
         for root in self.roots:
@@ -1181,7 +1181,7 @@ class LargeJob:
         self.told += self.job.handle(event, self.now)
 
     def say(self, host: str, message: Report) -> None:
-        self.handle(Said(host, 1, message))
+        self.handle(AgentMessage(host, 1, message))
 
     def join(self) -> None:
         for name in self.names:
