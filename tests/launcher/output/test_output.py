@@ -22,7 +22,7 @@ from testbed.processes import run_dtrain, run_program, started, started_dtrain, 
 
 from launcher.controller.controller import Controller
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Keep
+from launcher.job.events import SaveEvidence
 from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import write_out
@@ -441,7 +441,7 @@ def test_stacks_are_never_read_in_the_loop_which_has_heartbeats_to_send(tmp_path
     with output_thread(tmp_path) as sink:
         output = sink.output
         controller = Controller(spec, output, show_progress=output.show_status, tell_user=output.say, opened={})
-        controller._carry_out([Keep(0, 1, found, asked=False), Keep(0, 2, found, asked=True)])
+        controller._carry_out([SaveEvidence(0, 1, found, asked=False), SaveEvidence(0, 2, found, asked=True)])
     assert controller.evidence_file == output.evidence_path(0, 1)
     assert controller.evidence_file.read_text() == write_out(STOOD)
     assert Stack.readers == {"output"}
