@@ -1,10 +1,12 @@
 """What every test shares: a clean environment, SSH hosts, and the check that nothing is left running."""
 
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import TypeVar
 
 import hypothesis
@@ -15,6 +17,7 @@ from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.processes import MARK, describe, everyone, kill, left_behind
+from testbed.quick import is_heavy, is_quick
 from testbed.require import require
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
@@ -36,6 +39,15 @@ FOREIGN_NAMES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests without processes, waiting and torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and config.getoption("quick") and is_heavy(collection_path) else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "quick", max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -46,7 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        assert "torch" not in sys.modules, "to import it takes longer than all quick tests of a file"
+        items[:] = [item for item in items if is_quick(item)]
     for item in items:
         if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
@@ -128,6 +143,9 @@ def where(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test that leaves a process running, here or on an SSH host, and end that process."""
+    if request.config.getoption("quick"):  # starts none, and to look takes longer than most of these tests
+        yield
+        return
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     before = everyone()

@@ -2,10 +2,12 @@
 
 import subprocess
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
 from testbed.processes import MARK, everyone, kill, left_behind, run_program, wait_until
+from testbed.quick import is_heavy
 from testbed.require import require
 from testbed.sshd import SshHosts
 
@@ -61,3 +63,17 @@ def test_a_stopped_host_takes_everything_with_it_and_comes_back(ssh_hosts: SshHo
     assert _ssh(ssh_hosts, "node2", "true").returncode == 255
     ssh_hosts.start(2)
     assert _ssh(ssh_hosts, "node2", "true").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "heavy"),
+    [
+        ("import torch", True),
+        ("from ddp.world import init", True),
+        ('S = """\nimport torch\n"""', False),
+        ("import os", False),
+    ],
+)
+def test_a_file_that_imports_torch_is_heavy(tmp_path: Path, text: str, heavy: bool) -> None:
+    (tmp_path / "test_it.py").write_text(text)
+    assert is_heavy(tmp_path / "test_it.py") is heavy

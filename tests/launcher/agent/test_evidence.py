@@ -19,7 +19,7 @@ from testbed.require import require
 
 from launcher.agent import evidence as evidence_module
 from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
-from launcher.output.stacks import standing
+from launcher.output.stacks import rank_position
 from launcher.protocol import Evidence
 
 BOOTSTRAP = REPOSITORY / "launcher/agent/bootstrap.py"
@@ -132,7 +132,7 @@ def test_every_rank_says_where_it_stands(workers: Workers) -> None:
         assert each.state in "RS"
         assert each.rss_bytes > 1 << 20
         assert 0 < each.cpu_s < 60
-        assert standing(each).where.endswith(f"script{each.rank}.py:3 in step{each.rank}")
+        assert rank_position(each).where.endswith(f"script{each.rank}.py:3 in step{each.rank}")
 
 
 def test_only_the_newest_stack_counts(workers: Workers) -> None:
@@ -151,11 +151,11 @@ def test_only_the_newest_stack_counts(workers: Workers) -> None:
         """
     )
     (one,) = workers.collect()
-    assert standing(one).where == f"{script}:4 in first"
+    assert rank_position(one).where == f"{script}:4 in first"
     workers.go()
     workers.wait_up(0)
     (two,) = workers.collect()
-    assert standing(two).where == f"{script}:5 in second"
+    assert rank_position(two).where == f"{script}:5 in second"
     assert "in first" not in two.stack
 
 
@@ -170,7 +170,7 @@ def test_main_thread_is_told_from_others(workers: Workers) -> None:
         """
     )
     (found,) = workers.collect()
-    assert standing(found).where.endswith("in main")
+    assert rank_position(found).where.endswith("in main")
     assert found.stack.count(" in other") == 3
 
 
@@ -191,7 +191,7 @@ def test_no_more_than_64_kib_a_rank_with_the_main_thread_in_it(workers: Workers)
     (found,) = workers.collect()
     assert MAX_BYTES / 2 < len(found.stack) < MAX_BYTES + 100
     assert workers.stack_file(0).stat().st_size > 2 * MAX_BYTES
-    assert standing(found).where.endswith("in main")
+    assert rank_position(found).where.endswith("in main")
 
 
 def test_worker_that_ended_is_left_out(workers: Workers) -> None:
@@ -280,9 +280,9 @@ def test_gloo_collective_goes_on_undisturbed(workers: Workers) -> None:
         )
     for rank in range(2):
         workers.wait_up(rank)
-    wait_until(lambda: standing(workers.collect()[0]).inside == "all_reduce", "it is in the collective")
+    wait_until(lambda: rank_position(workers.collect()[0]).inside == "all_reduce", "it is in the collective")
     for _ in range(3):
-        waiting, sleeping = (standing(each) for each in workers.collect())
+        waiting, sleeping = (rank_position(each) for each in workers.collect())
         assert (waiting.where.rpartition(":")[2], waiting.inside) == ("10 in step", "all_reduce")
         assert (sleeping.where.rpartition(":")[2], sleeping.inside) == ("9 in step", "")
     workers.go()
@@ -407,9 +407,9 @@ def test_py_spy_looks_at_one_that_does_not_answer(
     is_stopped = then is SILENT["stopped"][1]
     wait_until(lambda: not is_stopped or states_in(pid, "State") == "T", "it is stopped")
     silent, answering = workers.collect()
-    assert standing(silent).where == f"{script}:7 in stuck"
+    assert rank_position(silent).where == f"{script}:7 in stuck"
     assert " other " in silent.stack
-    assert standing(answering).where.endswith("in well")
+    assert rank_position(answering).where.endswith("in well")
     assert (states_in(pid, "State") == "T") == is_stopped
 
 

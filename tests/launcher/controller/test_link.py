@@ -135,7 +135,7 @@ def stalled(ssh_hosts: SshHosts, command: str) -> SshStream:
     """A channel that is open, of a connection that is in the middle of a key exchange which does not go on."""
     options = SshOptions(config=ssh_hosts.ssh_config)
     stream = connect_ssh(Host("node1", HostKind.SSH), options, ["sh", "-c", command], time.monotonic() + WAIT_S)
-    transport = stream._link.transport
+    transport = stream._connection.transport
     transport.clear_to_send_timeout = 0.2
     transport.clear_to_send.clear()
     return stream

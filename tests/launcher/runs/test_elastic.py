@@ -7,6 +7,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from testbed.attempts_seen import AttemptsSeen
 from testbed.processes import started_dtrain
 from testbed.sshd import SshHosts
 
@@ -21,36 +22,6 @@ while time.monotonic() < deadline and e["TORCHELASTIC_RESTART_COUNT"] != sys.arg
     time.sleep(0.05)
 time.sleep(0.5)
 """
-
-
-class Seen:
-    """What the workers of each attempt have said, read as it comes."""
-
-    def __init__(self, process: "Popen[bytes]") -> None:
-        self.lines: list[tuple[int, int, int, int, str]] = []
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
-        self._thread.start()
-
-    def _read(self, stream: Iterator[bytes]) -> None:
-        for line in stream:
-            if match := re.search(rb"here (\d+) (\d+) (\d+) (\d+) (\S+)", line):
-                attempt, rank, world, node, host = match.groups()
-                with self._changed:
-                    self.lines.append((int(attempt), int(rank), int(world), int(node), host.decode()))
-                    self._changed.notify_all()
-
-    def attempt(self, number: int, workers: int, timeout: float = 90) -> dict[int, str]:
-        """Wait until so many workers of an attempt have spoken; return their hosts by rank."""
-
-        def found() -> dict[int, str]:
-            return {rank: host for attempt, rank, _, _, host in self.lines if attempt == number}
-
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(found()) >= workers, timeout), (number, self.lines)
-            worlds = {world for attempt, _, world, _, _ in self.lines if attempt == number}
-            assert worlds == {workers}
-            return found()
 
 
 @pytest.fixture
@@ -68,7 +39,7 @@ def _options(hosts: SshHosts, *more: str) -> list[str]:
 def test_a_lost_host_ends_the_attempt_and_the_next_goes_on_without_it(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2:3", str(script), "1")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 3) == {0: "node1", 1: "node2", 2: "node3"}
         ssh_hosts.stop(1)
         assert seen.attempt(1, 2) == {0: "node2", 1: "node3"}
@@ -82,7 +53,7 @@ def test_a_lost_host_ends_the_attempt_and_the_next_goes_on_without_it(ssh_hosts:
 def test_a_returned_host_makes_an_attempt_with_grow(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow", str(script), "2")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 2) == {0: "node1", 1: "node2"}
         ssh_hosts.stop(1)
         assert seen.attempt(1, 1) == {0: "node2"}
@@ -95,7 +66,7 @@ def test_a_returned_host_makes_an_attempt_with_grow(ssh_hosts: SshHosts, script:
 def test_a_returned_host_waits_for_the_next_attempt_without_grow(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3", str(script), "2")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         seen.attempt(0, 3)
         ssh_hosts.stop(3)
         assert seen.attempt(1, 2) == {0: "node1", 1: "node2"}
@@ -110,7 +81,7 @@ def test_a_returned_host_waits_for_the_next_attempt_without_grow(ssh_hosts: SshH
 def test_a_spare_steps_in_for_a_lost_host(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "1", str(script), "1")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 2) == {0: "node1", 1: "node2"}
         ssh_hosts.stop(1)
         assert seen.attempt(1, 2) == {0: "node3", 1: "node2"}
@@ -121,7 +92,7 @@ def test_a_run_begins_with_enough_hosts_and_takes_a_late_one(ssh_hosts: SshHosts
     ssh_hosts.stop(2)
     argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow", str(script), "1")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 1) == {0: "node1"}
         ssh_hosts.start(2)
         assert seen.attempt(1, 2) == {0: "node1", 1: "node2"}
@@ -132,7 +103,7 @@ def test_a_run_begins_with_enough_hosts_and_takes_a_late_one(ssh_hosts: SshHosts
 def test_too_few_hosts_end_the_run_and_say_which_are_missing(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "2:3", "--start-timeout-s", "10", str(script), "1")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         seen.attempt(0, 2)
         ssh_hosts.stop(2)
         assert process.wait(60) == 1
@@ -152,7 +123,7 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out(ssh_hosts: SshHosts,
     )
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3", str(script), "2")
     with started_dtrain(*argv, cwd=tmp_path) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 3) == {0: "node1", 1: "node2", 2: "node3"}
         seen.attempt(1, 3)
         assert seen.attempt(2, 2) == {0: "node2", 1: "node3"}

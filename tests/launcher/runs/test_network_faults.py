@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_elastic import Seen
+from testbed.attempts_seen import AttemptsSeen
 from testbed.network import NetworkHosts
 from testbed.processes import started_dtrain, wait_until
 
@@ -60,7 +60,7 @@ def test_a_host_that_is_gone_without_a_word_is_named_and_ends_its_own_workers(
 ) -> None:
     argv = _options(network_hosts, "--hosts", "far1,far2", script, "never")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        Seen(process).attempt(0, 2)
+        AttemptsSeen(process).attempt(0, 2)
         fault(network_hosts, "far2")
         assert process.wait(60) == 1
         assert process.stderr is not None
@@ -81,7 +81,7 @@ def test_an_elastic_run_goes_on_without_the_host_and_takes_it_again(
     hosts = ["--hosts", "far1,far2,far3", "--nnodes", "1:3", "--grow"]
     argv = _options(network_hosts, *hosts, script, "2")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        seen = Seen(process)
+        seen = AttemptsSeen(process)
         assert seen.attempt(0, 3) == {0: "far1", 1: "far2", 2: "far3"}
         fault(network_hosts, "far1")  # the store was there
         assert seen.attempt(1, 2) == {0: "far2", 1: "far3"}
@@ -100,7 +100,7 @@ def test_an_elastic_run_goes_on_without_the_host_and_takes_it_again(
 def test_hosts_that_lose_dtrain_end_their_workers_by_themselves(network_hosts: NetworkHosts, script: Path) -> None:
     argv = _options(network_hosts, "--hosts", "far1,far2", script, "never")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        Seen(process).attempt(0, 2)
+        AttemptsSeen(process).attempt(0, 2)
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         for name in ("far1", "far2"):
@@ -116,7 +116,7 @@ def test_a_short_break_of_the_network_is_not_noticed(network_hosts: NetworkHosts
     argv = _options(network_hosts, "--heartbeat-timeout-s", "20", "--hosts", "far1,far2", script, "0")
     script.write_text(SCRIPT.replace("time.sleep(0.5)", "time.sleep(4)"))
     with started_dtrain(*argv, cwd=script.parent) as process:
-        Seen(process).attempt(0, 2)
+        AttemptsSeen(process).attempt(0, 2)
         network_hosts.cut("far2")
         time.sleep(2)
         network_hosts.mend("far2")
@@ -126,7 +126,7 @@ def test_a_short_break_of_the_network_is_not_noticed(network_hosts: NetworkHosts
 def test_an_sshd_that_dies_with_its_sessions_leaves_nothing(network_hosts: NetworkHosts, script: Path) -> None:
     argv = _options(network_hosts, "--hosts", "far1,far2", script, "never")
     with started_dtrain(*argv, cwd=script.parent) as process:
-        Seen(process).attempt(0, 2)
+        AttemptsSeen(process).attempt(0, 2)
         network_hosts.kill_sshd("far2")
         assert process.wait(60) == 1
         assert process.stderr is not None

@@ -11,6 +11,7 @@ import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_up
 
 from launcher.job.attempt import AttemptState
+from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, place
 
 SCRIPT = """
@@ -171,7 +172,7 @@ def test_requeue_is_for_jobs_of_slurm(tmp_path: Path) -> None:
 
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:
     offers = [HostOffer(name, 1, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
-    attempt = AttemptState(0, ("a", "b"), place(offers, nproc=None), began=0.0)
+    attempt = AttemptState(0, ("a", "b"), place(offers, nproc=None), Timers(), began=0.0)
     assert [attempt.take_saved("a", count) for count in (0, 1, 1, 2)] == [False, True, False, True]
     assert attempt.take_saved("b", 0) is False
 

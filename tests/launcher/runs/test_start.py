@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_job import Drive, messages, notices, opened
+from testbed.job_drive import Drive, messages, notices, opened
 from testbed.processes import run_dtrain, run_program
 
 from launcher.errors import PlacementError

@@ -1,0 +1,75 @@
+"""Which tests are quick: those that start no process, open no socket, do not wait and do not need torch.
+
+Found by reading, so that no list has to be kept: a file that imports torch is not imported itself, and a test is left
+out if it names something slow, or names a function, class or fixture of its module that does.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+
+HEAVY = {"torch", "ddp", "ddp_worlds"}
+SLOW = {"multiprocessing", "socket", "subprocess", "threading"}
+WAITS = {"sleep", "fork"}
+LIGHT = {"testbed.job_drive", "testbed.outcomes"}
+
+
+def is_heavy(path: Path) -> bool:
+    """Whether importing this test module would import torch."""
+    found = set()
+    for statement in ast.parse(path.read_bytes()).body:
+        if isinstance(statement, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            found.add((statement.module or "").partition(".")[0])
+    return bool(found & HEAVY)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    fixtures = [f.func for fixtures in item._fixtureinfo.name2fixturedefs.values() for f in fixtures]
+    named = (thing for thing in (item.function, *fixtures) if thing.__name__ != "nothing_left_behind")
+    seen: set[int] = set()
+    return not any(_is_slow(thing, item.module, seen) for thing in named)
+
+
+def _is_slow(thing: object, module: ModuleType, seen: set[int]) -> bool:
+    if id(thing) in seen:
+        return False
+    seen.add(id(thing))
+    if isinstance(thing, ModuleType):
+        return thing.__name__ in SLOW
+    where = getattr(thing, "__module__", "") or ""
+    if where.startswith("testbed."):
+        return where not in LIGHT
+    if where in SLOW:
+        return True
+    if where not in (module.__name__, "conftest"):
+        return False
+    if isinstance(thing, type):
+        return any(_is_slow(part, module, seen) for part in vars(thing).values())
+    thing = getattr(thing, "hypothesis", thing)
+    thing = getattr(thing, "inner_test", getattr(thing, "__wrapped__", thing))
+    if not isinstance(thing, FunctionType):
+        return False
+    for name in _names(thing.__code__):
+        if (
+            name in WAITS
+            or name.partition(".")[0] in HEAVY
+            or (name in thing.__globals__ and _is_slow(thing.__globals__[name], module, seen))
+        ):
+            return True
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant  # pytest.importorskip("torch")
