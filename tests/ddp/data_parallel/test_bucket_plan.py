@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ddp
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, GradSpec, plan_buckets, slot_view, spec_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
@@ -86,91 +85,3 @@ def test_views_have_the_layout_that_autograd_gives() -> None:
             view = slot_view(flat, slot)
             assert leaf.grad is not None
             assert (view.shape, view.dtype, view.stride()) == (leaf.shape, leaf.dtype, leaf.grad.stride())
-
-
-def test_the_public_names() -> None:
-    assert ddp.__all__ == [
-        "ArgumentError",
-        "Average",
-        "BackwardError",
-        "CSVLogger",
-        "Callback",
-        "Checkpoint",
-        "CheckpointError",
-        "CollectiveError",
-        "Compression",
-        "DdpError",
-        "Difference",
-        "DistributedDataParallel",
-        "DistributedOptimizer",
-        "DistributedSampler",
-        "DriftError",
-        "EarlyStopping",
-        "Half",
-        "Handle",
-        "History",
-        "Int8",
-        "KeyRefusedError",
-        "LaunchEnvironmentError",
-        "LayoutMismatchError",
-        "LearningRateScheduler",
-        "LinearScaling",
-        "LocalSGD",
-        "Max",
-        "Min",
-        "ModelCheckpoint",
-        "NotInitializedError",
-        "ParameterServerError",
-        "PeerFailedError",
-        "PowerSGD",
-        "Product",
-        "ProgressBar",
-        "RendezvousError",
-        "Restored",
-        "Strategy",
-        "Sum",
-        "TensorBoard",
-        "Trainer",
-        "UnsupportedError",
-        "Verification",
-        "VersionMismatchError",
-        "World",
-        "allgather",
-        "allgather_async",
-        "allgather_object",
-        "allreduce",
-        "allreduce_",
-        "allreduce_async",
-        "allreduce_async_",
-        "alltoall",
-        "barrier",
-        "broadcast",
-        "broadcast_",
-        "broadcast_async",
-        "broadcast_async_",
-        "broadcast_object",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
-        "cross_rank",
-        "cross_size",
-        "gather_metrics",
-        "gather_samples",
-        "grouped_allreduce",
-        "grouped_allreduce_",
-        "init",
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "make_compression",
-        "poll",
-        "rank",
-        "reducescatter",
-        "shutdown",
-        "size",
-        "strategy",
-        "synchronize",
-        "verify",
-    ]
-    for name in ddp.__all__:
-        if name.endswith("Error"):
-            assert issubclass(getattr(ddp, name), ddp.errors.DdpError)
