@@ -96,20 +96,12 @@ class StallReport:
         That takes some seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for
         again, and its tensors are in use until it ends.
         """
-        before = self._position
-        self._position = (what, None, monotonic(), _BOUNDED if self._blocks else _UNBOUNDED)
-        try:
+        with self._in(what, _BOUNDED if self._blocks else _UNBOUNDED):
             if self._blocks:
                 self._wait_here(work, what)
             else:
                 work.wait()
                 self._newest = (work, what, monotonic())
-        except DdpError:
-            raise
-        except RuntimeError as error:
-            raise self.error(what, str(error)) from error
-        finally:
-            self._position = before
 
     def _wait_here(self, work: Pending, what: str) -> None:
         try:
@@ -123,8 +115,13 @@ class StallReport:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Wait in a block that has no Work: its RuntimeError becomes the report, and a stall is written to stderr."""
+        with self._in(what, _UNBOUNDED):
+            yield
+
+    @contextlib.contextmanager
+    def _in(self, what: str, how: int) -> Iterator[None]:
         before = self._position
-        self._position = (what, None, monotonic(), _UNBOUNDED)
+        self._position = (what, None, monotonic(), how)
         try:
             yield
         except DdpError:

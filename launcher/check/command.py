@@ -21,12 +21,13 @@ from typing import TypeVar
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
 from launcher.check.examiner_host import SHA_DIGITS, code_digest
 from launcher.check.examiner_network import AT_ONCE, all_at_once
-from launcher.check.facts import HostFacts, Listening, Probe, read
+from launcher.check.facts import HostFacts, Listening, Probe
 from launcher.check.finding import Examined, Finding, Severity, merged, on_host, size
 from launcher.check.hosts import host_findings
 from launcher.check.link import HostLink
 from launcher.check.pairs import pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
+from launcher.decode import decode_dataclass, decode_value
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
 from launcher.job.orders import prepare
@@ -166,7 +167,7 @@ class _Examination:
             greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
             question = vars(prepare(self.spec, link.host, lease_s=0.0, clean=()))
-            facts = read(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
+            facts = decode_value(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
             return Examined(link.host, "", greeting, facts, clock)
         except DtrainError as error:
             return Examined(link.host, getattr(error, "reason", str(error)))
@@ -191,7 +192,7 @@ class _Examination:
                 token=self._token,
                 store_port=(spec.master_port or DEFAULT_PORT) if first else 0,
             )
-            return read(Listening, answer)
+            return decode_dataclass(Listening, answer)
 
         listening = self._ask(listen, there, "cannot-listen", "it cannot listen where the others would reach it")
         for name, found in listening.items():
@@ -212,7 +213,7 @@ class _Examination:
                 master_addr=next(iter(listening.values())).address,
                 interfaces=list(self.spec.interfaces),
             )
-            return read(tuple[Probe, ...], ways), str(variables.get("GLOO_SOCKET_IFNAME", ""))
+            return decode_value(tuple[Probe, ...], ways), str(variables.get("GLOO_SOCKET_IFNAME", ""))
 
         found = self._ask(probe, there, "unusable", "while it tried to reach the others")
         self.ways += [way for ways, _ in found.values() for way in ways]

@@ -19,7 +19,8 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher import __version__
-from launcher.check.facts import Target, read
+from launcher.check.facts import Target
+from launcher.decode import decode_dataclass, decode_value
 from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
 
 __all__ = ["main"]
@@ -82,13 +83,13 @@ class _Examiner:
         from launcher.machine.network import choose_address, socket_interfaces
 
         if asked == "facts":
-            return asdict(find_host_facts(Prepare(**about["prepare"])))
+            return asdict(find_host_facts(decode_dataclass(Prepare, about["prepare"])))
         token = about["token"].encode()
         if asked == "listen":
             address = about["address"] or choose_address(about["interfaces"], about["towards"], self._reached_at)
             return asdict(listen(address, token, about["store_port"]))
         if asked == "probe":
-            found = probe_all(read(tuple[Target, ...], about["targets"]), token, about["limit_s"])
+            found = probe_all(decode_value(tuple[Target, ...], about["targets"]), token, about["limit_s"])
             return [vars(one) for one in found], socket_interfaces(about["master_addr"], about["interfaces"])
         raise ValueError(f"{asked!r} is not known")
 

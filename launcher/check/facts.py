@@ -1,20 +1,14 @@
-"""What an examiner says of its host, as data that `read` takes from an Answer (protocol.py), and nothing else."""
+"""What an examiner says of its host, as data that decode.py takes from an Answer (protocol.py)."""
 
 from __future__ import annotations
 
-import types
-import typing
-from dataclasses import dataclass, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-from launcher.errors import ProtocolError
 from launcher.protocol import Facts
 
 __all__ = [
-    "Disk", "Driver", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Packages", "Probe", "Target", "read",
+    "Disk", "Driver", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Packages", "Probe", "Target",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,29 +145,3 @@ class Probe(Target):
     local: str = ""
     interface: str = ""
     mtu: int = 0  # of the path
-
-
-def read(cls: type[T], value: object) -> T:
-    """Make a dataclass of these fields, or a value of this type. Raises ProtocolError."""
-    made: T = _read(cls, value)
-    return made
-
-
-def _read(kind: Any, value: Any) -> Any:
-    origin = typing.get_origin(kind)
-    if isinstance(kind, types.UnionType):
-        return None if value is None else _read(next(k for k in kind.__args__ if k is not type(None)), value)
-    if origin in (tuple, list) and isinstance(value, list):
-        return origin(_read(kind.__args__[0], item) for item in value)
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        if value.keys() <= hints.keys():
-            try:
-                return kind(**{name: _read(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-            except TypeError as error:
-                raise ProtocolError(f"what a host says of itself is incomplete: {error}") from error
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(kind, type) and type(value) is kind:
-        return value
-    raise ProtocolError(f"what a host says of itself is not what this version asks for: {str(value)[:80]!r}")

@@ -14,7 +14,6 @@ from launcher.check.facts import HostFacts
 from launcher.check.link import Clock
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer
 from launcher.protocol import Hello
 
@@ -73,7 +72,7 @@ class Examined:
     @property
     def offer(self) -> HostOffer:
         """Return what a run could use of it."""
-        return offer(self.host, self.known.offered)
+        return HostOffer.of(self.host, self.known.offered)
 
     @property
     def gpus(self) -> str:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.check.facts import read
+from launcher.decode import decode_value
 from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.hosts.host import Host
 from launcher.protocol import PREAMBLE, Answer, Decoder, Hello, Message, Question, encode
@@ -80,7 +80,7 @@ class HostLink:
         clocks = []
         for _ in range(ROUND_TRIPS):
             asked, began = time.time(), time.monotonic()
-            theirs = read(float, self.ask(deadline, ask="time"))
+            theirs = decode_value(float, self.ask(deadline, ask="time"))
             took_s = time.monotonic() - began
             clocks.append(Clock(theirs - (asked + took_s / 2), took_s / 2, took_s))
         return min(clocks, key=lambda clock: clock.round_trip_s)

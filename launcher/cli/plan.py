@@ -10,7 +10,6 @@ from launcher.agent.host_facts import find_resources
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer, place
 from launcher.placement.roles import DEFAULT_ROLE
 from launcher.protocol import Facts
@@ -75,7 +74,7 @@ def _look(host: Host) -> HostOffer:
     found = find_resources(host.part, host.parts)
     if found.problems:
         raise UsageError("; ".join(found.problems))
-    return offer(host, found)
+    return HostOffer.of(host, found)
 
 
 def _asked_for(host: Host, spec: JobSpec) -> int | None:
@@ -89,7 +88,7 @@ def _assume(host: Host, spec: JobSpec) -> HostOffer:
     count = (_asked_for(host, spec) or 0) * (spec.gpus_per_proc or 1)
     gpus = [str(place) for place in range(count if host.chosen is None else max(host.chosen) + 1)]
     variable = "CUDA_VISIBLE_DEVICES"
-    return offer(host, Facts(gpus, variable, gpus_verified=False, cores=[], cpu_limit=1, problems=[], time=0.0))
+    return HostOffer.of(host, Facts(gpus, variable, gpus_verified=False, cores=[], cpu_limit=1, problems=[], time=0.0))
 
 
 def plan_as_json(rows: list[PlannedWorker]) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from launcher.hosts.host import Host
-from launcher.placement.offer import offer
 from launcher.placement.placement import HostOffer
 from launcher.protocol import Facts
 
@@ -100,4 +99,4 @@ class HostState:
     def offer(self) -> HostOffer:
         """Return what it has for the job; its facts must be known."""
         assert self.facts is not None
-        return offer(self.host, self.facts)
+        return HostOffer.of(self.host, self.facts)

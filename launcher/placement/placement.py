@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from launcher.errors import PlacementError
+from launcher.hosts.host import Host
 from launcher.machine.devices import share
 from launcher.placement.roles import DEFAULT_ROLE, Roles
+from launcher.protocol import Facts
 
 __all__ = ["HostOffer", "Placement", "WorkerPlace", "place"]
 
@@ -31,6 +33,26 @@ class HostOffer:
     machine: str = ""  # offers of the same one are tasks there, each with a part of its workers
     room: int | None = None  # for more workers than these its `room_limit` is too low
     room_limit: str = ""
+
+    @classmethod
+    def of(cls, host: Host, facts: Facts) -> HostOffer:
+        """Return what a host has by its list and by itself. Of the GPUs, those that the user has chosen are left."""
+        gpus = tuple(facts.gpus)
+        if host.chosen is not None:
+            gpus = tuple(gpus[place] for place in host.chosen if place < len(gpus))
+        return cls(
+            name=host.name,
+            slots=facts.slots or host.slots,
+            max_slots=host.max_slots,
+            gpus=gpus,
+            gpus_verified=facts.gpus_verified,
+            gpu_variable=facts.gpu_variable,
+            cores=tuple(facts.cores),
+            cpu_limit=facts.cpu_limit,
+            machine=facts.machine,
+            room=facts.room,
+            room_limit=facts.room_limit,
+        )
 
     @property
     def limit(self) -> int | None:

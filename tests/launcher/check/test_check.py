@@ -25,11 +25,12 @@ from testbed.sshd import SshHosts
 import launcher
 from launcher import __version__
 from launcher.check.examiner_network import listen, probe, probe_all
-from launcher.check.facts import HostFacts, Listening, Probe, Target, read
+from launcher.check.facts import HostFacts, Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
 from launcher.check.pairs import MOST, pair_findings, targets
+from launcher.decode import decode_value
 from launcher.errors import ProtocolError
 from launcher.hosts.folding import fold
 from launcher.hosts.host import Host, HostKind
@@ -389,7 +390,7 @@ def test_a_reason_s_command_becomes_its_fix() -> None:
 
 def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
     fields = json.loads(json.dumps(asdict(FACTS)))
-    assert read(HostFacts, fields) == FACTS
+    assert decode_value(HostFacts, fields) == FACTS
     for wrong in (
         {**fields, "more": 1},
         {**fields, "uid": "0"},
@@ -398,7 +399,7 @@ def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
         1,
     ):
         with pytest.raises(ProtocolError):
-            read(HostFacts, wrong)
+            decode_value(HostFacts, wrong)
 
 
 # ---- probing -------------------------------------------------------------------------------------------------
