@@ -35,7 +35,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would ma
 class Prepare:
     """Check that the job can start here and say what this host has; `export` is for the workers alone.
 
-    `clean` are traces of agents that were lost here: what is left of their workers is ended before the answer.
+    `clean` are the identities of agents that were lost here: what is left of their workers is ended before the answer.
     """
 
     kind: ClassVar[str] = "prepare"
@@ -158,7 +158,7 @@ class Hello:
     python: str
     hostname: str
     pid: int
-    trace: str  # what another agent on this host needs to find what this one leaves; see agent/leftovers.py
+    agent_identity: str  # what another agent on this host needs to find what this one leaves; see agent/leftovers.py
     time: float  # this host's monotonic clock, as in every `time` below
 
 

@@ -135,7 +135,7 @@ class Agent:
                 python="{}.{}.{}".format(*sys.version_info[:3]),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
-                trace=str(AgentIdentity.ours(self._run_tag)),
+                agent_identity=str(AgentIdentity.ours(self._run_tag)),
                 time=time.monotonic(),
             )
         )

@@ -36,7 +36,9 @@ def main() -> None:
     examiner = _Examiner()
     python = "{}.{}.{}".format(*sys.version_info[:3])
     examiner.say(PREAMBLE)
-    hello = Hello(PROTOCOL, __version__, python, socket.gethostname(), os.getpid(), trace="", time=time.monotonic())
+    hello = Hello(
+        PROTOCOL, __version__, python, socket.gethostname(), os.getpid(), agent_identity="", time=time.monotonic()
+    )
     examiner.say(encode(hello))
     decoder = Decoder()
     try:

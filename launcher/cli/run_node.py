@@ -23,7 +23,7 @@ from launcher.machine.routes import addresses, is_own
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError, dial
-from launcher.transport.tcp.greeting import Greeting, Verdict
+from launcher.transport.tcp.greeting import Greeting, RunEnd
 from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.relay import Relay
 from launcher.transport.tcp.rendezvous_file import Endpoint, publish, read_endpoint
@@ -127,14 +127,14 @@ def join(
                 if not broke:
                     raise
                 raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
-            if isinstance(joined, Verdict):
+            if isinstance(joined, RunEnd):
                 return _ended(joined, tell)
             host = joined.welcome.host
             tell(_welcome(host, joined.welcome.node_rank, again=bool(broke)))
             end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
-            if isinstance(end, Verdict):
+            if isinstance(end, RunEnd):
                 return _ended(end, tell)
             broke = end.reason
             tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
@@ -145,10 +145,10 @@ def _welcome(host: str, node_rank: int, *, again: bool) -> str:
     return f"joined {host} as node rank {node_rank}{' again' if again else ''}; its terminal shows the run"
 
 
-def _ended(verdict: Verdict, tell: Callable[[str], None]) -> int:
-    if verdict.text:
-        tell(verdict.text)
-    return verdict.exit_code
+def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:
+    if run_end.text:
+        tell(run_end.text)
+    return run_end.exit_code
 
 
 # ---- what the nodes agree on ---------------------------------------------------------------------------------

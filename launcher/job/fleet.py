@@ -83,7 +83,7 @@ class Fleet:
 
     def dirty(self, state: HostState) -> bool:
         """Whether something of the run may live there that nobody watches."""
-        return bool(state.traces) or state.name in self.busy
+        return bool(state.lost_agents) or state.name in self.busy
 
     def workers_of(self, names: Iterable[str]) -> list[str]:
         """Return those of the hosts whose agents take part in the attempt."""
@@ -203,15 +203,15 @@ class Fleet:
         """Note that a host may have spoken, since nobody reads what it says."""
         state.heard = now
 
-    def greeted(self, state: HostState, trace: str) -> None:
-        state.trace = trace
+    def greeted(self, state: HostState, agent_identity: str) -> None:
+        state.agent_identity = agent_identity
         state.rests_until = None
         self._move(state, HostPhase.CHECKING)
 
     def checked(self, state: HostState, facts: Facts) -> None:
         """Note that a host is ready: what lost agents had left there, this one has ended before it answered."""
         state.facts = facts
-        state.traces.clear()
+        state.lost_agents.clear()
         state.tries = 0
         state.ready_at = state.heard
         state.reason = ""
@@ -228,7 +228,7 @@ class Fleet:
 
     def could_not_clean(self, state: HostState, facts: Facts) -> None:
         """Note that a new agent has looked for what lost ones left, and cannot be used."""
-        state.traces.clear()
+        state.lost_agents.clear()
         self._vacate(state)
         if facts.left:
             self.left.setdefault(state.name, []).extend(facts.left)
@@ -237,8 +237,8 @@ class Fleet:
     def lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Give a link up; what is behind it is to be cleaned up by the next agent there, or fenced by its lease."""
         if state.name in self.busy:
-            if state.trace:
-                state.traces.append(state.trace)
+            if state.agent_identity:
+                state.lost_agents.append(state.agent_identity)
             if state.fenced_at is None:
                 state.fenced_at = self._fence_at(state, now)
                 heapq.heappush(self._fences, (state.fenced_at, state.name))
@@ -258,12 +258,12 @@ class Fleet:
         if bye.left:
             self.left[state.name] = bye.left
             self.drop(state)
-        if not state.traces:  # otherwise it ended before it could clean up after another
+        if not state.lost_agents:  # otherwise it ended before it could clean up after another
             self._vacate(state)
         return self._left(state, reason)
 
     def _left(self, state: HostState, reason: str) -> list[Command]:
-        state.trace = ""
+        state.agent_identity = ""
         state.reason = reason
         state.facts = None
         self._move(state, HostPhase.AWAY)

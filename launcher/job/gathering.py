@@ -78,11 +78,11 @@ class Gathering:
         if state.phase is not HostPhase.GREETING:
             return []
         problem = mismatch(self._spec, hello)
-        self._fleet.greeted(state, hello.trace)
+        self._fleet.greeted(state, hello.agent_identity)
         if problem is not None:
             return self.unusable(state, problem)
         lease_s = self._fleet.lease_s if state.leased else 0.0
-        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, clean=state.traces))]
+        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, clean=state.lost_agents))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""

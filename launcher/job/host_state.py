@@ -56,8 +56,8 @@ class HostClock:
 class HostState:
     """`link` numbers its connections, `heard` is when it last spoke.
 
-    `traces` are those of lost agents whose processes nobody has looked for yet. Without a link, workers are certainly
-    gone at `fenced_at`.
+    `lost_agents` are the identities of those whose processes nobody has looked for yet. Without a link, workers are
+    certainly gone at `fenced_at`.
     """
 
     host: Host
@@ -68,8 +68,8 @@ class HostState:
     heard: float = 0.0
     rests_until: float | None = None  # its lease rests, unless it says something after that
     clock: HostClock = field(default_factory=HostClock)
-    trace: str = ""
-    traces: list[str] = field(default_factory=list)
+    agent_identity: str = ""
+    lost_agents: list[str] = field(default_factory=list)
     fenced_at: float | None = None
     tries: int = 0  # to reach it since it was lost
     retry_at: float | None = None

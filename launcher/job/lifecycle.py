@@ -235,10 +235,10 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            verdict = judge_early(self.spec, self.past, cause)
+            restart = judge_early(self.spec, self.past, cause)
             last_word = self.restarts.last_word(cause)
-            if verdict.again_after_s is None or last_word is not None:
-                return self.stop(now, no_restart_reason=verdict.reason if last_word is None else last_word)
+            if restart.again_after_s is None or last_word is not None:
+                return self.stop(now, no_restart_reason=restart.reason if last_word is None else last_word)
         attempt.stopped_at = now
         commands = self.evidence.end(attempt)
         self._enter(Phase.ENDING)
@@ -256,10 +256,10 @@ class Lifecycle:
         if cause is not None:
             ran_s = max(0.0, cause.at - attempt.began)
             self.past.append(failed_attempt(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
-            verdict = judge(self.spec, self.past)
-            if verdict.again_after_s is None:
-                return self.stop(now, no_restart_reason=verdict.reason)
-            delay_s = verdict.again_after_s
+            restart = judge(self.spec, self.past)
+            if restart.again_after_s is None:
+                return self.stop(now, no_restart_reason=restart.reason)
+            delay_s = restart.again_after_s
             notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
         commands = self.gathering.leave_out(attempt, cause)
         self._enter(Phase.GATHERING)

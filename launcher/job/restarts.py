@@ -64,14 +64,14 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Restart:
     """`again_after_s` is None where there is to be no other attempt; `reason` then says why, if that is news."""
 
     again_after_s: float | None
     reason: str = ""
 
 
-def judge_early(spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure) -> Verdict:
+def judge_early(spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure) -> Restart:
     """Decide while an attempt is about to end by this cause: as if it had made progress, which is known later only."""
     return judge(spec, [*past, failed_attempt(spec, cause, ran_s=cause.ran_s, saved=1)])
 
@@ -86,24 +86,24 @@ def _restarts_used(past: Sequence[FailedAttempt]) -> int:
     return sum(not attempt.free for attempt in past)
 
 
-def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> Verdict:
+def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> Restart:
     """Decide after the last of the failed attempts, or of the processes that failed alone."""
     last = past[-1]
     if _restarts_used(past) > spec.max_restarts:
         restarts = "the one restart (--max-restarts) was used"
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
-        return Verdict(None, restarts if spec.max_restarts else "")
+        return Restart(None, restarts if spec.max_restarts else "")
     if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
-        return Verdict(None, "not tried again: a restart cannot fix that")
+        return Restart(None, "not tried again: a restart cannot fix that")
     past = [other for other in past if other.rank == last.rank]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1
     recent = past[-LOOP:]
     if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and not last.free:
-        return Verdict(None, f"not tried again: the same failure came {LOOP} times in a row, without any progress")
-    return Verdict(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
+        return Restart(None, f"not tried again: the same failure came {LOOP} times in a row, without any progress")
+    return Restart(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
 
 
 def _is_futile(cause: Failure) -> bool:
@@ -153,24 +153,24 @@ class WorkerRestarts:
         rank = exited.rank
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
-        verdict = judge(self._spec, [*self._past, made])
-        if verdict.again_after_s is not None:
+        restart = judge(self._spec, [*self._past, made])
+        if restart.again_after_s is not None:
             self._past.append(made)
             self._failed.append((failure, made))
             self.count += 1
-            wait_s = max(verdict.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
+            wait_s = max(restart.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
             self._timers.set((Timer.RESTART, rank), now + wait_s)
             self._waiting.append(rank)
-            restart = f"restart {_restarts_used(self._past)} of {self._spec.max_restarts}"
-            return RestartDecision.AGAIN, [Notice(starts_again(failure, restart, wait_s))]
+            number = f"restart {_restarts_used(self._past)} of {self._spec.max_restarts}"
+            return RestartDecision.AGAIN, [Notice(starts_again(failure, number, wait_s))]
         if exited.standing != WITHOUT_IT:
-            self._last = (verdict.reason, [failure])
+            self._last = (restart.reason, [failure])
             return RestartDecision.ENDS, []
         if attempt.can_go_on_without(rank):
             attempt.leave_out(failure)
             self._failed.append((failure, None))
-            return RestartDecision.LEFT_OUT, [Notice(left_out(failure, verdict.reason))]
-        self._last = (verdict.reason, [*attempt.left_out, failure])
+            return RestartDecision.LEFT_OUT, [Notice(left_out(failure, restart.reason))]
+        self._last = (restart.reason, [*attempt.left_out, failure])
         attempt.failures += attempt.left_out  # one after the other they have ended it
         attempt.left_out = []
         return RestartDecision.ENDS, []

@@ -111,8 +111,8 @@ class Drive:
         return [c for name in names or self.names for c in [*self.connect(name), *self.say(name, self.hello(name))]]
 
     def hello(self, host: str, **changes: Any) -> Hello:
-        trace = f"{host}{self.link(host)}"
-        good = Hello(PROTOCOL, __version__, PYTHON, hostname=host, pid=1, trace=trace, time=self.time(host))
+        identity = f"{host}{self.link(host)}"
+        good = Hello(PROTOCOL, __version__, PYTHON, hostname=host, pid=1, agent_identity=identity, time=self.time(host))
         return replace(good, **changes)
 
     def facts(self, host: str, **changes: Any) -> Facts:

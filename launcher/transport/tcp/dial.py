@@ -14,12 +14,12 @@ from launcher.decode import decode_json
 from launcher.errors import DtrainError, ProtocolError
 from launcher.transport.tcp.connection import Connection
 from launcher.transport.tcp.encrypted_records import Kind
-from launcher.transport.tcp.greeting import Greeting, Verdict, Welcome, printable
+from launcher.transport.tcp.greeting import Greeting, RunEnd, Welcome, printable
 from launcher.transport.tcp.handshake import NotDtrain, OtherVersion, Side, WrongToken
 from launcher.transport.tcp.rendezvous_file import Endpoint
 from launcher.transport.tcp.signals import Signals
 
-__all__ = ["JoinError", "Joined", "dial", "read_verdict"]
+__all__ = ["JoinError", "Joined", "dial", "read_run_end"]
 
 FIRST_PAUSE_S, PAUSE_S = 0.05, 1.0  # between attempts
 CONNECT_S = 5.0
@@ -40,7 +40,7 @@ class Joined:
 
 def dial(
     find: Callable[[], Endpoint | None], greeting: Greeting, *, certain: bool, deadline: float, signals: Signals
-) -> Joined | Verdict:
+) -> Joined | RunEnd:
     """Dial node 0 until it lets us in, or the run turns out to be over. Blocks until `deadline` (monotonic).
 
     With `certain`, what answers there is node 0 or nothing is: another token, or something that is no dtrain, is an
@@ -65,7 +65,7 @@ def dial(
             pause_s = min(PAUSE_S, 1.5 * pause_s)
 
 
-def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | Verdict:
+def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | RunEnd:
     """Try once to get in. Raises OSError, ProtocolError, JoinError, Stopped."""
     sock = socket.create_connection((endpoint.address, endpoint.port), max(0.1, deadline - time.monotonic()))
     try:
@@ -76,19 +76,19 @@ def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | V
     except BaseException:
         sock.close()
         raise
-    if isinstance(answered, Verdict):
+    if isinstance(answered, RunEnd):
         sock.close()
         return answered
     return Joined(connection, answered)
 
 
-def _introduce(connection: Connection, greeting: Greeting) -> Welcome | Verdict:
+def _introduce(connection: Connection, greeting: Greeting) -> Welcome | RunEnd:
     deadline = time.monotonic() + ANSWER_S
     connection.shake_hands(deadline)
     connection.send(Kind.GREETING, greeting.encode())
     answer = connection.receive(deadline)
-    if answer.kind is Kind.VERDICT:
-        return read_verdict(answer.data)
+    if answer.kind is Kind.RUN_END:
+        return read_run_end(answer.data)
     if answer.kind is Kind.REFUSAL:
         raise JoinError(f"node 0 refuses this node: {_lines(answer.data.decode('utf-8', 'replace'))}")
     if answer.kind is not Kind.WELCOME:
@@ -96,10 +96,10 @@ def _introduce(connection: Connection, greeting: Greeting) -> Welcome | Verdict:
     return decode_json(Welcome, answer.data)
 
 
-def read_verdict(data: bytes) -> Verdict:
-    """Read a VERDICT's data. Raises ProtocolError."""
-    verdict = decode_json(Verdict, data)
-    return replace(verdict, text=_lines(verdict.text))
+def read_run_end(data: bytes) -> RunEnd:
+    """Read a RUN_END's data. Raises ProtocolError."""
+    run_end = decode_json(RunEnd, data)
+    return replace(run_end, text=_lines(run_end.text))
 
 
 def _lines(text: str) -> str:

@@ -34,7 +34,7 @@ class Kind(IntEnum):
     PART = 6  # node 0: a write that goes on in the next record
     END = 7  # node 0: end the agent's input; joiner: the agent's output has ended
     ENDED = 8  # joiner: the agent has ended; its status and last words
-    VERDICT = 9  # node 0: the run is over; its exit code
+    RUN_END = 9  # node 0: the run is over; its exit code
     PING = 10  # node 0: is anybody there?
     PONG = 11  # joiner: yes
 

@@ -19,7 +19,7 @@ from launcher.errors import ProtocolError
 from launcher.protocol import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
-__all__ = ["Ended", "Greeting", "Verdict", "Welcome", "differences", "encode", "printable"]
+__all__ = ["Ended", "Greeting", "RunEnd", "Welcome", "differences", "encode", "printable"]
 
 _VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
 _NAMES = 64
@@ -89,14 +89,14 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunEnd:
     """How the run ended, as node 0 says."""
 
     exit_code: int
     text: str
 
 
-def encode(said: Welcome | Ended | Verdict) -> bytes:
+def encode(said: Welcome | Ended | RunEnd) -> bytes:
     """Return the data of a record."""
     return json.dumps(vars(said)).encode()
 

@@ -23,7 +23,7 @@ from launcher.errors import HostError, ProtocolError, UsageError
 from launcher.hosts.host import own_name
 from launcher.transport.tcp.admission import NodeSlots, RejectedPeers, Slot
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Record
-from launcher.transport.tcp.greeting import Ended, Greeting, Verdict, Welcome, encode
+from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, Welcome, encode
 from launcher.transport.tcp.handshake import HandshakeError, WrongToken
 from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection
 
@@ -79,7 +79,7 @@ class Listener:
         self._rejected = RejectedPeers()
         self._introduced: set[str] = set()
         self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
-        self._verdict: Verdict | None = None
+        self._run_end: RunEnd | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
@@ -94,7 +94,7 @@ class Listener:
             slot = self._slots.named(node)
             slot.waiter = me
             self._changed.notify_all()
-            while self._verdict is None and slot.waiter is me:
+            while self._run_end is None and slot.waiter is me:
                 if (stream := self._start_agent(slot)) is not None:
                     self._introduce(node, stream)
                     return stream
@@ -102,7 +102,7 @@ class Listener:
                 if left_s <= 0:
                     raise HostError(node, self._missing(slot.rank, deadline - began))
                 self._changed.wait(left_s)
-        raise HostError(node, "the run is over" if self._verdict is not None else "somebody else waits for it")
+        raise HostError(node, "the run is over" if self._run_end is not None else "somebody else waits for it")
 
     def close(self, exit_code: int, text: str = "", *, linger_s: float = 1.0) -> None:
         """Tell every node how the run ended, also one that dials again within `linger_s`, and close everything.
@@ -110,12 +110,12 @@ class Listener:
         Blocks for that. Only the first call counts.
         """
         with self._changed:
-            if self._verdict is not None:
+            if self._run_end is not None:
                 return
-            self._verdict = Verdict(exit_code, text[:4000])
+            self._run_end = RunEnd(exit_code, text[:4000])
             for slot in self._slots.all:
                 if slot.connection is not None:
-                    self._say_verdict(slot.connection)
+                    self._send_run_end(slot.connection)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._expects_anybody(), linger_s)
             self._closed.set()
@@ -178,13 +178,13 @@ class Listener:
                 if not connection.post(Kind.END):
                     connection.shut("it was given up")
 
-    def _say_verdict(self, connection: NodeConnection) -> None:
+    def _send_run_end(self, connection: NodeConnection) -> None:
         """Tell a node how the run ended, and let it go."""
-        assert self._verdict is not None
+        assert self._run_end is not None
         if connection.stream is not None:
             connection.stream.lost("the run is over")
             connection.stream = None
-        sent = connection.post(Kind.VERDICT, encode(self._verdict))
+        sent = connection.post(Kind.RUN_END, encode(self._run_end))
         for slot in self._slots.all:
             if slot.connection is connection:
                 slot.connection = None
@@ -303,7 +303,7 @@ class Listener:
     def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
         """Give a node its slot. Raises _Refused; ConnectionError where it may be of another run."""
         connection.look()  # there may have been no time for it
-        if self._verdict is None:
+        if self._run_end is None:
             found = self._slots.find(greeting)
             if isinstance(found, str):
                 raise _Refused(found)
@@ -312,7 +312,7 @@ class Listener:
                     found.connection.shut("its node dialled again")
                 else:
                     self._challenge(found, connection)
-            if self._verdict is None:
+            if self._run_end is None:
                 self._joining.pop(connection, None)
                 found.connection, found.last = connection, greeting
                 connection.post(Kind.WELCOME, encode(Welcome(found.rank, own_name())))
@@ -321,7 +321,7 @@ class Listener:
             raise ConnectionError("the run is over")  # it may be of the next run, which it finds if it dials again
         else:
             own.connection = connection  # it has dialled again
-        self._say_verdict(connection)
+        self._send_run_end(connection)
 
     def _challenge(self, slot: Slot, connection: NodeConnection) -> None:
         """See whether the node in a slot is still there before another gets it. Raises _Refused, ConnectionError."""
@@ -341,14 +341,14 @@ class Listener:
         try:
             holder.post(Kind.PING)
             self._changed.wait_for(
-                lambda: answers() or slot.connection is not holder or self._verdict or connection.closed_because,
+                lambda: answers() or slot.connection is not holder or self._run_end or connection.closed_because,
                 CHALLENGE_S,
             )
         finally:
             slot.challenged = False
         if connection.closed_because is not None:
             raise ConnectionError(connection.closed_because)
-        if slot.connection is holder and self._verdict is None:
+        if slot.connection is holder and self._run_end is None:
             if answers():
                 raise _Refused(self._slots.taken(slot))
             holder.shut(f"it did not answer for {CHALLENGE_S:g} s, and its node dialled again")

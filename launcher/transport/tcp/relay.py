@@ -19,9 +19,9 @@ from launcher.protocol import SignalWorkers
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.agent_process import AgentProcess
 from launcher.transport.tcp.connection import Connection
-from launcher.transport.tcp.dial import JoinError, read_verdict
+from launcher.transport.tcp.dial import JoinError, read_run_end
 from launcher.transport.tcp.encrypted_records import Kind, Record
-from launcher.transport.tcp.greeting import Ended, Verdict, encode
+from launcher.transport.tcp.greeting import Ended, RunEnd, encode
 from launcher.transport.tcp.signals import Signals
 
 __all__ = ["Broken", "Relay"]
@@ -59,11 +59,11 @@ class Relay:
         self._signals = signals
         self._events = signals.events = queue.SimpleQueue()  # what an earlier connection had to say is over
         self._agent: AgentProcess | None = None  # the last one
-        self._end: Verdict | Broken | None = None
+        self._end: RunEnd | Broken | None = None
         self._stops = 0  # acted on
         self._limit: float | None = None  # until when the agent must have ended
 
-    def run(self) -> Verdict | Broken:
+    def run(self) -> RunEnd | Broken:
         """Serve until the run is over, the connection broken, or we are told to end; the agent has ended by then.
 
         Blocks. Raises JoinError where no agent can be started.
@@ -94,7 +94,7 @@ class Relay:
         agent, now = self._agent, time.monotonic()
         if isinstance(event, JoinError):
             raise event
-        if isinstance(event, Verdict | Broken):
+        if isinstance(event, RunEnd | Broken):
             if self._end is None:
                 self._end = event
                 self._connection.shut("the run is over")  # nothing passes from now on
@@ -135,8 +135,8 @@ class Relay:
         try:
             while True:
                 record = self._connection.receive()
-                if record.kind is Kind.VERDICT:
-                    self._events.put(read_verdict(record.data))
+                if record.kind is Kind.RUN_END:
+                    self._events.put(read_run_end(record.data))
                     return
                 self._obey(record)
         except JoinError as error:

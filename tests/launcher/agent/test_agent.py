@@ -151,11 +151,11 @@ def temp_folder_of(agent: AgentProcess) -> Path:
 
 
 def run_tag_of(agent: AgentProcess) -> str:
-    return agent.hello.trace.partition('"run_tag": "')[2].partition('"')[0]
+    return agent.hello.agent_identity.partition('"run_tag": "')[2].partition('"')[0]
 
 
 def cgroup_of(agent: AgentProcess) -> Path | None:
-    path = agent.hello.trace.partition('"cgroup": "')[2].partition('"')[0]
+    path = agent.hello.agent_identity.partition('"cgroup": "')[2].partition('"')[0]
     return Path(path) if path and Path(path).exists() else None
 
 
@@ -365,7 +365,7 @@ def test_agent_and_guard_killed_together_are_cleaned_up_after_by_the_next_agent(
     _kill_both(agent)
     assert not family.is_gone()
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=["junk", agent.hello.trace, "{}"]).left == []
+        assert successor.prepare(clean=["junk", agent.hello.agent_identity, "{}"]).left == []
         nothing_is_left(agent, family)
         successor.start("print('works')")
         assert successor.expect(Exited).status == 0
@@ -381,7 +381,7 @@ def test_a_daemon_that_cleared_its_environment_is_found(
     family.start(agent, "cleared daemon", "exit")
     agent.expect(Exited)
     _kill_both(agent)
-    trace, group = agent.hello.trace, cgroup_of(agent)
+    identity, group = agent.hello.agent_identity, cgroup_of(agent)
     if way == "control group":
         if group is None:
             pytest.skip("no control group can be made here")
@@ -390,9 +390,9 @@ def test_a_daemon_that_cleared_its_environment_is_found(
 
             resource.prlimit(int(pid), processes._RLIMIT_LOCKS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif group is not None:
-        trace = trace.replace(str(group), "")
+        identity = identity.replace(str(group), "")
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[trace]).left == []
+        assert successor.prepare(clean=[identity]).left == []
         assert family.is_gone()
         successor.stop()
     if way == "limit" and group is not None:
@@ -411,7 +411,7 @@ def test_an_agent_that_still_lives_is_ended_by_the_next_one(
         agent.process.kill()
         agent.process.wait()
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[agent.hello.trace]).left == []
+        assert successor.prepare(clean=[agent.hello.agent_identity]).left == []
         assert processes.find(agent.pid) is None
         nothing_is_left(agent, family)
         successor.stop()
@@ -423,19 +423,19 @@ def test_a_trace_that_does_not_fit_ends_nothing(
 ) -> None:
     agent.prepare()
     worker = family.start(agent)
-    trace = agent.hello.trace
+    identity = agent.hello.agent_identity
     if change == "boot":
-        trace = trace.replace('"boot": "', '"boot": "x')
+        identity = identity.replace('"boot": "', '"boot": "x')
     else:  # the pids are others' by now; with the mark, what carries it would be ended
         for pid in (agent.pid, agent.process.pid):
             found = processes.find(pid)
             assert found is not None
-            trace = trace.replace(str(found.start), str(found.start - 1))
-        trace = trace.replace(run_tag_of(agent), "0" * 32)
+            identity = identity.replace(str(found.start), str(found.start - 1))
+        identity = identity.replace(run_tag_of(agent), "0" * 32)
     if change == "run_tag":
-        trace = trace.replace("0" * 32, "../" + "0" * 29)
+        identity = identity.replace("0" * 32, "../" + "0" * 29)
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[trace]).left == []
+        assert successor.prepare(clean=[identity]).left == []
         successor.stop()
     assert {psutil.pid_exists(pid) for pid in (agent.pid, agent.process.pid, worker)} == {True}
     agent.stop()

@@ -137,7 +137,7 @@ def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
     fleet.fence(100.0)
     assert fleet.busy == {"a"}
     fleet.fence(100.0 + (LEASE + FENCE) * T)
-    assert (fleet.busy, fleet.dirty(state)) == (set(), True), "its traces are still to be looked for"
+    assert (fleet.busy, fleet.dirty(state)) == (set(), True), "its lost agents are still to be looked for"
 
 
 def test_a_host_that_was_silent_is_fenced_the_sooner() -> None:
@@ -234,9 +234,9 @@ def test_what_lost_agents_left_is_known_until_somebody_has_looked() -> None:
     fleet.connected(state, None, 2.0)
     fleet.greeted(state, "a2")
     fleet.said_bye(state, Bye(0, [], ""), "")
-    assert (state.traces, fleet.busy) == (["a1"], {"a"}), "it ended before it looked"
+    assert (state.lost_agents, fleet.busy) == (["a1"], {"a"}), "it ended before it looked"
     ready(fleet, 3.0)
-    assert (state.traces, fleet.busy, fleet.used) == ([], set(), {"a"})
+    assert (state.lost_agents, fleet.busy, fleet.used) == ([], set(), {"a"})
 
 
 def test_a_clock_is_known_by_its_quickest_message_of_late() -> None:

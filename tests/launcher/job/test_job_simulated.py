@@ -158,7 +158,7 @@ class Agent:
     last_down: float = 0.0
     attempt: int | None = None
     progress: int = 0
-    traces: str = ""
+    identity: str = ""
 
 
 class World:
@@ -445,9 +445,9 @@ class World:
         if node.problem == "silent":
             return
         version = "0.0.0" if node.problem == "version" else __version__
-        trace = f"{name}-{link}"
-        agent.traces = trace
-        self.report(agent, Hello(PROTOCOL, version, PYTHON, name, 1, trace, self.now + node.clock))
+        identity = f"{name}-{link}"
+        agent.identity = identity
+        self.report(agent, Hello(PROTOCOL, version, PYTHON, name, 1, identity, self.now + node.clock))
 
     def refuse(self, node: Node, link: int) -> None:
         if self.links[node.host.name] == link:

@@ -27,14 +27,14 @@ def crashed(cause: Failure = CRASH, *, ran_s: float = 5.0, saved: int = 0) -> Fa
 
 def test_as_many_restarts_as_asked_for() -> None:
     assert judge(spec(), 3 * [crashed()]).again_after_s is not None
-    verdict = judge(spec(), 4 * [crashed()])
-    assert (verdict.again_after_s, verdict.reason) == (None, "all 3 restarts (--max-restarts) were used")
+    restart = judge(spec(), 4 * [crashed()])
+    assert (restart.again_after_s, restart.reason) == (None, "all 3 restarts (--max-restarts) were used")
     assert judge(spec(max_restarts=1), 2 * [crashed()]).reason == "the one restart (--max-restarts) was used"
 
 
 def test_a_run_without_restarts_has_nothing_to_say_about_them() -> None:
-    verdict = judge(spec(max_restarts=0), [crashed()])
-    assert (verdict.again_after_s, verdict.reason) == (None, "")
+    restart = judge(spec(max_restarts=0), [crashed()])
+    assert (restart.again_after_s, restart.reason) == (None, "")
 
 
 def test_a_lost_host_is_free_where_a_run_can_do_without_it_only() -> None:
@@ -57,8 +57,8 @@ def test_pauses_grow_with_attempts_that_made_no_progress() -> None:
 def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> None:
     patient = spec(max_restarts=100)
     assert judge(patient, (LOOP - 1) * [crashed()]).again_after_s is not None
-    verdict = judge(patient, LOOP * [crashed()])
-    assert (verdict.again_after_s, "without any progress" in verdict.reason) == (None, True)
+    restart = judge(patient, LOOP * [crashed()])
+    assert (restart.again_after_s, "without any progress" in restart.reason) == (None, True)
     assert judge(patient, [*(LOOP * [crashed(saved=1)]), crashed()]).again_after_s is not None
     other = crashed(replace(CRASH, status=8))
     assert judge(patient, [*((LOOP - 1) * [crashed()]), other]).again_after_s is not None

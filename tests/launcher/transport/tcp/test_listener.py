@@ -21,7 +21,7 @@ from launcher.transport.tcp import connection, listener
 from launcher.transport.tcp.connection import dead
 from launcher.transport.tcp.dial import Joined, JoinError, dial
 from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
-from launcher.transport.tcp.greeting import Greeting, Verdict
+from launcher.transport.tcp.greeting import Greeting, RunEnd
 from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
 from launcher.transport.tcp.joined_node import HOLD_BYTES
 from launcher.transport.tcp.listener import Listener
@@ -50,7 +50,7 @@ class Lab:
         self.sockets: list[socket.socket] = []
         self.signals = Signals()
 
-    def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Joined | Verdict:
+    def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Joined | RunEnd:
         """Dial as a node does."""
         endpoint = Endpoint("127.0.0.1", self.listener.port, token)
         deadline = time.monotonic() + within_s
@@ -358,11 +358,11 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     thread, results = _in_thread(lambda: lab.wait_for("beta", 60.0))
     closing, _ = _in_thread(lambda: lab.listener.close(7, "it failed", linger_s=60.0))
     assert idle.receive().kind is Kind.START
-    verdict = idle.receive()
-    assert (verdict.kind, json.loads(verdict.data)) == (Kind.VERDICT, {"exit_code": 7, "text": "it failed"})
+    run_end = idle.receive()
+    assert (run_end.kind, json.loads(run_end.data)) == (Kind.RUN_END, {"exit_code": 7, "text": "it failed"})
     with pytest.raises(JoinError, match="node 0 was not found in time"):
         lab.dial(Greeting.ours(1, COMMAND), within_s=0.2)  # of the next run, perhaps: this one's end is not its own
-    assert lab.dial(greeting) == Verdict(7, "it failed")  # it dialled again, a moment too late
+    assert lab.dial(greeting) == RunEnd(7, "it failed")  # it dialled again, a moment too late
     idle.sock.close()
     began = time.monotonic()
     closing.join(60.0)
@@ -451,7 +451,7 @@ def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
 
 def test_a_node_that_turns_bad_loses_its_place_and_nothing_else(lab: Lab) -> None:
     other = lab.join(2)
-    for said in (b"garbage after the handshake", None, Kind.VERDICT, Kind.ENDED):
+    for said in (b"garbage after the handshake", None, Kind.RUN_END, Kind.ENDED):
         node = lab.join(1)
         stream = lab.wait_for("beta")
         if isinstance(said, Kind):
