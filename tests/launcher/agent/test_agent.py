@@ -509,7 +509,7 @@ def test_the_lease_rests_while_the_run_is_suspended(agent: AgentProcess, family:
     agent.listen(LEASE_S + 1.5)  # longer than the guard would wait, too
     assert psutil.Process(worker).status() == psutil.STATUS_STOPPED
     agent.tell(Suspend(False))
-    assert agent.expect(Bye).reason.startswith("it heard nothing")
+    assert agent.expect(Bye).reason.startswith("it received nothing")
 
 
 def test_the_guard_sleeps_where_there_is_no_lease(agent: AgentProcess) -> None:

@@ -25,7 +25,7 @@ def new_key() -> str:
 
 
 def texts(keys: list[KnownKey], mark: str = "") -> list[str]:
-    return [f"{key.type} {base64.b64encode(key.blob).decode()}" for key in keys if key.mark == mark]
+    return [f"{key.type} {base64.b64encode(key.blob).decode()}" for key in keys if key.marker == mark]
 
 
 def test_every_form_of_a_line_is_read(tmp_path: Path) -> None:
