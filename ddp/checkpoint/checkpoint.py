@@ -333,7 +333,7 @@ def _exchange(mine: T, what: str) -> list[T]:
     if _place()[1] == 1:
         return [mine]
     with waiting_for_peers(f"exchange of {what}"):
-        return gather_values(mine, device=device_of())
+        return gather_values(mine)
 
 
 def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bool) -> BinaryIO | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.compression.half import HalfCompressor
 from ddp.compression.int8 import Int8Compressor
 from ddp.compression.powersgd import PowerSGDCompressor
@@ -159,7 +159,7 @@ def make_compression(
 
 
 def _need_same(group: dist.ProcessGroup, mine: str) -> None:
-    every = gather_values(mine, device=device_of(group), group=group)
+    every = gather_values(mine, group=group)
     for rank, other in enumerate(every):
         if other != every[0]:
             raise LayoutMismatchError(

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.compression.memory import BucketMemory
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of
@@ -66,7 +66,7 @@ class BucketRows:
 def open_exchange(group: dist.ProcessGroup) -> RowExchange:
     """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block."""
     if group not in _open:
-        name, *_ = gather_values(uuid.uuid4().hex, device=device_of(group), group=group)
+        name, *_ = gather_values(uuid.uuid4().hex, group=group)
         _open[group] = RowExchange(group, name=name)
     _open[group].users += 1
     return _open[group]

@@ -133,7 +133,7 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
     notes = [note]
     if size > 1:
         with waiting_for_peers(what, group):
-            notes = gather_values(note, device=device_of(group), group=group)
+            notes = gather_values(note, group=group)
     problems = [f"rank {each}: {other['problem']}" for each, other in enumerate(notes) if other["problem"]]
     if problems:
         raise ArgumentError(f"{what}: {'; '.join(problems)}") from problem

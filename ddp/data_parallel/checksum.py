@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.comm.fingerprint import fingerprints
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.errors import DriftError
 
 __all__ = ["WeightChecksum"]
@@ -37,7 +37,7 @@ class WeightChecksum:
 
     def compare(self, group: dist.ProcessGroup, step: int) -> DriftError:
         """Find the first parameter that differs between the ranks, and where. Every rank must call it; blocks."""
-        every = gather_values(list(self._sums.values()), device=device_of(group), group=group)
+        every = gather_values(list(self._sums.values()), group=group)
         for name, totals in zip(self._sums, zip(*every, strict=True), strict=True):
             if len(set(totals)) > 1:
                 usual, _ = Counter(totals).most_common(1)[0]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.errors import BackwardError, DdpError, PeerFailedError
 from ddp.monitoring.stall_report import StallReport
 
@@ -44,7 +44,7 @@ def peers_failed(report: StallReport, count: int) -> PeerFailedError:
 
 def forwards_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
     """A rank has skipped a backward pass, or made a forward pass more."""
-    every = gather_values(mine, device=device_of(group), group=group)
+    every = gather_values(mine, group=group)
     usual = min(every, key=lambda count: (-every.count(count), count))
     odd = [f"rank {rank} made {count}" for rank, count in enumerate(every) if count != usual]
     return BackwardError(
@@ -58,7 +58,7 @@ def forwards_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
 
 def numbers_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
     """The ranks reduce gradients of different models."""
-    every = gather_values(mine, device=device_of(group), group=group)
+    every = gather_values(mine, group=group)
     which = ", ".join(f"rank {rank} number {number + 1}" for rank, number in enumerate(every))
     return BackwardError(
         f"the ranks reduce different models, of those that were wrapped: {which}. Run forward and backward of several "
@@ -68,7 +68,7 @@ def numbers_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
 
 def weights_differ(group: dist.ProcessGroup, mine: float | None) -> DdpError:
     """Not every rank gave a weight, or they add up to nothing."""
-    every = gather_values(mine, device=device_of(group), group=group)
+    every = gather_values(mine, group=group)
     without = [rank for rank, weight in enumerate(every) if weight is None]
     if without:
         return BackwardError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.data_parallel.status_errors import unfrozen_differ
 
 __all__ = ["average_unfrozen"]
@@ -24,7 +24,7 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
     Every rank must call it. Raises BackwardError on all if not every rank unfroze the same ones. Where no rank has a
     gradient, `.grad` stays as it is.
     """
-    told = gather_values([name for name, _ in mine], device=device_of(group), group=group)
+    told = gather_values([name for name, _ in mine], group=group)
     if any(names != told[0] for names in told):
         raise unfrozen_differ(told)
     for _, parameter in mine:

@@ -112,10 +112,10 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
     _, problem = _written(obj)
     problems = check_same_call(Call("allgather_object", name, "", number=int(bool(problem))), link)
     if any(problems):
-        told = gather_values(problem, device=device_of(link), group=link)
+        told = gather_values(problem, group=link)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         raise ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
-    return gather_values(obj, device=device_of(link), group=link)
+    return gather_values(obj, group=link)
 
 
 def _no_rank(root: int, link: dist.ProcessGroup) -> str:

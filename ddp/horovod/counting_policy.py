@@ -235,7 +235,7 @@ class CountingPolicy:
             return None
         group = self._reducer.channel.group
         mine = (self._counts.steps, self._counts.waiting, {} if self._is_compared else self._samples())
-        every = gather_values(mine, device=device_of(group), group=group)
+        every = gather_values(mine, group=group)
         end = "The gradients of this step are dropped (None) on every rank"
         for at, what in enumerate(("optimizer steps so far", "backward passes since the last reduction")):
             if odd := _odd_ones([told[at] for told in every]):

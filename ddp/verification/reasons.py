@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.checkpoint import rng
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
 from ddp.torch_internals import AnyBatchNorm, AnyDropout, tree_leaves, tree_map_only
@@ -132,7 +132,7 @@ class Experiment:
         """The values of all ranks. Every rank must call it; blocks."""
         if self._group is None:
             return [mine]
-        return gather_values(mine, device=device_of(self._group), group=self._group)
+        return gather_values(mine, group=self._group)
 
     def decide(self, mine: Any) -> Any:
         """Rank 0's value, so that all ranks go on in the same way. Every rank must call it; blocks."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.errors import ArgumentError
 from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only
@@ -319,7 +319,7 @@ T = TypeVar("T")
 
 
 def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    return [mine] if group is None else gather_values(mine, device=device_of(group), group=group)
+    return [mine] if group is None else gather_values(mine, group=group)
 
 
 def _raise_together(problem: str, group: dist.ProcessGroup | None) -> None:

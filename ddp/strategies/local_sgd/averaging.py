@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.fingerprint import fingerprints
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_values
 from ddp.errors import (
     ArgumentError,
     DdpError,
@@ -448,7 +448,7 @@ def _remove(*lists: list[RemovableHandle]) -> None:
 
 def _exchange(mine: _RankState, group: dist.ProcessGroup) -> list[_RankState]:
     with waiting_for_peers("exchange of LocalSGD's states", group):
-        return [_RankState(**state) for state in gather_values(asdict(mine), device=device_of(group), group=group)]
+        return [_RankState(**state) for state in gather_values(asdict(mine), group=group)]
 
 
 def _compare(states: Sequence[_RankState]) -> None:
