@@ -123,9 +123,12 @@ def slurm(_slurm_lab: SlurmCluster) -> SlurmCluster:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """One process that has torch imported, from which worlds of ranks are forked."""
-    with Nursery() as nursery:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """One process that has torch imported, from which worlds of ranks are forked; pytest's processes share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of the whole run
+    with Nursery(folder) as nursery:
         yield nursery
 
 

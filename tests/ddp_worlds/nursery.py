@@ -1,25 +1,30 @@
 """Starts worlds of real processes with real gloo for the tests of `ddp`.
 
-Importing torch takes seconds, so one process (the nursery) imports it once and forks the ranks of every
-world from there, before it has any thread. Each world has a deadline; its ranks are gone when `run`
-returns.
+Importing torch takes seconds, so one process (the nursery) imports it once for all of pytest's processes, and forks
+the ranks of every world from there, before it has any thread. Each world has a deadline; its ranks are gone when
+`run` returns.
 
-    with Nursery() as nursery:
+    with Nursery(folder) as nursery:
         results = nursery.run(3, "ddp_worlds.data_parallel_cases:mean_equals_whole_batch", steps=5)
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import os
 import pickle
+import select
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,61 +37,86 @@ class WorldFailed(AssertionError):
 
 
 class Nursery:
-    """One process with torch imported, from which worlds are forked. Leaving the context ends it."""
+    """A connection to the process with torch imported from which worlds are forked.
+
+    Who comes first starts it and all who name the same folder share it; it ends when the last has left the context.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def __enter__(self) -> Nursery:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ddp_worlds.nursery"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=env,
-            start_new_session=True,
-        )
+        address = self._folder / "socket"
+        with _locked(self._folder):
+            if not address.exists():
+                _start(self._folder, address)
+            self._connection = Client(str(address))
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()  # its end of input: the nursery leaves
-        try:
-            self._process.wait(timeout=10)
-        finally:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            self._process.stdout.close()
+        self._connection.close()
 
     def run(self, world_size: int, case: str, *, deadline_s: float = 100.0, **arguments: Any) -> list[Any]:
         """Run `case` ("module:function") on `world_size` ranks; return what each rank's call returned, by rank."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="ddp-world-") as folder:
-            pickle.dump((world_size, case, arguments, deadline_s, folder), self._process.stdin)
-            self._process.stdin.flush()
-            failure = pickle.load(self._process.stdout)
+            self._connection.send((world_size, case, arguments, deadline_s, folder))
+            failure = self._connection.recv()
             if failure is not None:
                 raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
             return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _serve() -> None:
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody connects while the nursery leaves, and nobody starts a second one."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _start(folder: Path, address: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(64)
+        listener.set_inheritable(True)
+        argv = [sys.executable, "-m", "ddp_worlds.nursery", str(folder), str(listener.fileno())]
+        os.posix_spawn(sys.executable, argv, env, setsid=True)  # it may outlive this process
+
+
+def _serve(folder: Path, listener: socket.socket) -> None:
+    """Serve each connection in a process of its own; leave when the last one is closed."""
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
     from ddp_worlds import data_parallel_cases  # noqa: F401  # imports torch and ddp, before the first fork
 
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a rank prints must not get among the replies
+    clients: set[int] = set()
+    while True:
+        while select.select([listener], [], [], 0.1)[0]:
+            connection = Connection(listener.accept()[0].detach())
+            if pid := os.fork():
+                connection.close()
+                clients.add(pid)
+            else:
+                listener.close()
+                _serve_client(connection)
+        clients = {pid for pid in clients if not os.waitpid(pid, os.WNOHANG)[0]}
+        if not clients:
+            with _locked(folder):
+                if not select.select([listener], [], [], 0)[0]:
+                    (folder / "socket").unlink()
+                    return
+
+
+def _serve_client(connection: Connection) -> None:
     while True:
         try:
-            world_size, case, arguments, deadline_s, folder = pickle.load(requests)
+            world_size, case, arguments, deadline_s, folder = connection.recv()
         except EOFError:
-            return
+            os._exit(0)
         pids = {_fork(rank, world_size, case, arguments, Path(folder)): rank for rank in range(world_size)}
-        pickle.dump(_watch(pids, deadline_s, Path(folder)), replies)
-        replies.flush()
+        connection.send(_watch(pids, deadline_s, Path(folder)))
 
 
 def _fork(rank: int, world_size: int, case: str, arguments: dict[str, Any], folder: Path) -> int:
@@ -146,4 +176,4 @@ def _watch(pids: dict[int, int], deadline_s: float, folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
