@@ -73,8 +73,15 @@ class Folder:
         """All that the jobs have written and that matches."""
         return re.findall(pattern, self.log.read_text() if self.log.exists() else "")
 
+    def await_said(self, pattern: str, times: int = 1) -> None:
+        """Wait until the log has it so often: what a step says may be written after its job has ended."""
+        try:
+            wait_until(lambda: len(self.said(pattern)) >= times, f"{pattern!r} is in the log, {times} times")
+        except TimeoutError as error:
+            pytest.fail(f"{error}:\n{self.log.read_text()}", pytrace=False)
+
     def await_up(self, workers: int) -> None:
-        wait_until(lambda: len(self.said(r"\] up\n")) >= workers, f"{workers} workers are up", 60)
+        self.await_said(r"\] up\n", workers)
 
     def ended(self, job: str, *states: str) -> str:
         """Wait for a job's end in one of these states; return its exit code as SLURM has it."""
@@ -178,7 +185,7 @@ def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2", "--no-kill", run="--heartbeat-timeout-s 3")
     folder.await_up(2)
     folder.slurm.crash("node2")
-    wait_until(lambda: folder.said("processes left on"), "the run has ended", 60)
+    folder.await_said("processes left on")
     assert folder.said("host node2 was lost")
     folder.slurm.boot("node2")
     assert folder.ended(job, "FAILED") == "1:0"
@@ -214,8 +221,9 @@ def test_a_job_that_makes_room_goes_on_when_it_is_queued_again(folder: Folder, m
     folder.slurm.say("scancel", "--signal=USR1", "--batch", job)
     folder.slurm.start_now(job)
     assert folder.ended(job) == "0:0"
-    goes_on, queued = r"goes on from (\d+) in attempt 1", "the job is queued again"
-    wait_until(lambda: len(folder.said(goes_on)) == 2 and folder.said(queued), "all of it is in the log")
+    goes_on = r"goes on from (\d+) in attempt 1"
+    folder.await_said("the job is queued again")
+    folder.await_said(goes_on, 2)
     assert set(folder.said(goes_on)) == set(folder.said(r"saved (\d+)")[-1:])
 
 
