@@ -186,6 +186,8 @@ def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     if outcome.signum is not None and is_cancelled(os.environ):
         verbosity.say("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
-    problem = requeue(os.environ)
-    verbosity.say("the job is queued again and resumes from its checkpoint" if problem is None else problem)
+    verbosity.say("queueing the job again; it resumes from its checkpoint")
+    problem = requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
+    if problem is not None:
+        verbosity.say(problem)
     return outcome.exit_code
