@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -73,18 +72,13 @@ def _card(index: int) -> Gpu:
 
 
 def _describe(pid: int) -> str:
-    import pwd
+    import psutil
 
     try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            name = file.read().strip()
-        owner = os.stat(f"/proc/{pid}").st_uid
-    except OSError:  # of another container, or ended meanwhile
+        process = psutil.Process(pid)
+        return f"pid {pid} ({process.name()}, of {process.username()})"
+    except psutil.Error:  # of another container, or ended meanwhile
         return f"pid {pid}"
-    try:
-        return f"pid {pid} ({name}, of {pwd.getpwuid(owner).pw_name})"
-    except KeyError:
-        return f"pid {pid} ({name}, of user {owner})"
 
 
 def _pending(card: object) -> str:

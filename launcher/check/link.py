@@ -85,17 +85,12 @@ class HostLink:
             clocks.append(Clock(theirs - (asked + took_s / 2), took_s / 2, took_s))
         return min(clocks, key=lambda clock: clock.round_trip_s)
 
-    def end(self) -> None:
-        """End the examiner's input, by which it ends."""
+    def close(self) -> None:
+        """End the examiner, by its input, and release everything. Any thread may call it, more than once."""
+        self._closed = True
         if self._stream is not None:
             with contextlib.suppress(StreamError):  # it has ended
                 self._stream.end()
-
-    def close(self) -> None:
-        """End it and release everything. Any thread may call it, more than once."""
-        self._closed = True
-        self.end()
-        if self._stream is not None:
             self._stream.finish(FINISH_S)
 
     def _tell(self, data: bytes) -> None:

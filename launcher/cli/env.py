@@ -23,7 +23,6 @@ from typing import Any
 from launcher import __version__
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.examiner_host import (
-    SHA_DIGITS,
     code_digest,
     disks,
     find_packages,
@@ -34,8 +33,8 @@ from launcher.check.examiner_host import (
     version_of,
 )
 from launcher.check.facts import Interface
-from launcher.check.finding import size
 from launcher.machine import devices
+from launcher.output.text import size
 
 __all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
 
@@ -84,7 +83,7 @@ def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, An
     report = {
         "format": FORMAT,
         "versions": {
-            "dtrain": f"{__version__} ({code_digest()[:SHA_DIGITS]})",
+            "dtrain": f"{__version__} ({code_digest()})",
             "Python": f"{platform.python_version()} ({platform.python_implementation()})",
             "torch": packages.torch,
             "CUDA of torch": packages.torch_cuda,

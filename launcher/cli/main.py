@@ -134,10 +134,9 @@ def plan(options: Options, as_json: bool) -> None:
     GPUs and cores of this machine are looked up; those of hosts reached by SSH are not known before a run asks them, so
     their GPUs are assumed to be numbered from 0, and marked.
     """
-    from launcher.cli.plan import plan_as_json, plan_as_table, plan_workers
+    from launcher.cli.plan import show_plan
 
-    rows = plan_workers(read_request(options).spec)
-    click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
+    click.echo(show_plan(read_request(options).spec, as_json=as_json))
 
 
 class _Verbatim(click.Command):

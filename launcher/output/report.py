@@ -13,8 +13,8 @@ from pathlib import Path
 from launcher.job.cause import SecondaryFailures, group_secondary_failures
 from launcher.job.failure import Failure, FailureKind, signal_name, what_happened
 from launcher.job.outcome import Outcome
-from launcher.output.console import printable
 from launcher.output.stacks import groups, odd_one_out, one_line
+from launcher.output.text import count, printable
 from launcher.protocol import Evidence
 
 __all__ = ["report"]
@@ -54,18 +54,18 @@ def report(
     scan = _scan(outcome)
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
-        return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
+        return "\n".join([f"{how}; {count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
     well = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
         well += f", {outcome.stopped} of other roles stopped"
     if restarts := outcome.attempts - 1 + outcome.worker_restarts:
-        well += f", {_count(restarts, 'restart')}"
+        well += f", {count(restarts, 'restart')}"
     return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
 
 
 def _who_succeeded(outcome: Outcome) -> str:
     if outcome.stopped:
-        return _count(outcome.world_size - outcome.stopped, "worker")
+        return count(outcome.world_size - outcome.stopped, "worker")
     return "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
 
 
@@ -143,7 +143,7 @@ def _consequences(outcome: Outcome) -> list[str]:
     if more := sum(group.count for group in counted[SECONDARY:]):
         lines.append(f"and {more} more in other ways")
     if outcome.stopped:
-        lines.append(f"{_count(outcome.stopped, 'worker')} stopped by dtrain")
+        lines.append(f"{count(outcome.stopped, 'worker')} stopped by dtrain")
     return lines
 
 
@@ -163,10 +163,10 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 def _secondary_failures(group: SecondaryFailures) -> str:
     if group.kind is FailureKind.HOST_LOST:
-        return f"{_count(group.count, 'other host')} {group.how}"
+        return f"{count(group.count, 'other host')} {group.how}"
     if group.kind is FailureKind.STORE_LOST:
         return f"the rendezvous store {group.how}"
-    return f"{_count(group.count, 'other')} {group.how}"
+    return f"{count(group.count, 'other')} {group.how}"
 
 
 def _of_others(outcome: Outcome) -> list[Evidence]:
@@ -195,10 +195,10 @@ def _scan(outcome: Outcome) -> list[str]:
         return []
     left = sum(len(processes) for _, processes in outcome.left)
     checked = max(len(outcome.left), outcome.hosts - len(outcome.unchecked))
-    said = [f"{_count(left, 'process')} left on {_count(checked, 'host')}"] if checked else []
+    said = [f"{count(left, 'process')} left on {count(checked, 'host')}"] if checked else []
     if outcome.unchecked:
-        said.append(f"{_count(len(outcome.unchecked), 'host')} could not be checked")
-    swept = f" ({_count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
+        said.append(f"{count(len(outcome.unchecked), 'host')} could not be checked")
+    swept = f" ({count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
     lines = ["; ".join(said) + swept]
     names = [
         f"still there on {host}: {printable(process)}" for host, processes in outcome.left for process in processes
@@ -235,8 +235,3 @@ def _indent(lines: Sequence[str]) -> list[str]:
 
 def _at_most(most: int, lines: Sequence[str], noun: str) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more {noun}"] if len(lines) > most else [])]
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun if number == 1 else noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {plural}"

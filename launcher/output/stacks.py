@@ -6,10 +6,11 @@ A stack is text as Python's faulthandler prints it (3.10 to 3.14), or py-spy, or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.output.text import ranges
 from launcher.protocol import Evidence
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "odd_ranks",
     "one_line",
     "rank_position",
-    "ranks_text",
     "write_out",
 ]
 
@@ -88,24 +88,13 @@ def one_line(group: Group) -> str:
     With the call that leads there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
     """
     many = len(group.ranks) != 1
-    who = f"{'ranks' if many else 'rank'} {ranks_text(group.ranks)}"
+    who = f"{'ranks' if many else 'rank'} {ranges(group.ranks)}"
     if not group.where:
         return f"{who}: {group.note}"
     call = f", in {group.call}" if group.call else ""
     inside = f", inside {group.inside}" if group.inside else ""
     note = f" ({group.note})" if group.note else ""
     return f"{who} {'are' if many else 'is'} at {group.where}{call}{inside}{note}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Write ranks in short: `0-2,5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def write_out(evidence: Sequence[Evidence]) -> str:
@@ -135,7 +124,7 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
     odd = odd_ranks(evidence)
     if not odd:
         return ""
-    who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranks_text(odd)}"
+    who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranges(odd)}"
     return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {who} first"
 
 
