@@ -61,8 +61,7 @@ def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allr
     starts = len(well) >= spec.min_hosts
     measured: Measured | None = None
     if allreduce and starts and spec.hosts == asked.hosts:
-        facts = [one.facts for one in examination.examined if one.host in well and one.facts is not None]
-        measured = measure_allreduce(*allreduce_spec(spec, well, facts))
+        measured = measure_allreduce(*allreduce_spec(spec, well))
         if measured.signum is not None:
             say(f"stopped by {signal.Signals(measured.signum).name} during the all-reduce")
             return 128 + measured.signum
@@ -108,10 +107,10 @@ def _log_dir(spec: JobSpec) -> list[Finding]:
     return []
 
 
-def _well(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Host]:
+def _well(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Examined]:
     """Return the hosts of which no error is known."""
     bad = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.hosts}
-    return [one.host for one in examined if one.host.name not in bad][: spec.max_hosts]
+    return [one for one in examined if one.name not in bad][: spec.max_hosts]
 
 
 def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:

@@ -29,7 +29,7 @@ def find_cards() -> Driver:
         number = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
         count = _ask(pynvml.nvmlDeviceGetCount) or 0
         return Driver(
-            driver=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            driver=_ask(pynvml.nvmlSystemGetDriverVersion),
             driver_cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
             gpus=tuple(_card(index) for index in range(count)),
         )
@@ -42,7 +42,7 @@ def _card(index: int) -> Gpu:
 
     try:
         card = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _text(pynvml.nvmlDeviceGetUUID(card)) or ""
+        uuid = pynvml.nvmlDeviceGetUUID(card)
     except pynvml.NVMLError as error:
         return Gpu(index, lost=str(error))
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, card)
@@ -52,7 +52,7 @@ def _card(index: int) -> Gpu:
     return Gpu(
         index=index,
         uuid=uuid,
-        name=_text(_ask(pynvml.nvmlDeviceGetName, card)) or "",
+        name=_ask(pynvml.nvmlDeviceGetName, card) or "",
         memory_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
         busy_percent=None if use is None else int(use.gpu),
@@ -103,7 +103,3 @@ def _ask(question: Callable[..., T], *about: Any) -> T | None:
         return question(*about)
     except (pynvml.NVMLError, AttributeError):  # a function that this driver does not have yet
         return None
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value
