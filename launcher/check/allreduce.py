@@ -27,7 +27,7 @@ LINES = 12  # of a failure's report
 class Measured:
     """How the run ended. `figures` are what allreduce_speed.py prints; `problem` is the report if there are none.
 
-    `signum` is the signal by which dtrain was told to stop.
+    `signum` is the signal that stopped dtrain.
     """
 
     backend: str
@@ -66,7 +66,6 @@ def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec
         hosts_script=None,
         first_attempt=0,
         requeue=False,
-        grace_s=min(spec.grace_s, 1.0),
         stall_timeout_s=STALL_S,
         roles=Roles(),
         env_for=(),

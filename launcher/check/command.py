@@ -1,7 +1,7 @@
 """`dtrain check`: whether a run would start on its hosts, and what would be wrong with it, before the job.
 
 Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them probe each other, then runs an
-all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, told by report.py.
+all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, printed by report.py.
 Leaves nothing anywhere.
 """
 

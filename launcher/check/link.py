@@ -62,12 +62,12 @@ class HostLink:
             raise HostError(self.host.name, reason)
         if not isinstance(greeting, Hello):
             raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
-        self._tell(PREAMBLE)
+        self._send(PREAMBLE)
         return greeting
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
         """Return the answer as JSON has it. Raises HostError."""
-        self._tell(encode(Question(ask, about)))
+        self._send(encode(Question(ask, about)))
         answer = self._next(deadline)
         if not isinstance(answer, Answer):
             raise HostError(self.host.name, "the connection closed before all was answered")
@@ -93,7 +93,7 @@ class HostLink:
                 self._stream.end()
             self._stream.finish(FINISH_S)
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._stream is not None
         try:
             self._stream.write(data)

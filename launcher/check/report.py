@@ -27,7 +27,7 @@ SAME = 5  # findings of one kind
 
 @dataclass(frozen=True)
 class Report:
-    """Everything there is to tell. `starts`: whether a run would start and be right, as far as that can be seen."""
+    """Everything there is to print. `starts`: whether a run would start and be right, as far as that can be seen."""
 
     examined: tuple[Examined, ...]
     ways: tuple[Probe, ...]

@@ -36,7 +36,7 @@ from launcher.check.facts import Interface
 from launcher.machine import devices
 from launcher.output.text import size
 
-__all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
+__all__ = ["run_env", "scrub"]
 
 FORMAT = 1
 ASK_S = 5.0
@@ -69,13 +69,13 @@ _SETTINGS = re.compile(
 
 def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
-    found = collect(os.environ, settings)
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else env_as_text(found))
+    found = _collect(os.environ, settings)
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else _as_text(found))
     sys.stdout.flush()
     return 0
 
 
-def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as data; `format` 1, to which fields may be added."""
     packages = find_packages()
     driver = find_cards()
@@ -109,33 +109,27 @@ def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, An
         },
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
-        "variables": variables(env),
-        "settings": _harmless(settings),
+        "variables": _shown({name: env[name] for name in sorted(env) if _RELEVANT.fullmatch(name)}, _HARMLESS),
+        "settings": _shown(settings, _SETTINGS),
     }
-    cleaned: dict[str, Any] = scrub(report)
-    return cleaned
+    scrubbed: dict[str, Any] = scrub(report)
+    return scrubbed
 
 
-def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the relevant variables; the values of those that are harmless, and look it."""
-    shown = {}
-    for name in sorted(env):
-        if _RELEVANT.fullmatch(name):
-            harmless = _HARMLESS.fullmatch(name) and _VALUE.fullmatch(env[name])
-            shown[name] = env[name] if harmless else WITHHELD
-    return shown
+def _shown(values: Mapping[str, Any], harmless: re.Pattern[str]) -> dict[str, str]:
+    """Return all names, with the values of those that are harmless, and look it."""
+    return {
+        name: str(value) if harmless.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
+        for name, value in values.items()
+    }
 
 
-def env_as_text(report: Mapping[str, Any]) -> str:
+def _as_text(report: Mapping[str, Any]) -> str:
     lines = []
     for title, section in report.items():
-        if not isinstance(section, dict) or not section:
-            continue
-        lines.append(f"{title}:")
-        for name, value in section.items():
-            if value not in (None, "", []):
-                text = "; ".join(value) if isinstance(value, list) else str(value)
-                lines.append(f"  {name}: {text}")
+        if title != "format" and section:
+            shown = {name: "; ".join(value) if isinstance(value, list) else value for name, value in section.items()}
+            lines += [f"{title}:", *(f"  {name}: {text}" for name, text in shown.items() if text)]
     return "\n".join(lines) + "\n"
 
 
@@ -183,20 +177,6 @@ def _user() -> str:
         return ""
 
 
-def _kind(address: str) -> str:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    kind = "loopback" if parsed.is_loopback else "private" if parsed.is_private else "public"
-    return f"{kind} IPv{parsed.version}"
-
-
-def _harmless(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings file's keys; the values of those that are harmless."""
-    return {
-        name: str(value) if _SETTINGS.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
-        for name, value in settings.items()
-    }
-
-
 # ---- single facts --------------------------------------------------------------------------------------------
 
 
@@ -231,8 +211,13 @@ def _container(env: Mapping[str, str]) -> str:
 
 def _interface(interface: Interface) -> str:
     """Describe an interface without its addresses."""
+    kinds = []
+    for address in interface.addresses:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        kind = "loopback" if parsed.is_loopback else "private" if parsed.is_private else "public"
+        kinds.append(f"{kind} IPv{parsed.version}")
     speed = f"; {interface.speed_mbit} Mbit/s" if interface.speed_mbit else ""
-    return f"{', '.join(map(_kind, interface.addresses))}; MTU {interface.mtu}{speed}"
+    return f"{', '.join(kinds)}; MTU {interface.mtu}{speed}"
 
 
 def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:

@@ -73,6 +73,8 @@ def find_node_role(
 
 
 def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
+    from launcher.transport.tcp.rendezvous_file import local_folder
+
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"
     if node_rank is None and not any_rank:
@@ -87,17 +89,17 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
         node_rank=node_rank,
         nodes=nodes,
         hosts=_hosts([f"node{k}" for k in range(nodes[1])]),
-        lead=_leads(options, address) if any_rank else node_rank == 0,
+        lead=_hosts_rendezvous(options, address) if any_rank else node_rank == 0,
         address=address,
         port=port,
         agent_environment=_agent_environment(nproc, options),
-        folder=_local_folder() if is_loopback(address) else None,
+        folder=local_folder() if is_loopback(address) else None,
         name=f"port-{port}",
         token_file=_token_file(options),
     )
 
 
-def _leads(options: Options, address: str) -> bool:
+def _hosts_rendezvous(options: Options, address: str) -> bool:
     from launcher.machine.routes import is_own
 
     return is_own(address) if options.rdzv_is_host is None else options.rdzv_is_host
@@ -105,12 +107,6 @@ def _leads(options: Options, address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.") or address == "::1"
-
-
-def _local_folder() -> Path:
-    from launcher.transport.tcp.rendezvous_file import local_folder
-
-    return local_folder()
 
 
 def _token_file(options: Options) -> Path | None:
@@ -140,6 +136,8 @@ def _step(environment: Mapping[str, str]) -> Step | None:
 
 
 def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], nproc: int | str | None) -> NodeRole:
+    from launcher.machine.network import choose_address
+
     asked = options.nnodes
     one_a_node = step.tasks == len(step.nodes)
     here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]
@@ -158,13 +156,16 @@ def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], 
     named = options.master_addr  # where they meet; without a token, a file says it
     if named is not None and find_token(environment, token_file) is None:
         named = None
+    address = named or ""
+    if named is None and step.rank == 0:
+        address = choose_address((), others[0], None) if others else _LOOPBACK
     agent_environment = _agent_environment(nproc if one_a_node else 1, options)
     return NodeRole(
         node_rank=step.rank,
         nodes=(step.tasks, step.tasks),
         hosts=_hosts(names),
         lead=step.rank == 0,
-        address=named if named is not None else _route(others) if step.rank == 0 else "",
+        address=address,
         port=0 if named is None else options.master_port or DEFAULT_PORT,
         agent_environment=agent_environment if one_a_node else {**agent_environment, AGENT_MACHINE: here},
         folder=Path(options.log_dir or "runs") if named is None else None,
@@ -180,9 +181,3 @@ def _task_names(step: Step, environment: Mapping[str, str]) -> list[str]:
         return [f"task{k}" for k in range(step.tasks)]
     counts = zip(step.nodes, step.tasks_per_node, strict=True)
     return [f"{node}.{local}" for node, count in counts for local in range(count)]
-
-
-def _route(others: list[str]) -> str:
-    from launcher.machine.network import choose_address
-
-    return choose_address((), others[0], None) if others else _LOOPBACK

@@ -13,18 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
-from launcher.placement.job_spec import JobSpec
 from launcher.transport.connect import start_local_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
-    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["run_job"]
 
@@ -37,10 +34,6 @@ class Verbosity:
     verbose: bool
     say: Callable[[str], None]
     error_json: Path | None
-
-    @property
-    def progress(self) -> bool:
-        return not self.quiet and os.isatty(2)
 
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
@@ -115,15 +108,20 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
         verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
-    logs = LogFiles(folder, lambda reason: console.say(reason))
+    logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
     try:
-        with _listener(node_role, spec, output.say) as listener:
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if node_role is not None:  # there are commands of this run on other nodes
+                from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
+
+                listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
-                show_progress=output.show_status if verbosity.progress else lambda _: None,
+                show_progress=output.show_status if os.isatty(2) and not verbosity.quiet else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
@@ -134,22 +132,11 @@ def _control(request: Request, verbosity: Verbosity) -> int:
                 listener.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
-    _tell(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
+    _report_end(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
     return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
 
-def _listener(
-    node_role: NodeRole | None, spec: JobSpec, tell: Callable[[str], None]
-) -> contextlib.AbstractContextManager[Listener | None]:
-    """Listen for the other nodes, if there are commands of this run on them."""
-    if node_role is None:
-        return contextlib.nullcontext()
-    from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
-
-    return listen_for_nodes(node_role, spec, tell)
-
-
-def _tell(
+def _report_end(
     request: Request,
     verbosity: Verbosity,
     outcome: Outcome,
