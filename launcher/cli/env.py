@@ -137,7 +137,7 @@ def _as_text(report: Mapping[str, Any]) -> str:
 
 
 def scrub(value: Any) -> Any:
-    """Return the same data without the home folder, the names of user and host, and addresses, wherever they stand."""
+    """Return the same data without the home folder, the names of user and host, and addresses, wherever they are."""
     replaced = _replacements()
 
     def clean(text: str) -> str:

@@ -193,7 +193,7 @@ class Options:
 
     # ---- no options ----
     command: tuple[str, ...] = ()  # SCRIPT [ARGS]
-    typed: frozenset[str] = frozenset()  # the names of the options that stand on the command line
+    typed: frozenset[str] = frozenset()  # the names of the options that are on the command line
     as_torchrun: bool = False  # the command is dtrain-torchrun
     # What torchrun's words may also say.
     any_port: bool = False

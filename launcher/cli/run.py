@@ -85,7 +85,7 @@ def _usage_error_in(error_json: Path | None) -> Iterator[None]:
             from launcher.output.error_json import write_usage_error_json
 
             with contextlib.suppress(OSError):  # the error itself is what is to be seen
-                write_usage_error_json(error_json, error, error.exit_code)
+                write_usage_error_json(error_json, error)
         raise
 
 

@@ -77,7 +77,7 @@ class OutputThread:
         self._put(lambda: self._logs.write_error(rank, attempt, text))
 
     def keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
-        """Keep where the ranks stood, in `evidence_path(attempt, number)`; with `say`, print it too.
+        """Keep where the ranks were, in `evidence_path(attempt, number)`; with `say`, print it too.
 
         Reading thousands of stacks takes seconds, in which the loop must go on: the thread does it.
         """
