@@ -132,17 +132,12 @@ def interfaces() -> list[Interface]:
 def find_packages() -> Packages:
     """Return the versions by torch's own file and the metadata of packages."""
     folder = folder_of("torch")
-    if folder is None:
-        return Packages(numpy=version_of("numpy"))
-    try:
-        text = Path(folder, "version.py").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    text = _text(f"{folder}/version.py") if folder else ""
     cuda, rocm = _assigned(text, "cuda"), _assigned(text, "hip")
     return Packages(
-        torch=_assigned(text, "__version__") or version_of("torch"),
+        torch=_assigned(text, "__version__") or version_of("torch") if folder else None,
         torch_cuda=cuda or (f"ROCm {rocm}" if rocm else None),
-        nccl=_nccl(folder) if cuda else None,
+        nccl=_nccl(folder) if folder and cuda else None,
         numpy=version_of("numpy"),
     )
 

@@ -17,12 +17,27 @@ __all__ = ["Summary", "pair_findings", "store_findings", "summary", "targets"]
 SLOW_S = 0.010
 PAIRS = 6  # that are named one by one
 MOST = 64  # others that a host tries: at 1,000 hosts 64,000 ways of 999,000, which would carry 200 GB
-_SAID = {
-    "refused": "is refused",
-    "no answer": "gets no answer",
-    "no route": "has no route",
-    "stranger": "meets something else than dtrain",
-    "no large packets": "loses large packets: the MTU of the path is less than that of the interfaces",
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is said of a way with a problem, and the command that mends or shows it, on the host that it leads to."""
+
+    said: str
+    command: str = "sudo ufw allow proto tcp from {source}"
+    at_source: bool = False  # the command is for the host that the way begins at
+
+
+_PROBLEMS = {
+    "refused": _Problem("is refused; a firewall there or between?"),
+    "no answer": _Problem("gets no answer; a firewall there or between?"),
+    "no route": _Problem("has no route", "ip route get {address}", at_source=True),
+    "stranger": _Problem("meets something else than dtrain", "ip -brief address"),  # its address is somebody else's too
+    "no large packets": _Problem(
+        "loses large packets: the MTU of the path is less than that of the interfaces",
+        "sudo ip link set dev {interface} mtu 1500",
+    ),
+    "other": _Problem("fails ({reason}); a firewall there or between?"),
 }
 
 
@@ -129,19 +144,12 @@ def _no_way(
     hosts: tuple[str, ...],
     message: str,
 ) -> Finding:
-    there = way.to
-    said = _SAID.get(way.problem, "fails")
-    if way.problem == "other":
-        said += f" ({way.reason})"
-    if way.problem == "no large packets":
-        command = f"sudo ip link set dev {way.interface or 'eth0'} mtu 1500"
-    elif way.problem == "no route":
-        there, command = way.source, f"ip route get {way.address}"
-    elif way.problem == "stranger":
-        command = "ip -brief address"  # its address is somebody else's as well
-    else:
-        command = f"sudo ufw allow proto tcp from {listening[way.source].address}"
-        said += "; a firewall there or between?"
+    problem = _PROBLEMS.get(way.problem, _PROBLEMS["other"])
+    said = problem.said.format(reason=way.reason)
+    command = problem.command.format(
+        source=listening[way.source].address, address=way.address, interface=way.interface or "eth0"
+    )
+    there = way.source if problem.at_source else way.to
     fix = examined[there].on_host(command).replace("{host}", there)
     return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}", fix)
 

@@ -16,8 +16,7 @@ from launcher.cli.options import Options, takes_options
 from launcher.cli.request import read_request
 from launcher.errors import DtrainError
 
-_PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
-
+_PASS_ON = {"allow_interspersed_args": False}
 
 # What the options are called that users of mpirun, Horovod, DeepSpeed and srun type first.
 _ELSEWHERE = {

@@ -43,21 +43,12 @@ class _Several(click.Option):
             raise UsageError(f"{self.envvar} is {value!r}, which cannot be split into words: {error}") from error
 
 
-class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in older click
-    """N or MIN:MAX."""
-
-    name = "nnodes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | None:
-        return value if isinstance(value, tuple) else parse_nnodes(str(value))
-
-
 _TYPES: Mapping[str, Mapping[str, Any]] = {
     "bool": {"is_flag": True},
     "int": {"type": int},
     "float": {"type": float, "metavar": "SECONDS"},
     "str": {},
-    "tuple[int, int]": {"type": _Nnodes()},
+    "tuple[int, int]": {"type": parse_nnodes},
     "tuple[str, ...]": {"cls": _Several, "multiple": True},
 }
 

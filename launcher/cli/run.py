@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ class Verbosity:
 def run_job(options: Options, say: Callable[[str], None]) -> int:
     """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
     verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
-    with _usage_error_in(verbosity.error_json):
+    try:
         if options.print_commands:
             from launcher.cli.print_commands import commands
 
@@ -47,6 +47,13 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             return 0
         request = read_request(options, wait=True)
         check_here(request.spec)
+    except DtrainError as error:  # the file is for runs that end before they began, too
+        if verbosity.error_json is not None:
+            from launcher.output.error_json import write_usage_error_json
+
+            with contextlib.suppress(OSError):  # the error itself is what is to be seen
+                write_usage_error_json(verbosity.error_json, error)
+        raise
     if not verbosity.quiet:
         for notice in [*unknown_variables(os.environ), *request.notices]:
             say(notice)
@@ -73,20 +80,6 @@ def _error_file(text: str | None) -> Path | None:
     if path.is_dir():
         raise UsageError(f"--error-json: {path} is a folder; name a file")
     return path
-
-
-@contextlib.contextmanager
-def _usage_error_in(error_json: Path | None) -> Iterator[None]:
-    """Write the file for programs also where the run ends before it began."""
-    try:
-        yield
-    except DtrainError as error:
-        if error_json is not None:
-            from launcher.output.error_json import write_usage_error_json
-
-            with contextlib.suppress(OSError):  # the error itself is what is to be seen
-                write_usage_error_json(error_json, error)
-        raise
 
 
 def _control(request: Request, verbosity: Verbosity) -> int:

@@ -73,13 +73,15 @@ def write_usage_error_json(path: Path, error: DtrainError) -> None:
 
 
 def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+    error = outcome.error
+    hosts = error.reasons if isinstance(error, StartError) else {}
     return {
         "version": VERSION,
         "run_id": outcome.run_id,
         "exit_code": outcome.exit_code,
         "ended": _ended(outcome),
         "signal": None if outcome.signum is None else signal_name(outcome.signum),
-        "error": None if outcome.error is None else _of_error(outcome.error),
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error), "hosts": hosts},
         "cause": None if outcome.cause is None else _of_cause(outcome.cause, folder),
         "secondary_failures": {
             "count": len(outcome.secondary_failures),
@@ -113,11 +115,6 @@ def _ended(outcome: Outcome) -> str:
     if outcome.cause is not None:
         return "failed"
     return "finished" if outcome.signum is None else "stopped"
-
-
-def _of_error(error: DtrainError) -> dict[str, Any]:
-    hosts = error.reasons if isinstance(error, StartError) else {}
-    return {"type": type(error).__name__, "message": str(error), "hosts": hosts}
 
 
 def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
