@@ -57,11 +57,11 @@ def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allr
         examination.run()
     findings = merged([*findings, *examination.findings])
     examined_s = time.monotonic() - began
-    well = _well(spec, examination.examined, findings)
-    starts = len(well) >= spec.min_hosts
+    usable = _usable(spec, examination.examined, findings)
+    starts = len(usable) >= spec.min_hosts
     measured: Measured | None = None
     if allreduce and starts and spec.hosts == asked.hosts:
-        measured = measure_allreduce(*allreduce_spec(spec, well))
+        measured = measure_allreduce(*allreduce_spec(spec, usable))
         if measured.signum is not None:
             say(f"stopped by {signal.Signals(measured.signum).name} during the all-reduce")
             return 128 + measured.signum
@@ -107,7 +107,7 @@ def _log_dir(spec: JobSpec) -> list[Finding]:
     return []
 
 
-def _well(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Examined]:
+def _usable(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Examined]:
     """Return the hosts of which no error is known."""
     bad = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.hosts}
     return [one for one in examined if one.name not in bad][: spec.max_hosts]

@@ -141,5 +141,5 @@ def fix_in(reason: str) -> tuple[str, str]:
     found = re.search(r"\b(?:[Tt]ry|by|there|it): (\S.*)$", reason)
     if found is None:
         return reason, ""
-    said = reason[: found.start(1)].rstrip(": ")
-    return re.sub(r"[;,]? [Tt]ry$", "", said), re.sub(r" +\(or .*\)$", "", found[1])
+    text = reason[: found.start(1)].rstrip(": ")
+    return re.sub(r"[;,]? [Tt]ry$", "", text), re.sub(r" +\(or .*\)$", "", found[1])

@@ -179,15 +179,15 @@ def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
 
 
 def _gpu_use(gpu: Gpu) -> str:
-    said = []
+    use = []
     if gpu.processes:
         more = len(gpu.processes) - _PRINTED
-        said.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
+        use.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
     if gpu.used_bytes is not None and gpu.memory_bytes and (gpu.processes or gpu.used_bytes > GPU_BYTES):
-        said.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
+        use.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
     if gpu.busy_percent is not None and gpu.busy_percent >= GPU_PERCENT:
-        said.append(f"{gpu.busy_percent} % busy")
-    return "; ".join(said)
+        use.append(f"{gpu.busy_percent} % busy")
+    return "; ".join(use)
 
 
 # ---- between hosts -------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ MOST = 64  # others that a host tries: at 1,000 hosts 64,000 ways of 999,000, wh
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is said of a way with a problem, and the command that mends or shows it, on the host that it leads to."""
+    """What is written of a way with a problem, and the command, for the host it leads to, that mends or shows it."""
 
-    said: str
+    text: str
     command: str = "sudo ufw allow proto tcp from {source}"
     at_source: bool = False  # the command is for the host that the way begins at
 
@@ -74,16 +74,16 @@ def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
 
 
 def summary(ways: Sequence[Probe]) -> Summary:
-    well = [way for way in ways if not way.problem]
-    slowest = max(well, key=lambda way: way.round_trip_s, default=None)
+    working = [way for way in ways if not way.problem]
+    slowest = max(working, key=lambda way: way.round_trip_s, default=None)
     return Summary(
         ways=len(ways),
-        failed=len(ways) - len(well),
-        median_s=statistics.median(way.round_trip_s for way in well) if well else None,
+        failed=len(ways) - len(working),
+        median_s=statistics.median(way.round_trip_s for way in working) if working else None,
         most_s=slowest.round_trip_s if slowest else None,
         slowest=(slowest.source, slowest.to) if slowest else None,
-        interfaces=tuple(sorted({way.interface for way in well if way.interface})),
-        mtus=tuple(sorted({way.mtu for way in well if way.mtu})),
+        interfaces=tuple(sorted({way.interface for way in working if way.interface})),
+        mtus=tuple(sorted({way.mtu for way in working if way.mtu})),
     )
 
 
@@ -145,13 +145,13 @@ def _no_way(
     message: str,
 ) -> Finding:
     problem = _PROBLEMS.get(way.problem, _PROBLEMS["other"])
-    said = problem.said.format(reason=way.reason)
+    reason = problem.text.format(reason=way.reason)
     command = problem.command.format(
         source=listening[way.source].address, address=way.address, interface=way.interface or "eth0"
     )
     there = way.source if problem.at_source else way.to
     fix = examined[there].on_host(command).replace("{host}", there)
-    return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {said}", fix)
+    return Finding(Severity.ERROR, "no-way", hosts, f"{message}: it {reason}", fix)
 
 
 def _slow(examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Finding]:

@@ -140,14 +140,14 @@ def _network(report: Report) -> str:
     found = summary(report.ways)
     if not found.ways:
         return ""
-    said = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
+    text = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
     if len(report.examined) > MOST + 1:
-        said += f"; each host tried {MOST} others"
+        text += f"; each host tried {MOST} others"
     if found.median_s is not None and found.most_s is not None and found.slowest is not None:
-        said += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
-        said += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
-        said += f" ({found.slowest[0]} > {found.slowest[1]})"
-    return printable(said)
+        text += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
+        text += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
+        text += f" ({found.slowest[0]} > {found.slowest[1]})"
+    return printable(text)
 
 
 def _clocks(examined: Sequence[Examined]) -> str:
@@ -201,15 +201,15 @@ def _finding(finding: Finding) -> list[str]:
 def _verdict(report: Report) -> str:
     of_severity = grouped(report.findings, lambda finding: finding.severity)
     found = [count(len(same), severity.value) for severity, same in of_severity.items()]
-    well = "a run would start" if report.starts else "a run would not start, or would be wrong"
+    answer = "a run would start" if report.starts else "a run would not start, or would be wrong"
     if report.starts and Severity.ERROR in of_severity:
         bad = {name for finding in of_severity[Severity.ERROR] for name in finding.hosts}
-        well += f" without {fold(sorted(bad))}"
-    said = f"{well}: {', '.join(found)}" if found else f"{well}; nothing was found"
+        answer += f" without {fold(sorted(bad))}"
+    text = f"{answer}: {', '.join(found)}" if found else f"{answer}; nothing was found"
     parts = f"{count(len(report.examined), 'host')} examined in {report.examined_s:.1f} s"
     if report.measured is not None:
         parts += f", all-reduce {report.measured.took_s:.1f} s"
-    return f"{said} ({parts})"
+    return f"{text} ({parts})"
 
 
 def _rate(mb_s: float) -> str:

@@ -190,8 +190,8 @@ def _version(program: str, option: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"does not say: {type(error).__name__}"
-    said = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
-    return next((line[:120] for line in said if re.search(r"[0-9]\.[0-9]", line)), None)
+    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 
 def _container(env: Mapping[str, str]) -> str:

@@ -55,12 +55,12 @@ def report(
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
         return "\n".join([f"{how}; {count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
-    well = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
+    success = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
-        well += f", {outcome.stopped} of other roles stopped"
+        success += f", {outcome.stopped} of other roles stopped"
     if restarts := outcome.attempts - 1 + outcome.worker_restarts:
-        well += f", {count(restarts, 'restart')}"
-    return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
+        success += f", {count(restarts, 'restart')}"
+    return "\n".join(["; ".join([success, *scan[:1]]), *scan[1:]])
 
 
 def _who_succeeded(outcome: Outcome) -> str:
@@ -88,8 +88,8 @@ def _failure(
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
-    said = [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
-    return [*before, *_indent(said), *_indent(after)]
+    last = [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
+    return [*before, *_indent(last), *_indent(after)]
 
 
 # ---- the cause -----------------------------------------------------------------------------------------------
@@ -185,11 +185,11 @@ def _scan(outcome: Outcome) -> list[str]:
         return []
     left = sum(len(processes) for _, processes in outcome.left)
     checked = max(len(outcome.left), outcome.hosts - len(outcome.unchecked))
-    said = [f"{count(left, 'process')} left on {count(checked, 'host')}"] if checked else []
+    checks = [f"{count(left, 'process')} left on {count(checked, 'host')}"] if checked else []
     if outcome.unchecked:
-        said.append(f"{count(len(outcome.unchecked), 'host')} could not be checked")
+        checks.append(f"{count(len(outcome.unchecked), 'host')} could not be checked")
     swept = f" ({count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
-    lines = ["; ".join(said) + swept]
+    lines = ["; ".join(checks) + swept]
     names = [
         f"still there on {host}: {printable(process)}" for host, processes in outcome.left for process in processes
     ]
