@@ -42,7 +42,7 @@ class Report:
 def report_as_json(report: Report) -> str:
     """Return the whole report.
 
-    `hosts[]`: name, kind, problem, facts (check_facts.HostFacts) and clock, null where the host could not be examined.
+    `hosts[]`: name, kind, problem, facts (facts.HostFacts) and clock, null where the host could not be examined.
     `network`: a summary, and `pairs[]` with from, to, port, problem (empty: it works), round_trip_s, interface, mtu.
     `allreduce`: null where it was not tried; figures.sizes[] have bytes, median_s, algorithm_mb_s, bus_mb_s.
     `findings[]`: severity (error, warning, note), kind (a word), hosts, message, fixes (commands to type here).

@@ -50,36 +50,35 @@ _RELEVANT = re.compile(
     r"|PMIX?|UCX|FI|CONDA|APPTAINER|SINGULARITY|KUBERNETES)_\w+|PYTHON[A-Z]+|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH"
     r"|LD_PRELOAD|VIRTUAL_ENV|LANG|LC_ALL|TMPDIR|SSH_AUTH_SOCK"
 )
+_HARMLESS_OPTIONS = re.compile(
+    r"nnodes|nproc_per_node|gpus_per_proc|oversubscribe|simulate|max_restarts|grow|interface|master_port|\w+_s"
+    r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
+)
 _HARMLESS = re.compile(
     r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
     r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
     r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
     r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
     r"|NTASKS_PER_NODE|GPUS_ON_NODE|GPUS_PER_NODE|GPUS_PER_TASK|RESTART_COUNT|JOB_CPUS_PER_NODE)"
-    r"|DTRAIN_(?:NNODES|NPROC_PER_NODE|GPUS_PER_PROC|OVERSUBSCRIBE|SIMULATE|MAX_RESTARTS|GROW|INTERFACE|MASTER_PORT"
-    r"|\w+_S|VIRTUAL_LOCAL_RANK|PASS_LOCAL_RANK|REQUEUE|ENV_FOR)"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LANG|LC_ALL"
+    rf"|DTRAIN_(?i:{_HARMLESS_OPTIONS.pattern})|RANK|WORLD_SIZE|LOCAL_RANK|LANG|LC_ALL"
 )
 _VALUE = re.compile(r"[A-Za-z0-9_.,:;+=^@*()/ -]{0,120}")
-_SETTINGS = re.compile(
-    r"nnodes|nproc_per_node|gpus_per_proc|oversubscribe|simulate|max_restarts|grow|interface|master_port|\w+_s"
-    r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
-)
 
 
 def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
-    found = _collect(os.environ, settings)
+    found = _collect(settings)
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else _as_text(found))
     sys.stdout.flush()
     return 0
 
 
-def _collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as data; `format` 1, to which fields may be added."""
     packages = find_packages()
     driver = find_cards()
     total, free = memory()
+    relevant = {name: value for name, value in sorted(os.environ.items()) if _RELEVANT.fullmatch(name)}
     report = {
         "format": FORMAT,
         "versions": {
@@ -97,7 +96,7 @@ def _collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, A
             "system": system_name(),
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
             "C library": " ".join(platform.libc_ver()),
-            "container": _container(env),
+            "container": _container(),
             "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
             "user": "root" if os.getuid() == 0 else "not root",
         },
@@ -109,8 +108,8 @@ def _collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, A
         },
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
-        "variables": _shown({name: env[name] for name in sorted(env) if _RELEVANT.fullmatch(name)}, _HARMLESS),
-        "settings": _shown(settings, _SETTINGS),
+        "variables": _shown(relevant, _HARMLESS),
+        "settings": _shown(settings, _HARMLESS_OPTIONS),
     }
     scrubbed: dict[str, Any] = scrub(report)
     return scrubbed
@@ -194,19 +193,16 @@ def _version(program: str, option: str) -> str | None:
     return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 
-def _container(env: Mapping[str, str]) -> str:
-    hints = [
-        hint
-        for hint, here in (
-            ("docker", Path("/.dockerenv").exists()),
-            ("podman", Path("/run/.containerenv").exists()),
-            ("apptainer", "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env),
-            ("kubernetes", "KUBERNETES_SERVICE_HOST" in env),
-            ("systemd-nspawn or lxc", env.get("container") in ("systemd-nspawn", "lxc")),
-        )
-        if here
-    ]
-    return ", ".join(hints) or "none seen"
+def _container() -> str:
+    env = os.environ
+    hints = {
+        "docker": Path("/.dockerenv").exists(),
+        "podman": Path("/run/.containerenv").exists(),
+        "apptainer": "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env,
+        "kubernetes": "KUBERNETES_SERVICE_HOST" in env,
+        "systemd-nspawn or lxc": env.get("container") in ("systemd-nspawn", "lxc"),
+    }
+    return ", ".join(hint for hint, here in hints.items() if here) or "none seen"
 
 
 def _interface(interface: Interface) -> str:

@@ -6,6 +6,7 @@ nothing is started twice, and each keeps the GPUs that SLURM gave it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,7 @@ class NodeRole:
     by_hand: bool = True  # somebody typed the command; otherwise srun started it everywhere
 
 
-def find_node_role(
-    options: Options, environment: Mapping[str, str], *, nproc: int | str | None, has_source: bool
-) -> NodeRole | None:
+def find_node_role(options: Options, *, nproc: int | str | None, has_source: bool) -> NodeRole | None:
     """Return who we are among several commands of one run; None if this command starts the whole run.
 
     Raises UsageError where that was not said completely.
@@ -61,9 +60,9 @@ def find_node_role(
         return None
     if options.standalone:  # as under torchrun: a run of this node alone, however many there are
         return None
-    step = _step(environment)
+    step = _step()
     if step is not None:
-        return _role_in_step(step, options, environment, nproc)
+        return _role_in_step(step, options, nproc)
     nodes = options.nnodes or (1, 1)
     if options.node_rank is None and not (options.as_torchrun and nodes[1] > 1):
         return None
@@ -125,17 +124,17 @@ def _hosts(names: list[str]) -> tuple[Host, ...]:
 # ---- under srun ----------------------------------------------------------------------------------------------
 
 
-def _step(environment: Mapping[str, str]) -> Step | None:
+def _step() -> Step | None:
     """Return the step of which this process is one of several tasks."""
-    if "SLURM_STEP_ID" not in environment:
+    if "SLURM_STEP_ID" not in os.environ:
         return None
     from launcher.hosts.slurm_allocation import find_step, step_title
 
-    step = find_step(environment, step_title())
+    step = find_step(os.environ, step_title())
     return step if step is not None and step.tasks > 1 and not step.interactive else None
 
 
-def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], nproc: int | str | None) -> NodeRole:
+def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> NodeRole:
     from launcher.machine.network import choose_address
 
     asked = options.nnodes
@@ -150,11 +149,11 @@ def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], 
             f"srun started {local} tasks here, each of which is a worker, but --nproc-per-node is "
             f"{options.nproc_per_node}; leave it out, or have srun start one task on each node"
         )
-    names = list(step.nodes) if one_a_node else _task_names(step, environment)
+    names = list(step.nodes) if one_a_node else _task_names(step)
     others = [name for name in step.nodes if name != here]
     token_file = _token_file(options)
     named = options.master_addr  # where they meet; without a token, a file says it
-    if named is not None and find_token(environment, token_file) is None:
+    if named is not None and find_token(os.environ, token_file) is None:
         named = None
     address = named or ""
     if named is None and step.rank == 0:
@@ -169,15 +168,15 @@ def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], 
         port=0 if named is None else options.master_port or DEFAULT_PORT,
         agent_environment=agent_environment if one_a_node else {**agent_environment, AGENT_MACHINE: here},
         folder=Path(options.log_dir or "runs") if named is None else None,
-        name=f".slurm-{step.job}.{environment['SLURM_STEP_ID']}",
+        name=f".slurm-{step.job}.{os.environ['SLURM_STEP_ID']}",
         token_file=token_file,
         by_hand=False,
     )
 
 
-def _task_names(step: Step, environment: Mapping[str, str]) -> list[str]:
+def _task_names(step: Step) -> list[str]:
     """Name every task, by its node where srun fills one after the other, as it does unless told otherwise."""
-    if not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"):
+    if not os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return [f"task{k}" for k in range(step.tasks)]
     counts = zip(step.nodes, step.tasks_per_node, strict=True)
     return [f"{node}.{local}" for node, count in counts for local in range(count)]

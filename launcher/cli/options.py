@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -224,10 +225,10 @@ def _variable(declared: Field[Any]) -> str:
     return f"DTRAIN_{declared.name.upper()}"
 
 
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
+def unknown_variables() -> list[str]:
+    """Name DTRAIN_* variables of this process that are no option's but look as if they were meant to be."""
     known = [_variable(declared) for declared in _DECLARED if declared.metadata["env"]]
-    unknown = [name for name in environment if name.startswith("DTRAIN_") and name not in known]
+    unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known]
     return [
         f"the variable {name} is not known and does nothing; did you mean {close[0]}?"
         for name in unknown

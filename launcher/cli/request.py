@@ -65,7 +65,7 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
     )
     nproc = _nproc(options.nproc_per_node, roles)
-    node_role = find_node_role(options, os.environ, nproc=nproc, has_source=_has_source(sources))
+    node_role = find_node_role(options, nproc=nproc, has_source=_has_source(sources))
     nnodes = options.nnodes if node_role is None else node_role.nodes
     elastic = nnodes is not None and nnodes[0] < nnodes[1]
     grow = options.grow or (sources.script is not None and elastic)

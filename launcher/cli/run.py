@@ -55,7 +55,7 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
                 write_usage_error_json(verbosity.error_json, error)
         raise
     if not verbosity.quiet:
-        for notice in [*unknown_variables(os.environ), *request.notices]:
+        for notice in [*unknown_variables(), *request.notices]:
             say(notice)
     spec, node_role = request.spec, request.node_role
     if in_slurm(os.environ):  # which may send them while we start
