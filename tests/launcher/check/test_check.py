@@ -315,6 +315,7 @@ def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_fou
     assert said["user"].hosts == ("c",)
     assert "bob (1001), elsewhere ann (1000)" in said["user"].message
     assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
+    assert "user" not in _said(_examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark=""))
     one = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
     same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
     assert _said(*same)["same-machine"].severity is Severity.WARNING
