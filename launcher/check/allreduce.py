@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.check.facts import HostFacts
-from launcher.hosts.host import Host
+from launcher.check.finding import Examined
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id
 from launcher.placement.roles import Roles
 
@@ -28,7 +27,7 @@ LINES = 12  # of a failure's report
 class Measured:
     """How the run ended. `figures` are what allreduce_speed.py prints; `problem` is the report if there are none.
 
-    `signum` is the signal by which dtrain was told to stop.
+    `signum` is the signal that stopped dtrain.
     """
 
     backend: str
@@ -40,39 +39,39 @@ class Measured:
     signum: int | None = None
 
 
-def allreduce_spec(spec: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts]) -> tuple[JobSpec, str]:
+def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec, str]:
     """Return the run, and the backend: NCCL with all its workers where every host has GPUs that torch can use.
 
     Otherwise gloo, with one worker a host.
     """
-    on_gpus = all(one.offered.gpus and one.torch_cuda for one in facts) and not spec.oversubscribe
-    folders = {one.ddp for one in facts}
-    args = ("--backend", "nccl" if on_gpus else "gloo")
+    on_gpus = all(one.known.offered.gpus and one.known.torch_cuda for one in examined) and not spec.oversubscribe
+    hosts = tuple(one.host for one in examined)
+    if not on_gpus:
+        spec = replace(spec, nproc=1, gpus_per_proc=None, oversubscribe=True)
+        hosts = tuple(replace(host, slots=None, max_slots=None) for host in hosts)
+    backend = "nccl" if on_gpus else "gloo"
+    args = ("--backend", backend)
+    folders = {one.known.ddp for one in examined}
     command = WorkerCommand(CommandKind.MODULE, "ddp.comm.allreduce_speed", args)
     if len(folders) == 1 and (folder := folders.pop()):
         command = WorkerCommand(CommandKind.SCRIPT, str(Path(folder) / "comm" / "allreduce_speed.py"), args)
-    hosts = tuple(hosts if on_gpus else (replace(host, slots=None, max_slots=None) for host in hosts))
     made = replace(
         spec,
         command=command,
         hosts=hosts,
         nnodes=None,
-        nproc=spec.nproc if on_gpus else 1,
-        gpus_per_proc=spec.gpus_per_proc if on_gpus else None,
         run_id=f"check-{new_run_id()}",
         max_restarts=0,
         grow=False,
         hosts_script=None,
         first_attempt=0,
         requeue=False,
-        grace_s=min(spec.grace_s, 1.0),
         stall_timeout_s=STALL_S,
         roles=Roles(),
         env_for=(),
         pass_local_rank=False,
-        oversubscribe=True if not on_gpus else spec.oversubscribe,
     )
-    return made, "nccl" if on_gpus else "gloo"
+    return made, backend
 
 
 def measure_allreduce(spec: JobSpec, backend: str) -> Measured:

@@ -1,28 +1,28 @@
 """`dtrain check`: whether a run would start on its hosts, and what would be wrong with it, before the job.
 
 Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them probe each other, then runs an
-all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, told by report.py.
+all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, printed by report.py.
 Leaves nothing anywhere.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
-from launcher.check.examiner_host import SHA_DIGITS, code_digest
+from launcher.check.examiner_host import code_digest, file_digest
 from launcher.check.examiner_network import AT_ONCE, all_at_once
 from launcher.check.facts import HostFacts, Listening, Probe
-from launcher.check.finding import Examined, Finding, Severity, merged, on_host, size
+from launcher.check.finding import Examined, Finding, Severity, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import HostLink
 from launcher.check.pairs import pair_findings, store_findings, targets
@@ -31,6 +31,7 @@ from launcher.decode import decode_dataclass, decode_value
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host, HostKind, own_name
 from launcher.job.orders import prepare
+from launcher.output.text import size
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.transport.connect import Connector
 
@@ -54,22 +55,19 @@ def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allr
     findings += _log_dir(spec)
     with _Examination(spec) as examination:
         examination.run()
-        findings += examination.findings
-    findings = merged(findings)
+    findings = merged([*findings, *examination.findings])
     examined_s = time.monotonic() - began
-    well = _well(spec, examination.examined, findings)
-    starts = len(well) >= spec.min_hosts
+    usable = _usable(spec, examination.examined, findings)
+    starts = len(usable) >= spec.min_hosts
     measured: Measured | None = None
     if allreduce and starts and spec.hosts == asked.hosts:
-        facts = [one.facts for one in examination.examined if one.host in well and one.facts is not None]
-        measured = measure_allreduce(*allreduce_spec(spec, well, facts))
+        measured = measure_allreduce(*allreduce_spec(spec, usable))
         if measured.signum is not None:
             say(f"stopped by {signal.Signals(measured.signum).name} during the all-reduce")
             return 128 + measured.signum
         findings = merged([*findings, *_failed(spec, measured)])
         starts = starts and measured.figures is not None
     report = Report(
-        spec=spec,
         examined=tuple(examination.examined),
         ways=tuple(examination.ways),
         findings=tuple(findings),
@@ -103,21 +101,20 @@ def _log_dir(spec: JobSpec) -> list[Finding]:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         message = f"the log folder {folder} cannot be written; a run's output would not be kept (--log-dir)"
         return [Finding(Severity.WARNING, "log-dir", where, message, f"ls -ld {shlex.quote(str(there))}")]
-    space = os.statvfs(there)
-    if (free := space.f_bavail * space.f_frsize) < LOGS_BYTES:
+    if (free := shutil.disk_usage(there).free) < LOGS_BYTES:
         message = f"the log folder {folder} has {size(free)} free (--log-dir)"
         return [Finding(Severity.WARNING, "log-dir", where, message, f"df -h {shlex.quote(str(there))}")]
     return []
 
 
-def _well(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Host]:
+def _usable(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Examined]:
     """Return the hosts of which no error is known."""
     bad = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.hosts}
-    return [one.host for one in examined if one.host.name not in bad][: spec.max_hosts]
+    return [one for one in examined if one.name not in bad][: spec.max_hosts]
 
 
 def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
-    if measured.figures is not None and all(size["correct"] for size in measured.figures["sizes"]):
+    if measured.figures is not None and all(each["correct"] for each in measured.figures["sizes"]):
         return []
     message = f"the all-reduce failed: {measured.problem}" if measured.problem else "the all-reduce's sum is wrong"
     hosts = ",".join(host.name for host in spec.hosts)
@@ -128,56 +125,56 @@ def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
 # ---- asking the hosts ----------------------------------------------------------------------------------------
 
 
-@dataclass
 class _Examination:
-    """The examiners of all hosts, asked at once; owns their streams within the `with` block."""
+    """The rounds of questions to the examiners of all hosts; owns their streams within the `with` block."""
 
-    spec: JobSpec
-    examined: list[Examined] = field(default_factory=list)
-    ways: list[Probe] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._links = {host.name: HostLink(host, self.spec.python) for host in self.spec.hosts}
-        self._connector = Connector(self.spec, module="launcher.check.examiner")
+    def __init__(self, spec: JobSpec) -> None:
+        self.examined: list[Examined] = []
+        self.ways: list[Probe] = []
+        self.findings: list[Finding] = []
+        self._spec = spec
+        self._links = {host.name: HostLink(host, spec.python) for host in spec.hosts}
+        self._connector = Connector(spec, module="launcher.check.examiner")
         self._token = secrets.token_hex(16)
 
     def __enter__(self) -> _Examination:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for link in self._links.values():
-            link.end()
-        _ask_all(HostLink.close, self._links)
+        all_at_once(HostLink.close, list(self._links.values()), most=HOSTS_AT_ONCE)
         self._connector.close()
 
     def run(self) -> None:
-        spec = self.spec
-        until = time.monotonic() + spec.start_timeout_s
-        self.examined = list(_ask_all(lambda link: self._examine(link, until), self._links).values())
-        code, script = code_digest()[:SHA_DIGITS], _script_here(spec)
-        self.findings += host_findings(spec, self.examined, code_here=code, script_here=script)
-        there = {one.name: self._links[one.name] for one in self.examined if one.facts is not None}
+        self._examine()
+        there = {one.name: one for one in self.examined if one.facts is not None}
         listening = self._listen(there)
         if len(listening) > 1:
-            self._probe({name: there[name] for name in listening}, listening)
+            self._probe(there, listening)
 
-    def _examine(self, link: HostLink, until: float) -> Examined:
-        try:
+    def _examine(self) -> None:
+        """Connect to every host and ask for its facts."""
+        spec = self._spec
+        until = time.monotonic() + spec.start_timeout_s
+
+        def examine(link: HostLink) -> Examined:
             greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
-            question = vars(prepare(self.spec, link.host, lease_s=0.0, clean=()))
+            question = vars(prepare(spec, link.host, lease_s=0.0, clean=()))
             facts = decode_value(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
-            return Examined(link.host, "", greeting, facts, clock)
-        except DtrainError as error:
-            return Examined(link.host, getattr(error, "reason", str(error)))
-        except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
-            return Examined(link.host, f"{type(error).__name__}: {error}")
+            return Examined(link.host, "", greeting, facts, clock, spec.ssh.config)
 
-    def _listen(self, there: Mapping[str, HostLink]) -> dict[str, Listening]:
+        answers, reasons = self._ask(examine, self._links)
+        self.examined = [
+            answers.get(name) or Examined(link.host, reasons[name], ssh_config=spec.ssh.config)
+            for name, link in self._links.items()
+        ]
+        script = file_digest(spec.workdir / spec.command.target) if spec.command.kind is CommandKind.SCRIPT else None
+        self.findings += host_findings(spec, self.examined, code_here=code_digest(), script_here=script)
+
+    def _listen(self, there: Mapping[str, Examined]) -> dict[str, Listening]:
         """Have every examiner listen where a run would be reached; the first one at the store's port as well."""
-        spec = self.spec
-        seen_from = [link.our_address for link in there.values() if link.our_address]
+        spec = self._spec
+        seen_from = [address for name in there if (address := self._links[name].our_address)]
         here = "" if spec.interfaces else (seen_from or ["127.0.0.1"])[0]
 
         def listen(link: HostLink) -> Listening:
@@ -194,13 +191,15 @@ class _Examination:
             )
             return decode_dataclass(Listening, answer)
 
-        listening = self._ask(listen, there, "cannot-listen", "it cannot listen where the others would reach it")
+        listening, reasons = self._ask(listen, there)
+        self._not_answered(there, reasons, "cannot-listen", "it cannot listen where the others would reach it")
         for name, found in listening.items():
             self.findings += store_findings(spec, name, found)
         return listening
 
-    def _probe(self, there: Mapping[str, HostLink], listening: Mapping[str, Listening]) -> None:
-        where = {name: targets(listening, name) for name in there}
+    def _probe(self, there: Mapping[str, Examined], listening: Mapping[str, Listening]) -> None:
+        """Have every host that listens connect to the others."""
+        where = {name: targets(listening, name) for name in listening}
         rounds = -(-max(map(len, where.values())) // AT_ONCE)
 
         def probe(link: HostLink) -> tuple[tuple[Probe, ...], str]:
@@ -211,46 +210,33 @@ class _Examination:
                 token=self._token,
                 limit_s=PROBE_S,
                 master_addr=next(iter(listening.values())).address,
-                interfaces=list(self.spec.interfaces),
+                interfaces=list(self._spec.interfaces),
             )
             return decode_value(tuple[Probe, ...], ways), str(variables.get("GLOO_SOCKET_IFNAME", ""))
 
-        found = self._ask(probe, there, "unusable", "while it tried to reach the others")
-        self.ways += [way for ways, _ in found.values() for way in ways]
+        found, reasons = self._ask(probe, listening)
+        self._not_answered(there, reasons, "unusable", "while it tried to reach the others")
+        self.ways = [way for ways, _ in found.values() for way in ways]
         gloo = {name: interface for name, (_, interface) in found.items()}
-        self.findings += pair_findings(self.spec, self.examined, listening, self.ways, gloo)
+        self.findings += pair_findings(list(there.values()), listening, self.ways, gloo)
 
-    def _ask(
-        self, question: Callable[[HostLink], T], links: Mapping[str, HostLink], kind: str, failed: str
-    ) -> dict[str, T]:
-        """Return the answers of the hosts that give one; the others are found to be of this kind of failure."""
+    def _ask(self, question: Callable[[HostLink], T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
+        """Ask hosts all at once; return the answers, and the reasons of those that give none."""
+        answers: dict[str, T] = {}
+        reasons: dict[str, str] = {}
 
-        def ask(link: HostLink) -> T | DtrainError:
+        def ask(name: str) -> None:
             try:
-                return question(link)
+                answers[name] = question(self._links[name])
             except DtrainError as error:
-                return error
+                reasons[name] = getattr(error, "reason", str(error))
+            except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
+                reasons[name] = f"{type(error).__name__}: {error}"
 
-        answers = {}
-        for name, answer in _ask_all(ask, links).items():
-            if isinstance(answer, DtrainError):
-                message = f"{failed}: {getattr(answer, 'reason', answer)}"
-                fix = on_host(self.spec, links[name].host)("ip -brief address")
-                self.findings.append(Finding(Severity.ERROR, kind, (name,), message, fix))
-            else:
-                answers[name] = answer
-        return answers
+        all_at_once(ask, list(names), most=HOSTS_AT_ONCE)
+        return {name: answers[name] for name in names if name in answers}, reasons
 
-
-def _ask_all(work: Callable[[HostLink], T], links: Mapping[str, HostLink]) -> dict[str, T]:
-    return dict(zip(links, all_at_once(work, list(links.values()), most=HOSTS_AT_ONCE), strict=True))
-
-
-def _script_here(spec: JobSpec) -> str | None:
-    """Return the beginning of the SHA-256 of the script here, if it is here."""
-    if spec.command.kind is not CommandKind.SCRIPT:
-        return None
-    try:
-        return hashlib.sha256((spec.workdir / spec.command.target).read_bytes()).hexdigest()[:SHA_DIGITS]
-    except OSError:
-        return None
+    def _not_answered(self, there: Mapping[str, Examined], reasons: Mapping[str, str], kind: str, failed: str) -> None:
+        for name, reason in reasons.items():
+            finding = there[name].finding(Severity.ERROR, kind, f"{failed}: {reason}", "ip -brief address")
+            self.findings.append(finding)

@@ -26,6 +26,8 @@ from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepar
 __all__ = ["main"]
 
 LIFE_S = 600  # a question's own limits are far below
+# Read before the user's own exports can change it: "client address, port, server address, port".
+_REACHED_AT = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
 
 
 def main() -> None:
@@ -33,67 +35,53 @@ def main() -> None:
     signal.alarm(LIFE_S)
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
         signal.signal(signum, signal.SIG_IGN)
-    examiner = _Examiner()
     python = "{}.{}.{}".format(*sys.version_info[:3])
-    examiner.say(PREAMBLE)
-    hello = Hello(
-        PROTOCOL, __version__, python, socket.gethostname(), os.getpid(), agent_identity="", time=time.monotonic()
-    )
-    examiner.say(encode(hello))
+    host = socket.gethostname()
+    hello = Hello(PROTOCOL, __version__, python, host, os.getpid(), agent_identity="", time=time.monotonic())
+    _write(PREAMBLE + encode(hello))
     decoder = Decoder()
     try:
         while data := os.read(0, 1 << 16):
             for message in decoder.feed(data):
-                if isinstance(message, Question):
-                    examiner.answer(message)
+                if isinstance(message, Question) and message.ask == "time":
+                    _write(encode(Answer(time.time())))
+                elif isinstance(message, Question):
+                    threading.Thread(target=_answer, args=(message,), daemon=True).start()
     finally:
         os._exit(0)  # threads may wait for a disk that never answers
 
 
-class _Examiner:
-    """Owns standard output."""
+def _write(data: bytes) -> None:
+    """Write to standard output. No two threads do so at a time: every question is answered before the next is asked."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view) :]
 
-    def __init__(self) -> None:
-        # Read before the user's own exports can change it: "client address, port, server address, port".
-        self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
-        self._lock = threading.Lock()
 
-    def say(self, data: bytes) -> None:
-        with self._lock:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(1, view) :]
+def _answer(question: Question) -> None:
+    try:
+        answer = Answer(_find(question.ask, question.about))
+    except Exception as error:  # an answer of which nobody thought must still be given
+        traceback.print_exc()
+        answer = Answer(None, problem=f"{type(error).__name__}: {error}")
+    _write(encode(answer))
 
-    def answer(self, question: Question) -> None:
-        """Answer in the background; the time at once."""
-        if question.ask == "time":
-            self.say(encode(Answer(time.time())))
-        else:
-            threading.Thread(target=self._answer, args=(question,), daemon=True).start()
 
-    def _answer(self, question: Question) -> None:
-        try:
-            answer = Answer(self._find(question.ask, question.about))
-        except Exception as error:  # an answer of which nobody thought must still be given
-            traceback.print_exc()
-            answer = Answer(None, problem=f"{type(error).__name__}: {error}")
-        self.say(encode(answer))
+def _find(asked: str, about: Mapping[str, Any]) -> Any:
+    from launcher.check.examiner_host import find_host_facts
+    from launcher.check.examiner_network import listen, probe_all
+    from launcher.machine.network import choose_address, socket_interfaces
 
-    def _find(self, asked: str, about: Mapping[str, Any]) -> Any:
-        from launcher.check.examiner_host import find_host_facts
-        from launcher.check.examiner_network import listen, probe_all
-        from launcher.machine.network import choose_address, socket_interfaces
-
-        if asked == "facts":
-            return asdict(find_host_facts(decode_dataclass(Prepare, about["prepare"])))
-        token = about["token"].encode()
-        if asked == "listen":
-            address = about["address"] or choose_address(about["interfaces"], about["towards"], self._reached_at)
-            return asdict(listen(address, token, about["store_port"]))
-        if asked == "probe":
-            found = probe_all(decode_value(tuple[Target, ...], about["targets"]), token, about["limit_s"])
-            return [vars(one) for one in found], socket_interfaces(about["master_addr"], about["interfaces"])
-        raise ValueError(f"{asked!r} is not known")
+    if asked == "facts":
+        return asdict(find_host_facts(decode_dataclass(Prepare, about["prepare"])))
+    token = about["token"].encode()
+    if asked == "listen":
+        address = about["address"] or choose_address(about["interfaces"], about["towards"], _REACHED_AT)
+        return asdict(listen(address, token, about["store_port"]))
+    if asked == "probe":
+        found = probe_all(decode_value(tuple[Target, ...], about["targets"]), token, about["limit_s"])
+        return [vars(one) for one in found], socket_interfaces(about["master_addr"], about["interfaces"])
+    raise ValueError(f"{asked!r} is not known")
 
 
 if __name__ == "__main__":

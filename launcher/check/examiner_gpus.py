@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ def find_cards() -> Driver:
         number = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
         count = _ask(pynvml.nvmlDeviceGetCount) or 0
         return Driver(
-            driver=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            driver=_ask(pynvml.nvmlSystemGetDriverVersion),
             driver_cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
             gpus=tuple(_card(index) for index in range(count)),
         )
@@ -43,7 +42,7 @@ def _card(index: int) -> Gpu:
 
     try:
         card = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _text(pynvml.nvmlDeviceGetUUID(card)) or ""
+        uuid = pynvml.nvmlDeviceGetUUID(card)
     except pynvml.NVMLError as error:
         return Gpu(index, lost=str(error))
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, card)
@@ -53,7 +52,7 @@ def _card(index: int) -> Gpu:
     return Gpu(
         index=index,
         uuid=uuid,
-        name=_text(_ask(pynvml.nvmlDeviceGetName, card)) or "",
+        name=_ask(pynvml.nvmlDeviceGetName, card) or "",
         memory_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
         busy_percent=None if use is None else int(use.gpu),
@@ -73,18 +72,13 @@ def _card(index: int) -> Gpu:
 
 
 def _describe(pid: int) -> str:
-    import pwd
+    import psutil
 
     try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            name = file.read().strip()
-        owner = os.stat(f"/proc/{pid}").st_uid
-    except OSError:  # of another container, or ended meanwhile
+        process = psutil.Process(pid)
+        return f"pid {pid} ({process.name()}, of {process.username()})"
+    except psutil.Error:  # of another container, or ended meanwhile
         return f"pid {pid}"
-    try:
-        return f"pid {pid} ({name}, of {pwd.getpwuid(owner).pw_name})"
-    except KeyError:
-        return f"pid {pid} ({name}, of user {owner})"
 
 
 def _pending(card: object) -> str:
@@ -109,7 +103,3 @@ def _ask(question: Callable[..., T], *about: Any) -> T | None:
         return question(*about)
     except (pynvml.NVMLError, AttributeError):  # a function that this driver does not have yet
         return None
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value

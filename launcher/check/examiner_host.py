@@ -13,10 +13,13 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import sys
 import tempfile
 from pathlib import Path
+
+import psutil
 
 from launcher import __version__
 from launcher.agent.host_facts import find_facts
@@ -28,8 +31,8 @@ from launcher.machine.cgroup import folders_of
 from launcher.protocol import Prepare
 
 __all__ = [
-    "code_digest", "disks", "find_host_facts", "find_packages", "interfaces", "limits", "memory", "system_name",
-    "version_of",
+    "code_digest", "disks", "file_digest", "find_host_facts", "find_packages", "interfaces", "limits", "memory",
+    "system_name", "version_of",
 ]  # fmt: skip
 
 SHA_DIGITS = 12
@@ -42,19 +45,20 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
     os.environ.update(prepare.export)
     workdir = Path(prepare.workdir)
     total, free = memory()
+    umask = re.search(r"^Umask:\s*(\S+)", _text("/proc/self/status"), re.MULTILINE)
     return HostFacts(
         hostname=socket.gethostname(),
         machine=_machine(),
         system=system_name(),
         kernel=platform.release(),
-        user=_user(),
+        user=psutil.Process().username(),
         uid=os.getuid(),
-        umask=_status("Umask"),
+        umask=umask[1] if umask else "",
         locale=locale.setlocale(locale.LC_CTYPE) + "/" + locale.getpreferredencoding(False),
         python=platform.python_version(),
         executable=sys.executable,
         dtrain=__version__,
-        code=code_digest()[:SHA_DIGITS],
+        code=code_digest(),
         ddp=folder_of("ddp") or "",
         **vars(find_packages()),
         **vars(find_cards()),
@@ -66,7 +70,7 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         memory_free_bytes=free,
         disks=tuple(disks(workdir)),
         limits=tuple(limits()),
-        script=None if prepare.script is None else _digest(workdir / prepare.script),
+        script=None if prepare.script is None else file_digest(workdir / prepare.script),
         workdir_mark=_mark(workdir),
         name_resolves_to=_resolve(socket.gethostname()),
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
@@ -84,11 +88,8 @@ def system_name() -> str:
 
 def memory() -> tuple[int, int]:
     """Return in bytes how much memory processes here may use, and how much of it is free: a cgroup's, if less."""
-    known = {}
-    for line in _text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        known[name] = int(rest.split()[0]) << 10
-    total, free = known.get("MemTotal", 0), known.get("MemAvailable", 0)
+    host = psutil.virtual_memory()
+    total, free = host.total, host.available
     for folder in folders_of("memory"):
         most = (_text(f"{folder}/memory.max") or _text(f"{folder}/memory.limit_in_bytes")).strip()
         used = (_text(f"{folder}/memory.current") or _text(f"{folder}/memory.usage_in_bytes")).strip()
@@ -102,10 +103,10 @@ def disks(workdir: Path) -> list[Disk]:
     found = []
     for what, path in (("workdir", str(workdir)), ("temporary files", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
         try:
-            space = os.statvfs(path)
+            space = shutil.disk_usage(path)
         except OSError:  # it is not there, which is another finding
             continue
-        found.append(Disk(what, path, space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize))
+        found.append(Disk(what, path, space.total, space.free))
     return found
 
 
@@ -131,17 +132,12 @@ def interfaces() -> list[Interface]:
 def find_packages() -> Packages:
     """Return the versions by torch's own file and the metadata of packages."""
     folder = folder_of("torch")
-    if folder is None:
-        return Packages(numpy=version_of("numpy"))
-    try:
-        text = Path(folder, "version.py").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    text = _text(f"{folder}/version.py") if folder else ""
     cuda, rocm = _assigned(text, "cuda"), _assigned(text, "hip")
     return Packages(
-        torch=_assigned(text, "__version__") or version_of("torch"),
+        torch=_assigned(text, "__version__") or version_of("torch") if folder else None,
         torch_cuda=cuda or (f"ROCm {rocm}" if rocm else None),
-        nccl=_nccl(folder) if cuda else None,
+        nccl=_nccl(folder) if folder and cuda else None,
         numpy=version_of("numpy"),
     )
 
@@ -163,7 +159,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def code_digest() -> str:
-    """Return a SHA-256 over dtrain's own files: one version may still have different code, as in a clone."""
+    """Return a SHA-256, its beginning, of dtrain's own files: one version may have different code, as in a clone."""
     digest = hashlib.sha256()
     for package in ("launcher", "ddp"):
         folder = folder_of(package)
@@ -177,7 +173,7 @@ def code_digest() -> str:
             name = f"{package}/{file.relative_to(folder).as_posix()}"
             # Of each part its own hash: both have a fixed length, so that no byte counts as another file's.
             digest.update(hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest())
-    return digest.hexdigest()
+    return digest.hexdigest()[:SHA_DIGITS]
 
 
 def _assigned(text: str, name: str) -> str | None:
@@ -216,16 +212,8 @@ def _machine() -> str:
     return hashlib.sha256(f"{boot} {network}".encode()).hexdigest()[:16]
 
 
-def _user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # as in many containers
-        return str(os.getuid())
-
-
-def _digest(path: Path) -> str | None:
+def file_digest(path: Path) -> str | None:
+    """Return a SHA-256, its beginning, of a file; None where it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:SHA_DIGITS]
     except OSError:  # a folder, or not there, which is another finding
@@ -247,13 +235,6 @@ def _resolve(name: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(where[0]) for *_, where in found))
-
-
-def _status(name: str) -> str:
-    for line in _text("/proc/self/status").splitlines():
-        if line.startswith(f"{name}:"):
-            return line.partition(":")[2].strip()
-    return ""
 
 
 def _number(path: str) -> int | None:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -151,22 +152,13 @@ def probe(target: Target, token: bytes, limit_s: float) -> Probe:
 def all_at_once(work: Callable[[T], R], things: Sequence[T], *, most: int) -> list[R]:
     """Return the results in order, made in at most so many threads.
 
-    Blocks until all are there: each needs a deadline of its own, and must not raise.
+    Blocks until all are there: each needs a deadline of its own. Raises what one of them raises.
     """
-    turns = iter(enumerate(things))  # next() of it is atomic
-    results: dict[int, R] = {}
-
-    def take_turns() -> None:
-        for number, thing in turns:
-            results[number] = work(thing)
-
-    # No ThreadPoolExecutor: at the interpreter's end that waits for its threads, also for one that hangs.
-    threads = [threading.Thread(target=take_turns, daemon=True) for _ in range(min(most, len(things)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[number] for number in range(len(things))]
+    pool = ThreadPoolExecutor(most)
+    try:
+        return list(pool.map(work, things))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # whoever is interrupted does not wait for one that hangs
 
 
 def _echo(connection: socket.socket, data: bytes, deadline: float) -> None:

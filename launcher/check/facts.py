@@ -77,7 +77,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts(Packages, Driver):
-    """All that is asked of a host without the others; `offered` is what its agent would tell a run.
+    """All that is asked of a host without the others; `offered` is what its agent would report to a run.
 
     `machine` is the same for two names of one machine. `code` and `script` are beginnings of SHA-256 sums, of dtrain's
     own files and of the script. `workdir_mark` is the same where the working directory is the same folder on shared

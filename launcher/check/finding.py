@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 from launcher.check.facts import HostFacts
 from launcher.check.link import Clock
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import HostOffer
 from launcher.protocol import Hello
 
-__all__ = ["Examined", "Finding", "Severity", "fix_in", "merged", "most_common", "on_host", "size"]
+__all__ = ["Examined", "Finding", "Severity", "fix_in", "grouped", "merged", "most_common"]
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Severity(Enum):
@@ -58,6 +59,7 @@ class Examined:
     greeting: Hello | None = None
     facts: HostFacts | None = None
     clock: Clock | None = None
+    ssh_config: Path | None = None
 
     @property
     def name(self) -> str:
@@ -81,43 +83,53 @@ class Examined:
         count = len(self.offer.gpus)
         return f"{count} {' and '.join(names)}".strip() if count else ""
 
-    def says(self, spec: JobSpec) -> Callable[..., Finding]:
-        """Return what makes findings of this host alone; `command` is what mends it when it is run there."""
+    def finding(self, severity: Severity, kind: str, message: str, command: str = "", *, fix: str = "") -> Finding:
+        """Return a finding of this host alone; `command` is what mends it when it is run there."""
+        return Finding(severity, kind, (self.name,), message, self.on_host(command) if command else fix)
 
-        def finding(severity: Severity, kind: str, message: str, command: str = "", *, fix: str = "") -> Finding:
-            return Finding(severity, kind, (self.name,), message, on_host(spec, self.host)(command) if command else fix)
+    def on_host(self, command: str) -> str:
+        """Return what to type here to run a command on the host."""
+        if self.host.kind is HostKind.SSH:
+            return f"ssh {self._ssh_options('-p')}{self._ssh_name} {shlex.quote(command)}"
+        if self.host.kind is HostKind.SRUN:
+            return f"srun --overlap --nodes=1 --ntasks=1 --nodelist={{host}} sh -c {shlex.quote(command)}"
+        return command
 
-        return finding
+    def copy(self, file: Path) -> str:
+        """Return what to type here to copy a file to the same place on the host; for this machine, what shows it."""
+        path = shlex.quote(str(file))
+        return f"scp {self._ssh_options('-P')}{path} {self._ssh_name}:{path}" if self.host.remote else f"ls -l {path}"
+
+    def _ssh_options(self, port_option: str) -> str:
+        config = "" if self.ssh_config is None else f"-F {shlex.quote(str(self.ssh_config))} "
+        return config + (f"{port_option} {self.host.port} " if self.host.port else "")
+
+    @property
+    def _ssh_name(self) -> str:
+        return f"{self.host.user}@{{host}}" if self.host.user else "{host}"
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings with those that say the same of several hosts as one; errors first."""
-    together: dict[tuple[Severity, str, str, str], list[str]] = {}
-    for finding in findings:
-        together.setdefault((finding.severity, finding.kind, finding.message, finding.fix), []).extend(finding.hosts)
+    same = grouped(findings, lambda finding: replace(finding, hosts=()))
     made = [
-        Finding(severity, kind, tuple(dict.fromkeys(hosts)), message, fix)
-        for (severity, kind, message, fix), hosts in together.items()
+        replace(finding, hosts=tuple(dict.fromkeys(name for one in each for name in one.hosts)))
+        for finding, each in same.items()
     ]
-    order = list(Severity)
-    return sorted(made, key=lambda finding: order.index(finding.severity))
+    return sorted(made, key=lambda finding: list(Severity).index(finding.severity))
 
 
-def most_common(values: Mapping[str, T]) -> T:
+def grouped(things: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the things by their keys, in their order."""
+    groups: dict[K, list[T]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
+
+
+def most_common(values: Iterable[str]) -> str:
     """Return the value that most have; of several such, the first one's."""
-    return Counter(values.values()).most_common(1)[0][0]
-
-
-def on_host(spec: JobSpec, host: Host) -> Callable[[str], str]:
-    """Return what makes of a command one that does the same on that host, to be typed here."""
-    config = "" if spec.ssh.config is None else f"-F {shlex.quote(str(spec.ssh.config))} "
-    if host.kind is HostKind.SSH:
-        where = f"{host.user}@{{host}}" if host.user else "{host}"
-        port = f"-p {host.port} " if host.port else ""
-        return lambda command: f"ssh {config}{port}{where} {shlex.quote(command)}"
-    if host.kind is HostKind.SRUN:
-        return lambda command: f"srun --overlap --nodes=1 --ntasks=1 --nodelist={{host}} sh -c {shlex.quote(command)}"
-    return lambda command: command
+    return Counter(values).most_common(1)[0][0]
 
 
 def fix_in(reason: str) -> tuple[str, str]:
@@ -129,16 +141,5 @@ def fix_in(reason: str) -> tuple[str, str]:
     found = re.search(r"\b(?:[Tt]ry|by|there|it): (\S.*)$", reason)
     if found is None:
         return reason, ""
-    said = reason[: found.start(1)].rstrip(": ")
-    return re.sub(r"[;,]? [Tt]ry$", "", said), re.sub(r" +\(or .*\)$", "", found[1])
-
-
-def size(bytes_: float) -> str:
-    """Write a number of bytes: `1.5 GB`."""
-    power = 0
-    while bytes_ >= 1024 and power < len(_UNITS) - 1:
-        bytes_, power = bytes_ / 1024, power + 1
-    return f"{bytes_:.0f} {_UNITS[power]}" if bytes_ >= 10 or power == 0 else f"{bytes_:.1f} {_UNITS[power]}"
-
-
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+    text = reason[: found.start(1)].rstrip(": ")
+    return re.sub(r"[;,]? [Tt]ry$", "", text), re.sub(r" +\(or .*\)$", "", found[1])

@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from launcher import __version__
 from launcher.check.facts import Gpu, HostFacts
-from launcher.check.finding import Examined, Finding, Severity, fix_in, most_common, on_host, size
+from launcher.check.finding import Examined, Finding, Severity, fix_in, grouped, most_common
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
+from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place
 
 __all__ = ["host_findings"]
 
 CLOCK_S = 1.0
-_TWICE = "they are one machine, whose GPUs would be handed out twice; name it once"
 LEAST = 4096  # open files, and processes
 SHM_BYTES = 64 << 20  # what a container has by default, with which DataLoader's workers die
 DISK_BYTES, DISK_SHARE = 1 << 30, 0.05
@@ -41,52 +43,46 @@ def host_findings(
     for one in examined:
         if one.facts is None:
             message, fix = fix_in(one.problem)
-            fix = _install(spec, one) or fix or on_host(spec, one.host)("true")
-            yield one.says(spec)(_ERROR, "unusable", message, fix=fix)
+            if any(words in one.problem for words in ("has no dtrain", "has dtrain", "older dtrain")):
+                fix = one.on_host(f"{spec.python} -m pip install dtrain=={__version__}")
+            yield one.finding(_ERROR, "unusable", message, fix=fix or one.on_host("true"))
             continue
         there.append(one)
         yield from _versions(spec, one, code_here)
         yield from _can_start(spec, one)
-        yield from _resources(spec, one)
+        yield from _resources(one)
         yield from _gpus(spec, one)
     yield from _differences(spec, there)
     yield from _scripts(spec, there, script_here)
-    yield from _machines(there)
+    yield from _one_machine(there)
+    yield from _shared_folder(there)
 
 
 # ---- one host ------------------------------------------------------------------------------------------------
 
 
-def _install(spec: JobSpec, one: Examined) -> str:
-    """Return what installs dtrain where an examiner did not start for want of it."""
-    if any(word in one.problem for word in ("has no dtrain", "has dtrain", "older dtrain")):
-        return on_host(spec, one.host)(f"{spec.python} -m pip install dtrain=={__version__}")
-    return ""
-
-
 def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]:
-    greeting, facts, finding = one.greeting, one.known, one.says(spec)
+    greeting, facts = one.greeting, one.known
     assert greeting is not None
     install = f"{spec.python} -m pip install"
     if (problem := mismatch(spec, greeting)) is not None:
-        yield finding(_ERROR, "versions", *fix_in(problem))
+        yield one.finding(_ERROR, "versions", *fix_in(problem))
     elif facts.code != code_here:
         message = f"dtrain is the same version, but other code ({facts.code}, here {code_here})"
-        yield finding(_WARNING, "dtrain-code", message, f"{install} --force-reinstall dtrain=={facts.dtrain}")
+        yield one.finding(_WARNING, "dtrain-code", message, f"{install} --force-reinstall dtrain=={facts.dtrain}")
     if facts.torch is None:
-        yield finding(_ERROR, "torch-missing", f"{facts.executable} has no torch", f"{install} torch")
+        yield one.finding(_ERROR, "torch-missing", f"{facts.executable} has no torch", f"{install} torch")
 
 
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Say what the host itself has found missing, and whether the workers fit there."""
-    finding = one.says(spec)
     for problem in one.known.offered.problems:
         message, fix = fix_in(problem)
         if "the working directory" in problem:
-            fix = on_host(spec, one.host)(f"mkdir -p {shlex.quote(str(spec.workdir))}")
+            fix = one.on_host(f"mkdir -p {shlex.quote(str(spec.workdir))}")
         elif "the script" in problem:
-            fix = _copy(spec, one)
-        yield finding(_ERROR, "cannot-start", message, fix=fix)
+            fix = one.copy(_script(spec))
+        yield one.finding(_ERROR, "cannot-start", message, fix=fix)
     try:
         place(
             [one.offer],
@@ -98,89 +94,78 @@ def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
         )
     except PlacementError as error:
         look = "ulimit -a" if "too many for" in str(error) else "nvidia-smi -L"
-        yield finding(_ERROR, "placement", str(error).removeprefix(f"{one.name}: "), look)
+        yield one.finding(_ERROR, "placement", str(error).removeprefix(f"{one.name}: "), look)
 
 
-def _copy(spec: JobSpec, one: Examined) -> str:
-    """Return what copies the script to a host."""
-    script = shlex.quote(str(spec.workdir / spec.command.target))
-    if not one.host.remote:
-        return f"ls -l {script}"
-    config = "" if spec.ssh.config is None else f"-F {shlex.quote(str(spec.ssh.config))} "
-    port = f"-P {one.host.port} " if one.host.port else ""
-    user = f"{one.host.user}@" if one.host.user else ""
-    return f"scp {config}{port}{script} {user}{{host}}:{script}"
-
-
-def _resources(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    facts, finding = one.known, one.says(spec)
+def _resources(one: Examined) -> Iterator[Finding]:
+    facts = one.known
     limits = {limit.name: limit.hard for limit in facts.limits}
     for kind, what in (("nofile", "open files"), ("nproc", "processes")):
         if 0 <= limits.get(kind, -1) < LEAST:
             message = f"its limit of {what} is {limits[kind]}; DataLoader and NCCL want {LEAST} or more"
             raised = f"echo '* hard {kind} {16 * LEAST}' | sudo tee /etc/security/limits.d/dtrain.conf"
-            yield finding(_WARNING, f"limit-{kind}", message, raised)
+            yield one.finding(_WARNING, f"limit-{kind}", message, raised)
     for disk in facts.disks:
         free, total = size(disk.free_bytes), size(disk.total_bytes)
         if disk.what == "/dev/shm":
             if disk.total_bytes <= SHM_BYTES:
                 message = f"/dev/shm has {total}; DataLoader's workers need more (in docker: --shm-size)"
-                yield finding(_WARNING, "shm", message, "sudo mount -o remount,size=50% /dev/shm")
+                yield one.finding(_WARNING, "shm", message, "sudo mount -o remount,size=50% /dev/shm")
             elif disk.free_bytes < SHM_BYTES:
-                yield finding(_WARNING, "shm", f"/dev/shm is full: {free} of {total} are free", "ls -lS /dev/shm")
+                yield one.finding(_WARNING, "shm", f"/dev/shm is full: {free} of {total} are free", "ls -lS /dev/shm")
         elif disk.free_bytes < max(min(DISK_BYTES, DISK_SHARE * disk.total_bytes), DISK_BYTES / 10):
             look = f"du -xh --max-depth=1 {shlex.quote(disk.path)}"
-            yield finding(_WARNING, "disk", f"{disk.path} ({disk.what}) has {free} of {total} free", look)
+            yield one.finding(_WARNING, "disk", f"{disk.path} ({disk.what}) has {free} of {total} free", look)
     if facts.memory_free_bytes < MEMORY_SHARE * facts.memory_bytes:
         message = f"of its memory {size(facts.memory_free_bytes)} of {size(facts.memory_bytes)} are free"
-        yield finding(_WARNING, "memory", message, "ps -eo pid,user,rss,comm --sort=-rss | head")
+        yield one.finding(_WARNING, "memory", message, "ps -eo pid,user,rss,comm --sort=-rss | head")
     if facts.load > BUSY * facts.cpu_count:
         message = f"its processors are busy: a load of {facts.load:.0f} on {facts.cpu_count}"
-        yield finding(_NOTE, "load", message, "ps -eo pid,user,pcpu,comm --sort=-pcpu | head")
+        yield one.finding(_NOTE, "load", message, "ps -eo pid,user,pcpu,comm --sort=-pcpu | head")
     clock = one.clock
     if clock is not None and abs(clock.offset_s) - clock.uncertainty_s > CLOCK_S:
         ahead = "ahead of" if clock.offset_s > 0 else "behind"
-        yield finding(
+        yield one.finding(
             _WARNING, "clock", f"its clock is {abs(clock.offset_s):.1f} s {ahead} ours", "sudo chronyc makestep"
         )
 
 
 def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Yield what is to be said of the cards that a run would hand out; of lost ones unless the list leaves them out."""
-    facts, finding = one.known, one.says(spec)
+    facts = one.known
     for gpu in facts.gpus:
         which = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.lost:
             severity = _NOTE if facts.gpus_inherited else _ERROR
             message = f"{which} cannot be used: {gpu.lost}; a run would go without it"
-            yield finding(severity, "gpu-lost", message, "sudo dmesg | grep -i xid")
+            yield one.finding(severity, "gpu-lost", message, "sudo dmesg | grep -i xid")
         elif not _handed_out(gpu, one.offer.gpus):
             continue
         elif gpu.ecc_errors or gpu.pending:
             found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
             reset = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            yield finding(_ERROR, "gpu-memory", f"{which}: {found}", reset)
+            yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", reset)
         elif busy := _gpu_use(gpu):
             pid = gpu.processes[0].split()[1] if gpu.processes else ""
             look = f"ps -fp {shlex.quote(pid)}" if pid else f"nvidia-smi -i {gpu.index}"
-            yield finding(_WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
+            yield one.finding(_WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
     if any(gpu.persistence is False for gpu in facts.gpus):
         message = "persistence mode is off: the first use of a GPU takes seconds"
-        yield finding(_NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")
+        yield one.finding(_NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")
     # Within a major version of CUDA an older driver will do.
     install, torch, driver = f"{spec.python} -m pip install --force-reinstall", facts.torch, facts.driver_cuda
     if not facts.gpus or torch is None:
         return
     if facts.torch_cuda is None:
         message = f"it has GPUs, but torch {torch} is built without CUDA"
-        yield finding(_WARNING, "torch-without-cuda", message, f"{install} torch=={torch.partition('+')[0]}")
+        yield one.finding(_WARNING, "torch-without-cuda", message, f"{install} torch=={torch.partition('+')[0]}")
     elif driver and _major(facts.torch_cuda) > _major(driver):
         message = (
             f"torch {torch} needs CUDA {facts.torch_cuda}, the driver {facts.driver} knows up to {driver}; "
             f"install a newer driver, or a torch for CUDA {driver}"
         )
         index = f"https://download.pytorch.org/whl/cu{driver.replace('.', '')}"
-        yield finding(_ERROR, "driver-too-old", message, f"{install} torch --index-url {index}")
+        yield one.finding(_ERROR, "driver-too-old", message, f"{install} torch --index-url {index}")
 
 
 def _major(version: str) -> int:
@@ -194,15 +179,15 @@ def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
 
 
 def _gpu_use(gpu: Gpu) -> str:
-    said = []
+    use = []
     if gpu.processes:
         more = len(gpu.processes) - _PRINTED
-        said.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
+        use.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
     if gpu.used_bytes is not None and gpu.memory_bytes and (gpu.processes or gpu.used_bytes > GPU_BYTES):
-        said.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
+        use.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
     if gpu.busy_percent is not None and gpu.busy_percent >= GPU_PERCENT:
-        said.append(f"{gpu.busy_percent} % busy")
-    return "; ".join(said)
+        use.append(f"{gpu.busy_percent} % busy")
+    return "; ".join(use)
 
 
 # ---- between hosts -------------------------------------------------------------------------------------------
@@ -211,57 +196,64 @@ def _gpu_use(gpu: Gpu) -> str:
 def _differences(spec: JobSpec, there: Sequence[Examined]) -> Iterator[Finding]:
     if len(there) < 2:
         return
-    for kind, what, value, severity_of in _COMPARED:
-        alike: dict[str, list[Examined]] = {}
-        for one in there:
-            alike.setdefault(value(one), []).append(one)
-        usual = max(alike, key=lambda found: len(alike[found]))
+    for compared in _COMPARED:
+        alike = grouped(there, compared.value)
+        usual = max(alike, key=lambda value: len(alike[value]))
+        example = alike[usual][0]
         for found, odd in alike.items():
             if found != usual:
                 names = fold([one.name for one in alike[usual]])
-                message = f"{what}: {found or 'none'}, but {usual or 'none'} on {names}"
-                fix = on_host(spec, odd[0].host)(_make_equal(spec, kind, alike[usual][0].known))
-                yield Finding(severity_of(found, usual), kind, tuple(one.name for one in odd), message, fix)
+                message = f"{compared.what}: {found or 'none'}, but {usual or 'none'} on {names}"
+                fix = odd[0].on_host(compared.mend or _install_as(spec, example.known, compared.package))
+                hosts = tuple(one.name for one in odd)
+                yield Finding(compared.severity_of(found, usual), compared.kind, hosts, message, fix)
 
 
-def _make_equal(spec: JobSpec, kind: str, example: HostFacts) -> str:
-    """Return what gives a host what another one has, or shows what it has where that is no single command."""
-    package, version = {"numpy": ("numpy", example.numpy)}.get(kind, ("torch", example.torch))  # NCCL comes with it
-    if kind in _SHOWN_BY or version is None:
-        return _SHOWN_BY.get(kind, f"{spec.python} --version")
+def _install_as(spec: JobSpec, example: HostFacts, package: str) -> str:
+    """Return what installs a package as another host has it, or shows whose packages these are if that has none."""
+    version = example.numpy if package == "numpy" else example.torch
+    if version is None:
+        return f"{spec.python} --version"
     release, _, build = version.partition("+")
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     return f"{spec.python} -m pip install {package}=={release}{index}"
 
 
-_SHOWN_BY = {
-    "driver": "nvidia-smi",
-    "gpus": "nvidia-smi -L",
-    "cores": "nproc",
-    "system": "cat /etc/os-release",
-    "python-patch": "python3 --version",
-}
+@dataclass(frozen=True)
+class _Compared:
+    """What should be equal on all hosts.
+
+    `release`: a version of which so many first parts are equal is a matter for `otherwise`; 0: any difference counts.
+    `mend` is a command, which may only show the value; without it, `package` is installed.
+    """
+
+    kind: str
+    what: str
+    value: Callable[[Examined], str]
+    severity: Severity
+    release: int = 0
+    otherwise: Severity = _NOTE
+    mend: str = ""
+    package: str = "torch"
+
+    def severity_of(self, found: str, usual: str) -> Severity:
+        one, other = (re.split(r"[.+]", version)[: self.release] for version in (found, usual))
+        return self.otherwise if self.release and one == other else self.severity
 
 
-def _release(version: str, parts: int) -> list[str]:
-    return re.split(r"[.+]", version)[:parts]
-
-
-def _differ_in(parts: int, severity: Severity, otherwise: Severity) -> Callable[[str, str], Severity]:
-    return lambda one, other: severity if _release(one, parts) != _release(other, parts) else otherwise
-
-
-_COMPARED: tuple[tuple[str, str, Callable[[Examined], str], Callable[[str, str], Severity]], ...] = (
-    ("torch", "torch", lambda one: one.known.torch or "", _differ_in(2, _ERROR, _WARNING)),
-    ("torch-cuda", "torch's CUDA", lambda one: one.known.torch_cuda or "", lambda *_: _WARNING),
-    ("nccl", "NCCL", lambda one: one.known.nccl or "", lambda *_: _ERROR),
-    ("driver", "CUDA driver", lambda one: one.known.driver or "", _differ_in(1, _WARNING, _NOTE)),
-    ("python-patch", "Python", lambda one: one.known.python, _differ_in(2, _NOTE, _NOTE)),
-    ("numpy", "numpy", lambda one: one.known.numpy or "", _differ_in(1, _WARNING, _NOTE)),
-    ("gpus", "GPUs", lambda one: one.gpus, lambda *_: _WARNING),
-    ("cores", "processors that may be busy", lambda one: str(one.known.offered.cpu_limit), lambda *_: _NOTE),
-    ("system", "system", lambda one: one.known.system, lambda *_: _NOTE),
-)  # fmt: skip
+_COMPARED = (
+    _Compared("torch", "torch", lambda one: one.known.torch or "", _ERROR, release=2, otherwise=_WARNING),
+    _Compared("torch-cuda", "torch's CUDA", lambda one: one.known.torch_cuda or "", _WARNING),
+    _Compared("nccl", "NCCL", lambda one: one.known.nccl or "", _ERROR),  # it comes with torch
+    _Compared("driver", "CUDA driver", lambda one: one.known.driver or "", _WARNING, release=1, mend="nvidia-smi"),
+    _Compared("python-patch", "Python", lambda one: one.known.python, _NOTE, mend="python3 --version"),
+    _Compared("numpy", "numpy", lambda one: one.known.numpy or "", _WARNING, release=1, package="numpy"),
+    _Compared("gpus", "GPUs", lambda one: one.gpus, _WARNING, mend="nvidia-smi -L"),
+    _Compared(
+        "cores", "processors that may be busy", lambda one: str(one.known.offered.cpu_limit), _NOTE, mend="nproc"
+    ),
+    _Compared("system", "system", lambda one: one.known.system, _NOTE, mend="cat /etc/os-release"),
+)
 
 
 def _scripts(spec: JobSpec, there: Sequence[Examined], script_here: str | None) -> Iterator[Finding]:
@@ -269,32 +261,35 @@ def _scripts(spec: JobSpec, there: Sequence[Examined], script_here: str | None) 
     digests = {one.name: one.known.script for one in there if one.known.script}
     if not digests:
         return
-    right = script_here or most_common(digests)
+    right = script_here or most_common(digests.values())
     where = "the one here" if script_here else "most hosts'"
     for one in there:
         if (found := digests.get(one.name, right)) != right:
             message = f"the script {spec.command.target} is another file than {where} (SHA-256 {found}, not {right})"
-            yield one.says(spec)(_ERROR, "script", message, fix=_copy(spec, one))
+            yield one.finding(_ERROR, "script", message, fix=one.copy(_script(spec)))
 
 
-def _machines(there: Sequence[Examined]) -> Iterator[Finding]:
-    """Find names of one machine, and users who share a folder but not its files."""
-    by_machine: dict[str, list[Examined]] = {}
-    by_folder: dict[str, list[Examined]] = {}
-    for one in there:
-        if one.host.parts == 1:
-            by_machine.setdefault(one.known.machine, []).append(one)
-        by_folder.setdefault(one.known.workdir_mark, []).append(one)
-    for same in by_machine.values():
+def _script(spec: JobSpec) -> Path:
+    return spec.workdir / spec.command.target
+
+
+def _one_machine(there: Sequence[Examined]) -> Iterator[Finding]:
+    """Find hosts that are names of one machine."""
+    for same in grouped((one for one in there if one.host.parts == 1), lambda one: one.known.machine).values():
         names = tuple(one.name for one in same)
         if len(same) > 1 and set.intersection(*(set(one.offer.gpus) for one in same)):
-            yield Finding(_WARNING, "same-machine", names, _TWICE, "hostname")
+            message = "they are one machine, whose GPUs would be handed out twice; name it once"
+            yield Finding(_WARNING, "same-machine", names, message, "hostname")
         elif len(same) > 1:
             yield Finding(_NOTE, "same-machine", names, "they are one machine")
-    for mark, sharing in by_folder.items():
-        users = {one.name: f"{one.known.user} ({one.known.uid})" for one in sharing}
+
+
+def _shared_folder(there: Sequence[Examined]) -> Iterator[Finding]:
+    """Find users who share the working directory but not its files."""
+    for mark, sharing in grouped(there, lambda one: one.known.workdir_mark).items():
         if mark and len({one.known.uid for one in sharing}) > 1:
-            usual = most_common(users)
+            users = {one.name: f"{one.known.user} ({one.known.uid})" for one in sharing}
+            usual = most_common(users.values())
             odd = tuple(name for name, user in users.items() if user != usual)
             message = f"the user is {users[odd[0]]}, elsewhere {usual}, and the working directory is shared"
             yield Finding(_WARNING, "user", odd, message, "id")

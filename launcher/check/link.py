@@ -62,12 +62,12 @@ class HostLink:
             raise HostError(self.host.name, reason)
         if not isinstance(greeting, Hello):
             raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
-        self._tell(PREAMBLE)
+        self._send(PREAMBLE)
         return greeting
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
         """Return the answer as JSON has it. Raises HostError."""
-        self._tell(encode(Question(ask, about)))
+        self._send(encode(Question(ask, about)))
         answer = self._next(deadline)
         if not isinstance(answer, Answer):
             raise HostError(self.host.name, "the connection closed before all was answered")
@@ -85,20 +85,15 @@ class HostLink:
             clocks.append(Clock(theirs - (asked + took_s / 2), took_s / 2, took_s))
         return min(clocks, key=lambda clock: clock.round_trip_s)
 
-    def end(self) -> None:
-        """End the examiner's input, by which it ends."""
+    def close(self) -> None:
+        """End the examiner, by its input, and release everything. Any thread may call it, more than once."""
+        self._closed = True
         if self._stream is not None:
             with contextlib.suppress(StreamError):  # it has ended
                 self._stream.end()
-
-    def close(self) -> None:
-        """End it and release everything. Any thread may call it, more than once."""
-        self._closed = True
-        self.end()
-        if self._stream is not None:
             self._stream.finish(FINISH_S)
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._stream is not None
         try:
             self._stream.write(data)

@@ -5,7 +5,6 @@ Pure. The JSON's schema is `format` 1; fields may be added under the same number
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,11 +13,10 @@ from typing import Any
 from launcher import __version__
 from launcher.check.allreduce import Measured
 from launcher.check.facts import Probe
-from launcher.check.finding import Examined, Finding, Severity, most_common, size
+from launcher.check.finding import Examined, Finding, Severity, grouped, most_common
 from launcher.check.pairs import MOST, summary
 from launcher.hosts.folding import fold
-from launcher.output.console import printable
-from launcher.placement.job_spec import JobSpec
+from launcher.output.text import count, printable, size, table
 
 __all__ = ["Report", "report_as_json", "report_as_text"]
 
@@ -29,9 +27,8 @@ SAME = 5  # findings of one kind
 
 @dataclass(frozen=True)
 class Report:
-    """Everything there is to tell. `starts`: whether a run would start and be right, as far as that can be seen."""
+    """Everything there is to print. `starts`: whether a run would start and be right, as far as that can be seen."""
 
-    spec: JobSpec
     examined: tuple[Examined, ...]
     ways: tuple[Probe, ...]
     findings: tuple[Finding, ...]
@@ -45,38 +42,32 @@ class Report:
 def report_as_json(report: Report) -> str:
     """Return the whole report.
 
-    `hosts[]`: name, kind, problem, facts (check_facts.HostFacts) and clock, null where the host could not be examined.
+    `hosts[]`: name, kind, problem, facts (facts.HostFacts) and clock, null where the host could not be examined.
     `network`: a summary, and `pairs[]` with from, to, port, problem (empty: it works), round_trip_s, interface, mtu.
     `allreduce`: null where it was not tried; figures.sizes[] have bytes, median_s, algorithm_mb_s, bus_mb_s.
     `findings[]`: severity (error, warning, note), kind (a word), hosts, message, fixes (commands to type here).
     """
-    return (
-        json.dumps(
+    content = {
+        "format": FORMAT,
+        "dtrain": __version__,
+        "starts": report.starts,
+        "examined_s": round(report.examined_s, 3),
+        "took_s": round(report.took_s, 3),
+        "hosts": [_host(one) for one in report.examined],
+        "network": {**asdict(summary(report.ways)), "pairs": [_pair(way) for way in report.ways]},
+        "allreduce": None if report.measured is None else asdict(report.measured),
+        "findings": [
             {
-                "format": FORMAT,
-                "dtrain": __version__,
-                "starts": report.starts,
-                "examined_s": round(report.examined_s, 3),
-                "took_s": round(report.took_s, 3),
-                "hosts": [_host(one) for one in report.examined],
-                "network": {
-                    **asdict(summary(report.ways)),
-                    "pairs": [_pair(way) for way in report.ways],
-                },
-                "allreduce": None if report.measured is None else asdict(report.measured),
-                "findings": [
-                    {
-                        **{name: value for name, value in vars(finding).items() if name != "fix"},
-                        "severity": finding.severity.value,
-                        "fixes": finding.fixes,
-                    }
-                    for finding in report.findings
-                ],
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+                "severity": finding.severity.value,
+                "kind": finding.kind,
+                "hosts": finding.hosts,
+                "message": finding.message,
+                "fixes": finding.fixes,
+            }
+            for finding in report.findings
+        ],
+    }
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _pair(way: Probe) -> dict[str, Any]:
@@ -108,79 +99,63 @@ _OFFERED = ("gpu_variable", "gpus_verified", "slots", "room", "room_limit", "cor
 
 
 def report_as_text(report: Report) -> str:
-    lines = _table(report.examined)
-    lines += [line for line in (_network(report), _clocks(report.examined), _allreduce(report)) if line]
-    lines += _findings(report.findings)
-    lines.append(_verdict(report))
+    figures = [line for line in (_network(report), _clocks(report.examined), _allreduce(report)) if line]
+    lines = [*_table(report.examined), *figures, *_findings(report.findings), _verdict(report)]
     return "\n".join(lines) + "\n"
-
-
-_COLUMNS = ("hosts", "Python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "memory", "script", "dtrain")
-
-
-def _row(one: Examined) -> tuple[str, ...]:
-    facts = one.known
-    return (
-        facts.python,
-        facts.torch or "none",
-        facts.torch_cuda or "-",
-        facts.nccl or "-",
-        facts.driver or "-",
-        one.gpus or "-",
-        str(facts.offered.cpu_limit),
-        size(facts.memory_bytes),
-        facts.script[:7] if facts.script else "-",
-        f"{facts.dtrain} {facts.code[:7]}",
-    )
 
 
 def _table(examined: Sequence[Examined]) -> list[str]:
     """Return a row for all hosts that are equal; what is not as on most hosts is marked."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = {one.host.name: _row(one) for one in examined if one.facts is not None}
-    if not rows:
+    values = {one.name: _values(one) for one in examined if one.facts is not None}
+    if not values:
         return []
-    usual = [most_common({name: row[place] for name, row in rows.items()}) for place in range(len(_COLUMNS) - 1)]
-    together: dict[tuple[str, ...], list[str]] = {}
-    for name, row in rows.items():
-        together.setdefault(row, []).append(name)
-    shown = [0, 1, *(place for place in range(2, len(_COLUMNS) - 1) if {row[place] for row in together} != {"-"})]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("hosts", *(_COLUMNS[1 + place] for place in shown)):
-        table.add_column(column, overflow="fold")
-    for row, names in together.items():
-        cells = [row[place] + ("" if row[place] == usual[place] else " *") for place in shown]
-        table.add_row(printable(fold(names)), *map(printable, cells))
-    text = io.StringIO()
-    Console(file=text, width=110, highlight=False, markup=False).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
-    return [*lines, "* not as on most hosts"] if len(together) > 1 else lines
+    alike = grouped(values, lambda name: tuple(values[name].values()))
+    rows = [{"hosts": fold(names)} for names in alike.values()]
+    for column in next(iter(values.values())):
+        usual = most_common(each[column] for each in values.values())
+        found = [values[names[0]][column] for names in alike.values()]
+        if set(found) != {"-"}:
+            for row, value in zip(rows, found, strict=True):
+                row[column] = value if value == usual else f"{value} *"
+    return [*table(rows), *(["* not as on most hosts"] if len(rows) > 1 else [])]
+
+
+def _values(one: Examined) -> dict[str, str]:
+    facts = one.known
+    return {
+        "Python": facts.python,
+        "torch": facts.torch or "none",
+        "CUDA": facts.torch_cuda or "-",
+        "NCCL": facts.nccl or "-",
+        "driver": facts.driver or "-",
+        "GPUs": one.gpus or "-",
+        "cores": str(facts.offered.cpu_limit),
+        "memory": size(facts.memory_bytes),
+        "script": facts.script[:7] if facts.script else "-",
+        "dtrain": f"{facts.dtrain} {facts.code[:7]}",
+    }
 
 
 def _network(report: Report) -> str:
     found = summary(report.ways)
     if not found.ways:
         return ""
-    said = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
+    text = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
     if len(report.examined) > MOST + 1:
-        said += f"; each host tried {MOST} others"
+        text += f"; each host tried {MOST} others"
     if found.median_s is not None and found.most_s is not None and found.slowest is not None:
-        said += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
-        said += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
-        said += f" ({found.slowest[0]} > {found.slowest[1]})"
-    return printable(said)
+        text += f" ({', '.join(found.interfaces)}, MTU {', '.join(map(str, found.mtus))})"
+        text += f"; a round trip takes {_time(found.median_s)}, at most {_time(found.most_s)}"
+        text += f" ({found.slowest[0]} > {found.slowest[1]})"
+    return printable(text)
 
 
 def _clocks(examined: Sequence[Examined]) -> str:
-    clocks = {one.host.name: one.clock for one in examined if one.clock is not None and one.host.remote}
+    clocks = [(one.clock, one.name) for one in examined if one.clock is not None and one.host.remote]
     if not clocks:
         return ""
-    worst = max(clocks, key=lambda name: abs(clocks[name].offset_s))
-    clock = clocks[worst]
-    return f"clocks: within {_time(abs(clock.offset_s) + clock.uncertainty_s)} of ours ({worst})"
+    clock, name = max(clocks, key=lambda found: abs(found[0].offset_s))
+    return f"clocks: within {_time(abs(clock.offset_s) + clock.uncertainty_s)} of ours ({name})"
 
 
 def _allreduce(report: Report) -> str:
@@ -194,7 +169,7 @@ def _allreduce(report: Report) -> str:
     if measured.figures["ranks"] == 1:
         return f"all-reduce ({measured.backend}): works; with one rank alone there is nothing to measure"
     return (
-        f"all-reduce ({measured.backend}, {measured.figures['ranks']} ranks on {_hosts(measured.hosts)}): "
+        f"all-reduce ({measured.backend}, {measured.figures['ranks']} ranks on {count(measured.hosts, 'host')}): "
         f"{size(small['bytes'])} in {_time(small['median_s'])}; {size(large['bytes'])} in {_time(large['median_s'])}, "
         f"{_rate(large['algorithm_mb_s'])}, bus {_rate(large['bus_mb_s'])}"
     )
@@ -203,15 +178,12 @@ def _allreduce(report: Report) -> str:
 def _findings(findings: Sequence[Finding]) -> list[str]:
     """Return the findings, of each kind the first few."""
     lines: list[str] = []
-    of_kind: dict[tuple[Severity, str], list[Finding]] = {}
-    for finding in findings:
-        of_kind.setdefault((finding.severity, finding.kind), []).append(finding)
-    for (severity, kind), same in of_kind.items():
+    for (severity, kind), same in grouped(findings, lambda finding: (finding.severity, finding.kind)).items():
         for finding in same[:SAME]:
             lines += _finding(finding)
         if rest := same[SAME:]:
-            hosts = list(dict.fromkeys(name for finding in rest for name in finding.hosts))
-            lines.append(printable(f"{severity.value}: {fold(hosts)}: the like ({kind}); --json has all of it"))
+            hosts = dict.fromkeys(name for finding in rest for name in finding.hosts)
+            lines.append(printable(f"{severity.value}: {fold([*hosts])}: the like ({kind}); --json has all of it"))
     return lines
 
 
@@ -222,30 +194,26 @@ def _finding(finding: Finding) -> list[str]:
     fixes = finding.fixes
     lines += [f"    fix: {printable(fix)}" for fix in fixes[:FIXES]]
     if len(fixes) > FIXES:
-        lines.append(f"    (and the same for {_hosts(len(fixes) - FIXES)} more)")
+        lines.append(f"    (and the same for {count(len(fixes) - FIXES, 'host')} more)")
     return lines
 
 
 def _verdict(report: Report) -> str:
-    counts = {severity: sum(f.severity is severity for f in report.findings) for severity in Severity}
-    found = [f"{count} {severity.value}{'s' * (count > 1)}" for severity, count in counts.items() if count]
-    well = "a run would start" if report.starts else "a run would not start, or would be wrong"
-    if report.starts and counts[Severity.ERROR]:
-        bad = {name for f in report.findings if f.severity is Severity.ERROR for name in f.hosts}
-        well += f" without {fold(sorted(bad))}"
-    said = f"{well}: {', '.join(found)}" if found else f"{well}; nothing was found"
-    parts = f"{_hosts(len(report.examined))} examined in {report.examined_s:.1f} s"
+    of_severity = grouped(report.findings, lambda finding: finding.severity)
+    found = [count(len(same), severity.value) for severity, same in of_severity.items()]
+    answer = "a run would start" if report.starts else "a run would not start, or would be wrong"
+    if report.starts and Severity.ERROR in of_severity:
+        bad = {name for finding in of_severity[Severity.ERROR] for name in finding.hosts}
+        answer += f" without {fold(sorted(bad))}"
+    text = f"{answer}: {', '.join(found)}" if found else f"{answer}; nothing was found"
+    parts = f"{count(len(report.examined), 'host')} examined in {report.examined_s:.1f} s"
     if report.measured is not None:
         parts += f", all-reduce {report.measured.took_s:.1f} s"
-    return f"{said} ({parts})"
+    return f"{text} ({parts})"
 
 
 def _rate(mb_s: float) -> str:
     return f"{mb_s / 1e3:.2f} GB/s" if mb_s >= 1e3 else f"{mb_s:.0f} MB/s"
-
-
-def _hosts(count: int) -> str:
-    return f"{count} host{'s' * (count != 1)}"
 
 
 def _time(seconds: float) -> str:

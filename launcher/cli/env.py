@@ -23,7 +23,6 @@ from typing import Any
 from launcher import __version__
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.examiner_host import (
-    SHA_DIGITS,
     code_digest,
     disks,
     find_packages,
@@ -34,10 +33,10 @@ from launcher.check.examiner_host import (
     version_of,
 )
 from launcher.check.facts import Interface
-from launcher.check.finding import size
 from launcher.machine import devices
+from launcher.output.text import size
 
-__all__ = ["collect", "env_as_text", "run_env", "scrub", "variables"]
+__all__ = ["run_env", "scrub"]
 
 FORMAT = 1
 ASK_S = 5.0
@@ -51,40 +50,39 @@ _RELEVANT = re.compile(
     r"|PMIX?|UCX|FI|CONDA|APPTAINER|SINGULARITY|KUBERNETES)_\w+|PYTHON[A-Z]+|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH"
     r"|LD_PRELOAD|VIRTUAL_ENV|LANG|LC_ALL|TMPDIR|SSH_AUTH_SOCK"
 )
+_HARMLESS_OPTIONS = re.compile(
+    r"nnodes|nproc_per_node|gpus_per_proc|oversubscribe|simulate|max_restarts|grow|interface|master_port|\w+_s"
+    r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
+)
 _HARMLESS = re.compile(
     r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
     r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
     r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
     r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
     r"|NTASKS_PER_NODE|GPUS_ON_NODE|GPUS_PER_NODE|GPUS_PER_TASK|RESTART_COUNT|JOB_CPUS_PER_NODE)"
-    r"|DTRAIN_(?:NNODES|NPROC_PER_NODE|GPUS_PER_PROC|OVERSUBSCRIBE|SIMULATE|MAX_RESTARTS|GROW|INTERFACE|MASTER_PORT"
-    r"|\w+_S|VIRTUAL_LOCAL_RANK|PASS_LOCAL_RANK|REQUEUE|ENV_FOR)"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LANG|LC_ALL"
+    rf"|DTRAIN_(?i:{_HARMLESS_OPTIONS.pattern})|RANK|WORLD_SIZE|LOCAL_RANK|LANG|LC_ALL"
 )
 _VALUE = re.compile(r"[A-Za-z0-9_.,:;+=^@*()/ -]{0,120}")
-_SETTINGS = re.compile(
-    r"nnodes|nproc_per_node|gpus_per_proc|oversubscribe|simulate|max_restarts|grow|interface|master_port|\w+_s"
-    r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
-)
 
 
 def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
-    found = collect(os.environ, settings)
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else env_as_text(found))
+    found = _collect(settings)
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else _as_text(found))
     sys.stdout.flush()
     return 0
 
 
-def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as data; `format` 1, to which fields may be added."""
     packages = find_packages()
     driver = find_cards()
     total, free = memory()
+    relevant = {name: value for name, value in sorted(os.environ.items()) if _RELEVANT.fullmatch(name)}
     report = {
         "format": FORMAT,
         "versions": {
-            "dtrain": f"{__version__} ({code_digest()[:SHA_DIGITS]})",
+            "dtrain": f"{__version__} ({code_digest()})",
             "Python": f"{platform.python_version()} ({platform.python_implementation()})",
             "torch": packages.torch,
             "CUDA of torch": packages.torch_cuda,
@@ -98,7 +96,7 @@ def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, An
             "system": system_name(),
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
             "C library": " ".join(platform.libc_ver()),
-            "container": _container(env),
+            "container": _container(),
             "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
             "user": "root" if os.getuid() == 0 else "not root",
         },
@@ -110,33 +108,27 @@ def collect(env: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, An
         },
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
-        "variables": variables(env),
-        "settings": _harmless(settings),
+        "variables": _shown(relevant, _HARMLESS),
+        "settings": _shown(settings, _HARMLESS_OPTIONS),
     }
-    cleaned: dict[str, Any] = scrub(report)
-    return cleaned
+    scrubbed: dict[str, Any] = scrub(report)
+    return scrubbed
 
 
-def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the relevant variables; the values of those that are harmless, and look it."""
-    shown = {}
-    for name in sorted(env):
-        if _RELEVANT.fullmatch(name):
-            harmless = _HARMLESS.fullmatch(name) and _VALUE.fullmatch(env[name])
-            shown[name] = env[name] if harmless else WITHHELD
-    return shown
+def _shown(values: Mapping[str, Any], harmless: re.Pattern[str]) -> dict[str, str]:
+    """Return all names, with the values of those that are harmless, and look it."""
+    return {
+        name: str(value) if harmless.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
+        for name, value in values.items()
+    }
 
 
-def env_as_text(report: Mapping[str, Any]) -> str:
+def _as_text(report: Mapping[str, Any]) -> str:
     lines = []
     for title, section in report.items():
-        if not isinstance(section, dict) or not section:
-            continue
-        lines.append(f"{title}:")
-        for name, value in section.items():
-            if value not in (None, "", []):
-                text = "; ".join(value) if isinstance(value, list) else str(value)
-                lines.append(f"  {name}: {text}")
+        if title != "format" and section:
+            shown = {name: "; ".join(value) if isinstance(value, list) else value for name, value in section.items()}
+            lines += [f"{title}:", *(f"  {name}: {text}" for name, text in shown.items() if text)]
     return "\n".join(lines) + "\n"
 
 
@@ -144,7 +136,7 @@ def env_as_text(report: Mapping[str, Any]) -> str:
 
 
 def scrub(value: Any) -> Any:
-    """Return the same data without the home folder, the names of user and host, and addresses, wherever they stand."""
+    """Return the same data without the home folder, the names of user and host, and addresses, wherever they are."""
     replaced = _replacements()
 
     def clean(text: str) -> str:
@@ -184,20 +176,6 @@ def _user() -> str:
         return ""
 
 
-def _kind(address: str) -> str:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    kind = "loopback" if parsed.is_loopback else "private" if parsed.is_private else "public"
-    return f"{kind} IPv{parsed.version}"
-
-
-def _harmless(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings file's keys; the values of those that are harmless."""
-    return {
-        name: str(value) if _SETTINGS.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
-        for name, value in settings.items()
-    }
-
-
 # ---- single facts --------------------------------------------------------------------------------------------
 
 
@@ -211,29 +189,31 @@ def _version(program: str, option: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"does not say: {type(error).__name__}"
-    said = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
-    return next((line[:120] for line in said if re.search(r"[0-9]\.[0-9]", line)), None)
+    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 
-def _container(env: Mapping[str, str]) -> str:
-    hints = [
-        hint
-        for hint, here in (
-            ("docker", Path("/.dockerenv").exists()),
-            ("podman", Path("/run/.containerenv").exists()),
-            ("apptainer", "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env),
-            ("kubernetes", "KUBERNETES_SERVICE_HOST" in env),
-            ("systemd-nspawn or lxc", env.get("container") in ("systemd-nspawn", "lxc")),
-        )
-        if here
-    ]
-    return ", ".join(hints) or "none seen"
+def _container() -> str:
+    env = os.environ
+    hints = {
+        "docker": Path("/.dockerenv").exists(),
+        "podman": Path("/run/.containerenv").exists(),
+        "apptainer": "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env,
+        "kubernetes": "KUBERNETES_SERVICE_HOST" in env,
+        "systemd-nspawn or lxc": env.get("container") in ("systemd-nspawn", "lxc"),
+    }
+    return ", ".join(hint for hint, here in hints.items() if here) or "none seen"
 
 
 def _interface(interface: Interface) -> str:
     """Describe an interface without its addresses."""
+    kinds = []
+    for address in interface.addresses:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        kind = "loopback" if parsed.is_loopback else "private" if parsed.is_private else "public"
+        kinds.append(f"{kind} IPv{parsed.version}")
     speed = f"; {interface.speed_mbit} Mbit/s" if interface.speed_mbit else ""
-    return f"{', '.join(map(_kind, interface.addresses))}; MTU {interface.mtu}{speed}"
+    return f"{', '.join(kinds)}; MTU {interface.mtu}{speed}"
 
 
 def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:

@@ -11,13 +11,12 @@ from typing import NoReturn
 import click
 
 from launcher import __version__
+from launcher.cli.config_file import Group
 from launcher.cli.options import Options, takes_options
 from launcher.cli.request import read_request
-from launcher.cli.settings import Group
 from launcher.errors import DtrainError
 
-_PASS_ON = {"ignore_unknown_options": False, "allow_interspersed_args": False}
-
+_PASS_ON = {"allow_interspersed_args": False}
 
 # What the options are called that users of mpirun, Horovod, DeepSpeed and srun type first.
 _ELSEWHERE = {
@@ -48,9 +47,9 @@ def torchrun() -> NoReturn:
     _end(_main(["run", *sys.argv[1:]], as_torchrun=True))
 
 
-def _main(words: list[str], *, as_torchrun: bool) -> int:
+def _main(args: list[str], *, as_torchrun: bool) -> int:
     try:
-        cli.main(words, standalone_mode=False, obj=as_torchrun)
+        cli.main(args, standalone_mode=False, obj=as_torchrun)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except SystemExit as stop:
@@ -134,26 +133,25 @@ def plan(options: Options, as_json: bool) -> None:
     GPUs and cores of this machine are looked up; those of hosts reached by SSH are not known before a run asks them, so
     their GPUs are assumed to be numbered from 0, and marked.
     """
-    from launcher.cli.plan import plan_as_json, plan_as_table, plan_workers
+    from launcher.cli.plan import show_plan
 
-    rows = plan_workers(read_request(options).spec)
-    click.echo(plan_as_json(rows) if as_json else plan_as_table(rows))
+    click.echo(show_plan(read_request(options).spec, as_json=as_json))
 
 
 class _Verbatim(click.Command):
     """Takes every word as it was typed, `--` and `--help` as well."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.params["words"] = tuple(args)
+        ctx.params["args"] = tuple(args)
         return []
 
 
 @cli.command(cls=_Verbatim, short_help="Submit a job to SLURM that is a run; or print its script.")
-def sbatch(words: tuple[str, ...]) -> None:
+def sbatch(args: tuple[str, ...]) -> None:
     """See `dtrain sbatch --help`, which sbatch.py answers."""
     from launcher.cli.sbatch import run_sbatch
 
-    sys.exit(run_sbatch(words))
+    sys.exit(run_sbatch(args))
 
 
 @cli.command(context_settings=_PASS_ON, short_help="Check hosts, network and GPUs before a run.")
@@ -184,4 +182,4 @@ def env(as_json: bool) -> None:
     """
     from launcher.cli.env import run_env
 
-    sys.exit(run_env(cli.read_settings().values, as_json=as_json))
+    sys.exit(run_env(cli.read_config_file().values, as_json=as_json))

@@ -6,6 +6,7 @@ nothing is started twice, and each keeps the GPUs that SLURM gave it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,7 @@ class NodeRole:
     by_hand: bool = True  # somebody typed the command; otherwise srun started it everywhere
 
 
-def find_node_role(
-    options: Options, environment: Mapping[str, str], *, nproc: int | str | None, has_source: bool
-) -> NodeRole | None:
+def find_node_role(options: Options, *, nproc: int | str | None, has_source: bool) -> NodeRole | None:
     """Return who we are among several commands of one run; None if this command starts the whole run.
 
     Raises UsageError where that was not said completely.
@@ -61,9 +60,9 @@ def find_node_role(
         return None
     if options.standalone:  # as under torchrun: a run of this node alone, however many there are
         return None
-    step = _step(environment)
+    step = _step()
     if step is not None:
-        return _role_in_step(step, options, environment, nproc)
+        return _role_in_step(step, options, nproc)
     nodes = options.nnodes or (1, 1)
     if options.node_rank is None and not (options.as_torchrun and nodes[1] > 1):
         return None
@@ -73,6 +72,8 @@ def find_node_role(
 
 
 def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
+    from launcher.transport.tcp.rendezvous_file import local_folder
+
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"
     if node_rank is None and not any_rank:
@@ -87,17 +88,17 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
         node_rank=node_rank,
         nodes=nodes,
         hosts=_hosts([f"node{k}" for k in range(nodes[1])]),
-        lead=_leads(options, address) if any_rank else node_rank == 0,
+        lead=_hosts_rendezvous(options, address) if any_rank else node_rank == 0,
         address=address,
         port=port,
         agent_environment=_agent_environment(nproc, options),
-        folder=_local_folder() if is_loopback(address) else None,
+        folder=local_folder() if is_loopback(address) else None,
         name=f"port-{port}",
         token_file=_token_file(options),
     )
 
 
-def _leads(options: Options, address: str) -> bool:
+def _hosts_rendezvous(options: Options, address: str) -> bool:
     from launcher.machine.routes import is_own
 
     return is_own(address) if options.rdzv_is_host is None else options.rdzv_is_host
@@ -105,12 +106,6 @@ def _leads(options: Options, address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.") or address == "::1"
-
-
-def _local_folder() -> Path:
-    from launcher.transport.tcp.rendezvous_file import local_folder
-
-    return local_folder()
 
 
 def _token_file(options: Options) -> Path | None:
@@ -129,17 +124,19 @@ def _hosts(names: list[str]) -> tuple[Host, ...]:
 # ---- under srun ----------------------------------------------------------------------------------------------
 
 
-def _step(environment: Mapping[str, str]) -> Step | None:
+def _step() -> Step | None:
     """Return the step of which this process is one of several tasks."""
-    if "SLURM_STEP_ID" not in environment:
+    if "SLURM_STEP_ID" not in os.environ:
         return None
     from launcher.hosts.slurm_allocation import find_step, step_title
 
-    step = find_step(environment, step_title())
+    step = find_step(os.environ, step_title())
     return step if step is not None and step.tasks > 1 and not step.interactive else None
 
 
-def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], nproc: int | str | None) -> NodeRole:
+def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> NodeRole:
+    from launcher.machine.network import choose_address
+
     asked = options.nnodes
     one_a_node = step.tasks == len(step.nodes)
     here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]
@@ -152,37 +149,34 @@ def _role_in_step(step: Step, options: Options, environment: Mapping[str, str], 
             f"srun started {local} tasks here, each of which is a worker, but --nproc-per-node is "
             f"{options.nproc_per_node}; leave it out, or have srun start one task on each node"
         )
-    names = list(step.nodes) if one_a_node else _task_names(step, environment)
+    names = list(step.nodes) if one_a_node else _task_names(step)
     others = [name for name in step.nodes if name != here]
     token_file = _token_file(options)
     named = options.master_addr  # where they meet; without a token, a file says it
-    if named is not None and find_token(environment, token_file) is None:
+    if named is not None and find_token(os.environ, token_file) is None:
         named = None
+    address = named or ""
+    if named is None and step.rank == 0:
+        address = choose_address((), others[0], None) if others else _LOOPBACK
     agent_environment = _agent_environment(nproc if one_a_node else 1, options)
     return NodeRole(
         node_rank=step.rank,
         nodes=(step.tasks, step.tasks),
         hosts=_hosts(names),
         lead=step.rank == 0,
-        address=named if named is not None else _route(others) if step.rank == 0 else "",
+        address=address,
         port=0 if named is None else options.master_port or DEFAULT_PORT,
         agent_environment=agent_environment if one_a_node else {**agent_environment, AGENT_MACHINE: here},
         folder=Path(options.log_dir or "runs") if named is None else None,
-        name=f".slurm-{step.job}.{environment['SLURM_STEP_ID']}",
+        name=f".slurm-{step.job}.{os.environ['SLURM_STEP_ID']}",
         token_file=token_file,
         by_hand=False,
     )
 
 
-def _task_names(step: Step, environment: Mapping[str, str]) -> list[str]:
+def _task_names(step: Step) -> list[str]:
     """Name every task, by its node where srun fills one after the other, as it does unless told otherwise."""
-    if not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"):
+    if not os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return [f"task{k}" for k in range(step.tasks)]
     counts = zip(step.nodes, step.tasks_per_node, strict=True)
     return [f"{node}.{local}" for node, count in counts for local in range(count)]
-
-
-def _route(others: list[str]) -> str:
-    from launcher.machine.network import choose_address
-
-    return choose_address((), others[0], None) if others else _LOOPBACK

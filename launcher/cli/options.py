@@ -1,14 +1,15 @@
 """The options of `dtrain run`, `plan` and `check`: one dataclass. Its fields are the options.
 
-A field's name is the long flag (`grace_s`: --grace-s), the variable (DTRAIN_GRACE_S) and the key in settings files; its
-annotation is the type. A new option is one field here, and its use. An option that JobSpec has under the same name and
-type gets there by itself (request.py). Defaults that the job has are JobSpec's.
+A field's name is the long flag (`grace_s`: --grace-s), the variable (DTRAIN_GRACE_S) and the key in the config file;
+its annotation is the type. A new option is one field here, and its use. An option that JobSpec has under the same name
+and type gets there by itself (request.py). Defaults that the job has are JobSpec's.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -29,7 +30,7 @@ _NO_OPTION = ("AGENT", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
 
 
 class Listed(click.Option):
-    """An option of which the value is a list with commas; in settings files it may be a list."""
+    """An option of which the value is a list with commas; in the config file it may be a list."""
 
 
 class _Several(click.Option):
@@ -43,35 +44,30 @@ class _Several(click.Option):
             raise UsageError(f"{self.envvar} is {value!r}, which cannot be split into words: {error}") from error
 
 
-class _Nnodes(click.ParamType):  # type: ignore[type-arg]  # not generic in older click
-    """N or MIN:MAX."""
-
-    name = "nnodes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | None:
-        return value if isinstance(value, tuple) else parse_nnodes(str(value))
-
-
 _TYPES: Mapping[str, Mapping[str, Any]] = {
     "bool": {"is_flag": True},
     "int": {"type": int},
     "float": {"type": float, "metavar": "SECONDS"},
     "str": {},
-    "tuple[int, int]": {"type": _Nnodes()},
+    "tuple[int, int]": {"type": parse_nnodes},
     "tuple[str, ...]": {"cls": _Several, "multiple": True},
 }
 
 
 def _option(
-    text: str = "", metavar: str | None = None, *, default: Any = None, short: str = "", env: bool = True, **more: Any
+    text: str = "",
+    metavar: str | None = None,
+    *,
+    default: Any = None,
+    short: str = "",
+    env: bool = True,
+    no_meaning: str = "",
+    **more: Any,
 ) -> Any:
-    """Declare an option with its help; `more` is click's."""
-    attributes = {"help": text, "show_default": bool(default), **more}
-    if metavar is not None:
-        attributes["metavar"] = metavar
-    if default is not None and default is not False:
-        attributes["default"] = default
-    return field(default=default, metadata={"short": short, "env": env, "click": attributes})
+    """Declare an option with its help; `no_meaning`: why it does nothing here; `more` is click's."""
+    given = {"help": text, "metavar": metavar, "default": default, "show_default": bool(default), **more}
+    attributes = {name: value for name, value in given.items() if value is not None and value is not False}
+    return field(default=default, metadata={"short": short, "env": env, "no_meaning": no_meaning, "click": attributes})
 
 
 _flag = functools.partial(_option, default=False)
@@ -81,7 +77,7 @@ _torchrun_word = functools.partial(_option, env=False, hidden=True)  # torchrun.
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for: flag > environment > settings file > default. request.py reads what is a text yet."""
+    """What was asked for: flag > environment > config file > default. request.py reads what is a text yet."""
 
     # ---- where the workers run ----
     nnodes: tuple[int, int] | None = _option("How many hosts.  [default: all that are named, else 1]", "N|MIN:MAX")
@@ -177,17 +173,19 @@ class Options:
     run_path: bool = _torchrun_word(default=False)
     shutdown_timeout: float | None = _torchrun_word()
     signals_to_handle: str | None = _torchrun_word()
-    monitor_interval: str | None = _torchrun_word()
-    start_method: str | None = _torchrun_word()
-    event_log_handler: str | None = _torchrun_word()
-    logs_specs: str | None = _torchrun_word()
-    local_addr: str | None = _torchrun_word()
-    duplicate_stdout_filters: str | None = _torchrun_word()
-    duplicate_stderr_filters: str | None = _torchrun_word()
+    monitor_interval: str | None = _torchrun_word(no_meaning="the end of a worker is noticed at once")
+    start_method: str | None = _torchrun_word(no_meaning="workers are programs of their own")
+    event_log_handler: str | None = _torchrun_word(no_meaning="see --error-json for how a run ended")
+    logs_specs: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir")
+    local_addr: str | None = _torchrun_word(
+        no_meaning="addresses come from the routes between the hosts; see --interface"
+    )
+    duplicate_stdout_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
+    duplicate_stderr_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
 
     # ---- no options ----
     command: tuple[str, ...] = ()  # SCRIPT [ARGS]
-    typed: frozenset[str] = frozenset()  # the names of the options that stand on the command line
+    typed: frozenset[str] = frozenset()  # the names of the options that are on the command line
     as_torchrun: bool = False  # the command is dtrain-torchrun
     # What torchrun's words may also say.
     any_port: bool = False
@@ -227,10 +225,10 @@ def _variable(declared: Field[Any]) -> str:
     return f"DTRAIN_{declared.name.upper()}"
 
 
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Name DTRAIN_* variables that are no option's but look as if they were meant to be."""
+def unknown_variables() -> list[str]:
+    """Name DTRAIN_* variables of this process that are no option's but look as if they were meant to be."""
     known = [_variable(declared) for declared in _DECLARED if declared.metadata["env"]]
-    unknown = [name for name in environment if name.startswith("DTRAIN_") and name not in known]
+    unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known]
     return [
         f"the variable {name} is not known and does nothing; did you mean {close[0]}?"
         for name in unknown

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, dataclass
 
 from launcher.agent.host_facts import find_resources
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
+from launcher.output.text import ranges, table
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import HostOffer, place
 from launcher.placement.roles import DEFAULT_ROLE
 from launcher.protocol import Facts
 
-__all__ = ["PlannedWorker", "plan_as_json", "plan_as_table", "plan_workers"]
+__all__ = ["show_plan"]
+
+
+def show_plan(spec: JobSpec, *, as_json: bool) -> str:
+    """Return the workers of a run by what is known here. Raises UsageError, PlacementError."""
+    workers = _plan_workers(spec)
+    return json.dumps([asdict(worker) for worker in workers], indent=2) if as_json else _as_table(workers)
 
 
 @dataclass(frozen=True)
-class PlannedWorker:
-    """One row. `assumed` says that the host was not asked: its GPUs are a guess and its cores not known."""
+class _PlannedWorker:
+    """`assumed` says that the host was not asked: its GPUs are a guess and its cores not known."""
 
     rank: int
     role: str
@@ -32,11 +38,10 @@ class PlannedWorker:
     assumed: bool
 
 
-def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
-    """Place the workers of a run by what is known here. Raises UsageError, PlacementError."""
+def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
     hosts = spec.hosts[: spec.max_hosts]  # the others are spares
     remote = {host.name for host in hosts if host.remote}
-    unknown = [host.name for host in hosts if host.name in remote and _asked_for(host, spec) is None]
+    unknown = [host.name for host in hosts if host.remote and _asked_for(host, spec) is None]
     if unknown:
         by_slots = (
             "" if any(host.kind in (HostKind.JOINED, HostKind.SRUN) for host in hosts) else f"{unknown[0]}:SLOTS or "
@@ -45,7 +50,7 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
             f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
             f"write {by_slots}--nproc-per-node N"
         )
-    offers = [_assume(host, spec) if host.name in remote else _look(host) for host in hosts]
+    offers = [_assume(host, spec) if host.remote else _look(host) for host in hosts]
     placement = place(
         offers,
         nproc=spec.nproc,
@@ -55,7 +60,7 @@ def plan_workers(spec: JobSpec) -> list[PlannedWorker]:
         roles=spec.roles,
     )
     return [
-        PlannedWorker(
+        _PlannedWorker(
             rank=worker.rank,
             role=worker.role,
             host=worker.host,
@@ -91,46 +96,23 @@ def _assume(host: Host, spec: JobSpec) -> HostOffer:
     return HostOffer.of(host, Facts(gpus, variable, gpus_verified=False, cores=[], cpu_limit=1, problems=[], time=0.0))
 
 
-def plan_as_json(rows: list[PlannedWorker]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=2)
-
-
-def plan_as_table(rows: list[PlannedWorker]) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    with_roles = any(row.role != DEFAULT_ROLE for row in rows)
-    roles = ["role"] if with_roles else []
-    for name in ("rank", *roles, "host", "local rank", "GPU", "visible to it", "cores", "threads"):
-        table.add_column(name)
-    for row in rows:
-        mark = "?" if row.assumed else ""
-        table.add_row(
-            str(row.rank),
-            *([row.role] if with_roles else []),
-            row.host,
-            str(row.local_rank),
-            ",".join(row.gpus) + mark if row.gpus else "-",
-            "as there" if row.visible is None else (row.visible or "none") + mark,
-            _ranges(row.cores) or "?",
-            "?" if row.threads is None else str(row.threads),
-        )
-    text = io.StringIO()
-    Console(file=text, width=110, highlight=False).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
-    if any(row.assumed for row in rows):
+def _as_table(workers: list[_PlannedWorker]) -> str:
+    with_roles = any(worker.role != DEFAULT_ROLE for worker in workers)
+    lines = table([_cells(worker, with_roles=with_roles) for worker in workers])
+    if any(worker.assumed for worker in workers):
         lines.append("? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known")
     return "\n".join(lines)
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Write `0-3,8` for 0, 1, 2, 3, 8."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+def _cells(worker: _PlannedWorker, *, with_roles: bool) -> dict[str, str]:
+    mark = "?" if worker.assumed else ""
+    return {
+        "rank": str(worker.rank),
+        **({"role": worker.role} if with_roles else {}),
+        "host": worker.host,
+        "local rank": str(worker.local_rank),
+        "GPU": ",".join(worker.gpus) + mark if worker.gpus else "-",
+        "visible to it": "as there" if worker.visible is None else (worker.visible or "none") + mark,
+        "cores": ranges(worker.cores) or "?",
+        "threads": "?" if worker.threads is None else str(worker.threads),
+    }

@@ -22,9 +22,9 @@ def commands(options: Options) -> str:
     nodes = options.nnodes[1] if options.nnodes else len(hosts)
     if nodes < 2:
         raise UsageError("--print-commands needs the number of nodes, 2 or more; write --nnodes N, or --hosts")
-    words = _typed_words(options)
+    args = _typed_words(options)
     if not (options.nnodes and "nnodes" in options.typed):
-        words = ["--nnodes", str(nodes), *words]
+        args = ["--nnodes", str(nodes), *args]
     address = options.master_addr or (hosts[0].name if hosts else "ADDRESS_OF_NODE_0")
     folder = shlex.quote(os.getcwd())
     lines = [
@@ -35,17 +35,17 @@ def commands(options: Options) -> str:
         name, slots = (hosts[k].name, hosts[k].slots) if k < len(hosts) else (f"node {k}", None)
         own = [] if slots is None or options.nproc_per_node else ["--nproc-per-node", str(slots)]
         node = ["dtrain", "run", "--node-rank", str(k), "--master-addr", address]
-        lines += [f"# on {name}", f"cd {folder} && {shlex.join([*node, *own, *words, *options.command])}"]
+        lines += [f"# on {name}", f"cd {folder} && {shlex.join([*node, *own, *args, *options.command])}"]
     return "\n".join(lines)
 
 
 def _typed_words(options: Options) -> list[str]:
     """Return the options that were typed, but those that say who and where the nodes are."""
-    words = []
+    args = []
     for name in (found.name for found in fields(Options) if found.name in options.typed - _LEFT_OUT):
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if name == "nnodes":
             value = ":".join(map(str, dict.fromkeys(value)))
         given = value if isinstance(value, tuple) else [value]
-        words += [flag] if value is True else [word for one in given for word in (flag, str(one))]
-    return words
+        args += [flag] if value is True else [word for one in given for word in (flag, str(one))]
+    return args

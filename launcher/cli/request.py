@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli import torchrun
+from launcher.cli.config_file import current_folder
 from launcher.cli.node_role import NodeRole, find_node_role
 from launcher.cli.options import Options
-from launcher.cli.settings import current_folder
 from launcher.errors import UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
@@ -65,7 +65,7 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
     )
     nproc = _nproc(options.nproc_per_node, roles)
-    node_role = find_node_role(options, os.environ, nproc=nproc, has_source=_has_source(sources))
+    node_role = find_node_role(options, nproc=nproc, has_source=_has_source(sources))
     nnodes = options.nnodes if node_role is None else node_role.nodes
     elastic = nnodes is not None and nnodes[0] < nnodes[1]
     grow = options.grow or (sources.script is not None and elastic)
@@ -161,7 +161,7 @@ def _spec(
         export=tuple(parse_exports(options.export, dict(os.environ), remote=travels).items()),
         log_dir=Path(options.log_dir) if options.log_dir else JobSpec.log_dir,
         run_id=options.run_id or new_run_id(),
-        interfaces=_names(options.interface, "--interface"),
+        interfaces=_interfaces(options.interface),
         roles=roles,
         env_for=parse_ecosystems(options.env_for, roles),
         numa_binding=options.numa_binding or "",
@@ -223,10 +223,10 @@ def _workdir(named: str | None) -> Path:
     return current_folder()
 
 
-def _names(text: str | None, option: str) -> tuple[str, ...]:
+def _interfaces(text: str | None) -> tuple[str, ...]:
     if text is None:
         return ()
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
-        raise UsageError(f"{option} is {text!r}; write one name, or several with commas")
+        raise UsageError(f"--interface is {text!r}; write one name, or several with commas")
     return names

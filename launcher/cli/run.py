@@ -8,23 +8,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
-from launcher.placement.job_spec import JobSpec
 from launcher.transport.connect import start_local_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
-    from launcher.transport.tcp.listener import Listener
 
 __all__ = ["run_job"]
 
@@ -38,15 +35,11 @@ class Verbosity:
     say: Callable[[str], None]
     error_json: Path | None
 
-    @property
-    def progress(self) -> bool:
-        return not self.quiet and os.isatty(2)
-
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
     """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
     verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
-    with _usage_error_in(verbosity.error_json):
+    try:
         if options.print_commands:
             from launcher.cli.print_commands import commands
 
@@ -54,8 +47,15 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             return 0
         request = read_request(options, wait=True)
         check_here(request.spec)
+    except DtrainError as error:  # the file is for runs that end before they began, too
+        if verbosity.error_json is not None:
+            from launcher.output.error_json import write_usage_error_json
+
+            with contextlib.suppress(OSError):  # the error itself is what is to be seen
+                write_usage_error_json(verbosity.error_json, error)
+        raise
     if not verbosity.quiet:
-        for notice in [*unknown_variables(os.environ), *request.notices]:
+        for notice in [*unknown_variables(), *request.notices]:
             say(notice)
     spec, node_role = request.spec, request.node_role
     if in_slurm(os.environ):  # which may send them while we start
@@ -82,20 +82,6 @@ def _error_file(text: str | None) -> Path | None:
     return path
 
 
-@contextlib.contextmanager
-def _usage_error_in(error_json: Path | None) -> Iterator[None]:
-    """Write the file for programs also where the run ends before it began."""
-    try:
-        yield
-    except DtrainError as error:
-        if error_json is not None:
-            from launcher.output.error_json import write_usage_error_json
-
-            with contextlib.suppress(OSError):  # the error itself is what is to be seen
-                write_usage_error_json(error_json, error, error.exit_code)
-        raise
-
-
 def _control(request: Request, verbosity: Verbosity) -> int:
     spec, node_role = request.spec, request.node_role
     if node_role is not None:
@@ -115,15 +101,20 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
         verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
-    logs = LogFiles(folder, lambda reason: console.say(reason))
+    logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
     try:
-        with _listener(node_role, spec, output.say) as listener:
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if node_role is not None:  # there are commands of this run on other nodes
+                from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
+
+                listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
-                show_progress=output.show_status if verbosity.progress else lambda _: None,
+                show_progress=output.show_status if os.isatty(2) and not verbosity.quiet else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
@@ -134,22 +125,11 @@ def _control(request: Request, verbosity: Verbosity) -> int:
                 listener.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
-    _tell(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
+    _report_end(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
     return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
 
-def _listener(
-    node_role: NodeRole | None, spec: JobSpec, tell: Callable[[str], None]
-) -> contextlib.AbstractContextManager[Listener | None]:
-    """Listen for the other nodes, if there are commands of this run on them."""
-    if node_role is None:
-        return contextlib.nullcontext()
-    from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
-
-    return listen_for_nodes(node_role, spec, tell)
-
-
-def _tell(
+def _report_end(
     request: Request,
     verbosity: Verbosity,
     outcome: Outcome,

@@ -20,6 +20,7 @@ from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine.network import choose_address
 from launcher.machine.routes import addresses, is_own
+from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError, dial
@@ -65,9 +66,7 @@ def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], N
                 publish(node_role.folder, node_role.name, Endpoint(listener.address, listener.port, secret))
             )
         if node_role.by_hand and (others := node_role.nodes[1] - 1):
-            tell(
-                f"node 0 waits for {others} other node{'s' if others > 1 else ''} at {listener.address}:{listener.port}"
-            )
+            tell(f"node 0 waits for {count(others, 'other node')} at {listener.address}:{listener.port}")
         yield listener
 
 
@@ -114,13 +113,12 @@ def join(
     be called from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
-    certain = isinstance(find, Endpoint)
     look: Callable[[], Endpoint | None] = (lambda: find) if isinstance(find, Endpoint) else find
     broke = ""
     with Signals() as signals:
         while True:
             try:
-                joined = dial(look, greeting, certain=certain, deadline=deadline, signals=signals)
+                joined = dial(look, greeting, certain=isinstance(find, Endpoint), deadline=deadline, signals=signals)
             except Stopped:
                 return 128 + signals.stops[0]
             except JoinError as error:
@@ -129,8 +127,8 @@ def join(
                 raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
             if isinstance(joined, RunEnd):
                 return _ended(joined, tell)
-            host = joined.welcome.host
-            tell(_welcome(host, joined.welcome.node_rank, again=bool(broke)))
+            host, again = joined.welcome.host, " again" if broke else ""
+            tell(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
             end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
@@ -139,10 +137,6 @@ def join(
             broke = end.reason
             tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
             deadline = time.monotonic() + rejoin_s
-
-
-def _welcome(host: str, node_rank: int, *, again: bool) -> str:
-    return f"joined {host} as node rank {node_rank}{' again' if again else ''}; its terminal shows the run"
 
 
 def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:

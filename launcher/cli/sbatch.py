@@ -4,7 +4,7 @@
 
 Everything after `--` is what would follow `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
 script instead of submitting it. With `--requeue` the job is told by USR1 two minutes before its end, `dtrain run` gets
---requeue as well, and the output of all its lives goes into one file. Called by main.py with the words as typed.
+--requeue as well, and the output of all its starts goes into one file. Called by main.py with the arguments as typed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _SHORT = {"-A": "account", "-C": "constraint", "-G": "gpus", "-J": "job-name", "
 _VARIABLES = {"time": "TIMELIMIT"}  # of an option that is called otherwise
 
 
-def run_sbatch(words: Sequence[str]) -> int:
-    """Show or submit the job that the words ask for; return the exit code, which is sbatch's. Blocks while it runs.
+def run_sbatch(args: Sequence[str]) -> int:
+    """Show or submit the job that the arguments ask for; return the exit code, which is sbatch's. Blocks while it runs.
 
-    Raises UsageError for words that make no job, DtrainError where there is no sbatch.
+    Raises UsageError for arguments that make no job, DtrainError where there is no sbatch.
     """
-    ours, theirs = _divide(words)
+    ours, theirs = _split(args)
     if {"-h", "--help"} & set(ours):
         print(USAGE, end="")
         return 0
-    options = [word for word in ours if word != "--print"]
+    options = [arg for arg in ours if arg != "--print"]
     script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
     if len(options) < len(ours):
         sys.stdout.flush()
@@ -57,15 +57,15 @@ def run_sbatch(words: Sequence[str]) -> int:
     return _submit(script, options)
 
 
-def batch_script(options: Sequence[str], words: Sequence[str], *, dtrain: Sequence[str]) -> str:
-    """Return a script with sbatch's `options` that runs `dtrain run WORDS`; `dtrain` is what that is here."""
+def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequence[str]) -> str:
+    """Return a script with sbatch's `options` that runs `dtrain run ARGS`; `dtrain` is what that is here."""
     names = _named(options)
-    if not words:
+    if not args:
         raise UsageError("nothing to run: name a script after --, as in `dtrain sbatch --nodes=2 -- train.py`")
     if "wrap" in names:
         raise UsageError("--wrap is what dtrain sbatch does by itself; name what it is to run after --")
-    added = [] if "job-name" in names else [f"--job-name={_job_name(words)}"]
-    run = list(words)
+    added = [] if "job-name" in names else [f"--job-name={_job_name(args)}"]
+    run = list(args)
     if "requeue" in names:
         if "open-mode" not in names:
             added.append("--open-mode=append")
@@ -73,13 +73,13 @@ def batch_script(options: Sequence[str], words: Sequence[str], *, dtrain: Sequen
             added.append(f"--signal=B:USR1@{_ahead_s(names.get('time'))}")
         run.insert(0, "--requeue")
     lines = ["#!/bin/bash"]
-    for word in [*options, *added]:
-        if word == ":":  # between the parts of a heterogeneous job
+    for arg in [*options, *added]:
+        if arg == ":":  # between the parts of a heterogeneous job
             lines.append("#SBATCH hetjob")
-        elif word.startswith("-") or lines[-1] in ("#!/bin/bash", "#SBATCH hetjob"):
-            lines.append(f"#SBATCH {_directive(word)}")
+        elif arg.startswith("-") or lines[-1] in ("#!/bin/bash", "#SBATCH hetjob"):
+            lines.append(f"#SBATCH {_directive(arg)}")
         else:
-            lines[-1] += f" {_directive(word)}"
+            lines[-1] += f" {_directive(arg)}"
     lines += [
         f"# Written by dtrain {__version__} (dtrain sbatch).",
         "",
@@ -89,8 +89,8 @@ def batch_script(options: Sequence[str], words: Sequence[str], *, dtrain: Sequen
     return "\n".join(lines) + "\n"
 
 
-def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    before = list(words)
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    before = list(args)
     if "--" in before:
         at = before.index("--")
         return before[:at], before[at + 1 :]
@@ -105,32 +105,31 @@ def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _named(options: Sequence[str]) -> dict[str, str | None]:
     """Return the options that were given, by their long names, with what seems to be their value."""
     found: dict[str, str | None] = {}
-    for at, word in enumerate(options):
+    for at, arg in enumerate(options):
         following = options[at + 1] if at + 1 < len(options) else None
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
+        if arg.startswith("--"):
+            name, equals, value = arg[2:].partition("=")
             found[name] = value if equals else following
-        elif word[:2] in _SHORT:
-            found[_SHORT[word[:2]]] = word[2:] or following
+        elif arg[:2] in _SHORT:
+            found[_SHORT[arg[:2]]] = arg[2:] or following
     return found
 
 
-def _directive(word: str) -> str:
-    """Write a word as sbatch reads it in a #SBATCH line, which is not as a shell would."""
-    if any(character in word for character in "\n\r\0"):
-        raise UsageError(f"{word!r}: an option of sbatch cannot have more than one line")
-    if _SAFE.fullmatch(word):
-        return word
-    head, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    if not re.fullmatch(r"[A-Za-z0-9-]*", head):
-        head, equals, value = "", "", word
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{head}{equals}"{escaped}"'
+def _directive(arg: str) -> str:
+    """Write an argument as sbatch reads it in a #SBATCH line, which is not as a shell would."""
+    if any(character in arg for character in "\n\r\0"):
+        raise UsageError(f"{arg!r}: an option of sbatch cannot have more than one line")
+    if _SAFE.fullmatch(arg):
+        return arg
+    option = re.match("--[A-Za-z0-9-]*=", arg)
+    head = option[0] if option else ""
+    escaped = arg.removeprefix(head).replace("\\", "\\\\").replace('"', '\\"')
+    return f'{head}"{escaped}"'
 
 
-def _job_name(words: Sequence[str]) -> str:
+def _job_name(args: Sequence[str]) -> str:
     """Return a name for the job: the script's, as far as it can be told from its ending."""
-    script = next((word for word in words if word.endswith(".py")), "dtrain")
+    script = next((arg for arg in args if arg.endswith(".py")), "dtrain")
     return re.sub(r"[^A-Za-z0-9._-]", "_", Path(script).stem) or "dtrain"
 
 
@@ -155,7 +154,7 @@ def _limit_s(text: str) -> int | None:
 
 
 def _dtrain() -> list[str]:
-    """Return the words that start this dtrain on another machine, whatever its PATH and working directory are."""
+    """Return the command that starts this dtrain on another machine, whatever its PATH and working directory are."""
     typed = Path(sys.argv[0])
     if typed.name == "dtrain":
         return [str(typed.absolute())]

@@ -16,16 +16,6 @@ from launcher.errors import UsageError
 
 __all__ = ["defaults", "translate"]
 
-# What has no meaning here, and why.
-_WITHOUT_MEANING = {
-    "monitor_interval": "the end of a worker is noticed at once",
-    "start_method": "workers are programs of their own",
-    "event_log_handler": "see --error-json for how a run ended",
-    "logs_specs": "all output is kept in --log-dir",
-    "local_addr": "addresses come from the routes between the hosts; see --interface",
-    "duplicate_stdout_filters": "all output is kept in --log-dir, for grep",
-    "duplicate_stderr_filters": "all output is kept in --log-dir, for grep",
-}
 _BACKENDS = ("static", "c10d")
 _SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are waited for
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -44,9 +34,9 @@ def defaults(environment: Mapping[str, str], settings: Mapping[str, Any]) -> dic
 def translate(options: Options) -> tuple[Options, list[str]]:
     """Return the options with torchrun's words in ours, and what is to be said once of those without a meaning."""
     notices = [
-        f"--{name.replace('_', '-')} has no meaning here: {reason}"
-        for name, reason in _WITHOUT_MEANING.items()
-        if getattr(options, name) is not None
+        f"--{option.name.replace('_', '-')} has no meaning here: {option.metadata['no_meaning']}"
+        for option in fields(Options)
+        if option.metadata.get("no_meaning") and getattr(options, option.name) is not None
     ]
     if options.standalone:
         options = replace(options, nnodes=(1, 1), node_rank=None, rdzv_endpoint=None, rdzv_backend=None)

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Console", "printable"]
+__all__ = ["Console"]
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is cut into several
 REDRAW_S = 0.1
@@ -21,8 +21,6 @@ REPEAT_S = 10.0  # how often an unfinished progress bar is written where there i
 ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ERASE = b"\r\x1b[K"
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LINE_CHARACTERS = 300  # of a line that is quoted
 
 
 @dataclass
@@ -204,12 +202,6 @@ class Console:
             if self.impatient and (self._dropped or waits >= 5):
                 return False
         return True
-
-
-def printable(line: str) -> str:
-    """Return a line without what could steer the terminal, and not longer than a few lines of a screen."""
-    plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))
-    return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."
 
 
 def _last_state(text: bytes) -> bytes:

@@ -26,7 +26,7 @@ One object. Every key is always there; what does not apply is null, an empty lis
     duration_s
     processes       at the end: {left: {host: [process]}, swept: how many outlived their workers and were ended,
                     unchecked: {host: reason}}
-    standing        where the ranks stood when the cause was noticed: [{ranks, where, call, inside, note}]
+    standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
     log_folder      of the run; null if it could not be written. Paths are as dtrain was given --log-dir
     evidence_file   the stacks of all ranks when the cause was noticed
 
@@ -49,6 +49,7 @@ from launcher.hosts.folding import StartError
 from launcher.job.cause import group_secondary_failures
 from launcher.job.failure import Failure, FailureKind, signal_name
 from launcher.job.outcome import Outcome
+from launcher.output.logfiles import log_folder
 from launcher.output.stacks import groups
 
 __all__ = ["write_error_json", "write_usage_error_json"]
@@ -61,10 +62,10 @@ def write_error_json(path: Path, outcome: Outcome, *, folder: Path | None, evide
     _write(path, _of_outcome(outcome, folder, evidence_file))
 
 
-def write_usage_error_json(path: Path, error: DtrainError | str, exit_code: int) -> None:
+def write_usage_error_json(path: Path, error: DtrainError) -> None:
     """Write that the command could not be run as it was typed or configured. Raises OSError as `write_error_json`."""
     never = Outcome(
-        run_id="", exit_code=exit_code, error=error if isinstance(error, DtrainError) else DtrainError(error),
+        run_id="", exit_code=error.exit_code, error=error,
         signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
         no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=0.0,
     )  # fmt: skip
@@ -72,13 +73,15 @@ def write_usage_error_json(path: Path, error: DtrainError | str, exit_code: int)
 
 
 def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+    error = outcome.error
+    hosts = error.reasons if isinstance(error, StartError) else {}
     return {
         "version": VERSION,
         "run_id": outcome.run_id,
         "exit_code": outcome.exit_code,
         "ended": _ended(outcome),
         "signal": None if outcome.signum is None else signal_name(outcome.signum),
-        "error": None if outcome.error is None else _of_error(outcome.error),
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error), "hosts": hosts},
         "cause": None if outcome.cause is None else _of_cause(outcome.cause, folder),
         "secondary_failures": {
             "count": len(outcome.secondary_failures),
@@ -114,18 +117,9 @@ def _ended(outcome: Outcome) -> str:
     return "finished" if outcome.signum is None else "stopped"
 
 
-def _of_error(error: DtrainError) -> dict[str, Any]:
-    hosts = error.reasons if isinstance(error, StartError) else {}
-    return {"type": type(error).__name__, "message": str(error), "hosts": hosts}
-
-
 def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
     killed = cause.rank is not None and cause.status < 0
     ended = cause.rank is not None and cause.kind is not FailureKind.NEVER_STARTED and not killed
-    logs = None
-    if folder is not None:
-        attempt = folder / f"attempt_{cause.attempt}"
-        logs = str(attempt if cause.rank is None else attempt / str(cause.rank))
     return {
         "kind": cause.kind.value,
         "host": cause.host or None,
@@ -140,7 +134,7 @@ def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
         "inside": cause.inside,
         "attempt": cause.attempt,
         "after_s": round(cause.ran_s, 3),
-        "log_folder": logs,
+        "log_folder": None if folder is None else str(log_folder(folder, cause.attempt, cause.rank)),
     }
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.errors import UsageError
 
 __all__ = ["OutputFilter", "parse_ranks", "parse_std"]
 
-STREAMS = frozenset({1, 2})
 _ALL = -1  # the key of a choice that is for every local rank
 
 
@@ -21,8 +20,8 @@ class OutputFilter:
 
     ranks: frozenset[int] | None = None
     local_ranks: frozenset[int] | None = None
-    redirected: Mapping[int, frozenset[int]] | None = None
-    teed: Mapping[int, frozenset[int]] | None = None
+    redirected: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    teed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def shows(self, rank: int, local_rank: int, stream: int) -> bool:
         """Whether bytes of a worker's stdout (1) or stderr (2) go to the terminal."""
@@ -33,9 +32,7 @@ class OutputFilter:
         return stream not in _of(self.redirected, local_rank) or stream in _of(self.teed, local_rank)
 
 
-def _of(chosen: Mapping[int, frozenset[int]] | None, local_rank: int) -> frozenset[int]:
-    if chosen is None:
-        return frozenset()
+def _of(chosen: Mapping[int, frozenset[int]], local_rank: int) -> frozenset[int]:
     return chosen.get(local_rank, chosen.get(_ALL, frozenset()))
 
 
@@ -44,7 +41,7 @@ def parse_ranks(text: str | None, option: str) -> frozenset[int] | None:
     if not text:
         return None
     try:
-        ranks = frozenset(int(word) for word in text.split(","))
+        ranks = frozenset(map(int, text.split(",")))
         if min(ranks) < 0:
             raise ValueError(text)
         return ranks
@@ -52,14 +49,14 @@ def parse_ranks(text: str | None, option: str) -> frozenset[int] | None:
         raise UsageError(f"{option} is {text!r}; it must be numbers such as 0 or 0,4") from error
 
 
-def parse_std(text: str | None, option: str) -> Mapping[int, frozenset[int]] | None:
+def parse_std(text: str | None, option: str) -> Mapping[int, frozenset[int]]:
     """Read torchrun's choice of streams: 0 none, 1 stdout, 2 stderr, 3 both; for all, or by local rank as in 0:3,1:1.
 
     >>> parse_std("0:3,1:1", "--tee")
     {0: frozenset({1, 2}), 1: frozenset({1})}
     """
     if text is None:
-        return None
+        return {}
     if re.fullmatch(r"[0-3]", text):
         return {_ALL: _streams(text)}
     chosen = {}
@@ -72,4 +69,4 @@ def parse_std(text: str | None, option: str) -> Mapping[int, frozenset[int]] | N
 
 
 def _streams(digit: str) -> frozenset[int]:
-    return frozenset(stream for stream in STREAMS if int(digit) & stream)
+    return frozenset(stream for stream in (1, 2) if int(digit) & stream)

@@ -1,5 +1,5 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
-`evidence-<number>.txt`: where every rank stood at one time.
+`evidence-<number>.txt`: where every rank was at one time.
 
 Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
 """
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["LogFiles", "attempts_in", "set_aside"]
+__all__ = ["STREAM_NAMES", "LogFiles", "attempts_in", "log_folder", "set_aside"]
 
-_NAMES = {1: "stdout.log", 2: "stderr.log"}
+STREAM_NAMES = {1: "stdout", 2: "stderr"}
 
 
 class LogFiles:
@@ -27,14 +27,8 @@ class LogFiles:
         self._attempt = 0
         self._files: dict[tuple[int, int], BinaryIO] = {}  # of that attempt
 
-    def rank_folder(self, rank: int, attempt: int) -> Path:
-        return self._attempt_folder(attempt) / str(rank)
-
     def evidence_path(self, attempt: int, number: int) -> Path:
-        return self._attempt_folder(attempt) / f"evidence-{number}.txt"
-
-    def _attempt_folder(self, attempt: int) -> Path:
-        return self.folder / f"attempt_{attempt}"
+        return log_folder(self.folder, attempt) / f"evidence-{number}.txt"
 
     def begin_attempt(self, attempt: int) -> None:
         """Close the files of the attempt before: over a thousand attempts, open files must not add up."""
@@ -45,10 +39,11 @@ class LogFiles:
         """Open the files of a rank of the attempt that has begun."""
 
         def open_both() -> None:
-            folder = self.rank_folder(rank, self._attempt)
+            folder = log_folder(self.folder, self._attempt, rank)
             folder.mkdir(parents=True, exist_ok=True)
-            for stream, name in _NAMES.items():
-                self._files[rank, stream] = open(folder / name, "ab", buffering=0)  # noqa: SIM115  # closed by close
+            for stream, name in STREAM_NAMES.items():
+                file = open(folder / f"{name}.log", "ab", buffering=0)  # noqa: SIM115  # closed by close
+                self._files[rank, stream] = file
 
         self._try(open_both)
 
@@ -58,7 +53,7 @@ class LogFiles:
             self._try(lambda: _write_all(file, data))
 
     def write_error(self, rank: int, attempt: int, text: str) -> None:
-        self._write_text(self.rank_folder(rank, attempt) / "error.json", text)
+        self._write_text(log_folder(self.folder, attempt, rank) / "error.json", text)
 
     def write_evidence(self, attempt: int, number: int, text: str) -> None:
         self._write_text(self.evidence_path(attempt, number), text)
@@ -87,6 +82,11 @@ class LogFiles:
                 f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
                 + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
             )
+
+
+def log_folder(folder: Path, attempt: int, rank: int | None = None) -> Path:
+    """Return where a run with this folder keeps what belongs to an attempt, or to one rank in it."""
+    return folder / f"attempt_{attempt}" / ("" if rank is None else str(rank))
 
 
 def attempts_in(folder: Path) -> list[int]:

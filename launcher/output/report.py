@@ -13,9 +13,9 @@ from pathlib import Path
 from launcher.job.cause import SecondaryFailures, group_secondary_failures
 from launcher.job.failure import Failure, FailureKind, signal_name, what_happened
 from launcher.job.outcome import Outcome
-from launcher.output.console import printable
+from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import groups, odd_one_out, one_line
-from launcher.protocol import Evidence
+from launcher.output.text import count, printable
 
 __all__ = ["report"]
 
@@ -54,18 +54,18 @@ def report(
     scan = _scan(outcome)
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
-        return "\n".join([f"{how}; {_count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
-    well = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
+        return "\n".join([f"{how}; {count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
+    success = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
-        well += f", {outcome.stopped} of other roles stopped"
+        success += f", {outcome.stopped} of other roles stopped"
     if restarts := outcome.attempts - 1 + outcome.worker_restarts:
-        well += f", {_count(restarts, 'restart')}"
-    return "\n".join(["; ".join([well, *scan[:1]]), *scan[1:]])
+        success += f", {count(restarts, 'restart')}"
+    return "\n".join(["; ".join([success, *scan[:1]]), *scan[1:]])
 
 
 def _who_succeeded(outcome: Outcome) -> str:
     if outcome.stopped:
-        return _count(outcome.world_size - outcome.stopped, "worker")
+        return count(outcome.world_size - outcome.stopped, "worker")
     return "the worker" if outcome.world_size == 1 else f"all {outcome.world_size} workers"
 
 
@@ -78,7 +78,7 @@ def _failure(
 ) -> list[str]:
     """Return the screen; the words of the worker get what room the rest leaves."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
-    consequences, positions = _consequences(outcome), _positions(cause, _of_others(outcome))
+    consequences, positions = _consequences(outcome), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
@@ -88,8 +88,8 @@ def _failure(
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
-    said = [f"the last lines of its {_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
-    return [*before, *_indent(said), *_indent(after)]
+    last = [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
+    return [*before, *_indent(last), *_indent(after)]
 
 
 # ---- the cause -----------------------------------------------------------------------------------------------
@@ -105,22 +105,16 @@ def _headline(outcome: Outcome, cause: Failure) -> str:
 def _exception(cause: Failure) -> list[str]:
     if cause.kind is not FailureKind.RAISED:
         return []
-    words = [line for line in cause.message.splitlines() if line.strip()]
-    shown = words[:MESSAGE_LINES]
-    if len(words) > len(shown) + 1:
-        shown.append(f"(and {len(words) - len(shown)} more lines)")
-    else:
-        shown = words
-    first = ": ".join(part for part in (cause.error_type, *shown[:1]) if part)
+    shown = [line for line in cause.message.splitlines() if line.strip()]
+    if (more := len(shown) - MESSAGE_LINES) > 1:
+        shown[MESSAGE_LINES:] = [f"(and {more} more lines)"]
+    first = ": ".join(filter(None, (cause.error_type, *shown[:1])))
     lines = [printable(line) for line in (first, *shown[1:]) if line]
     if cause.where:
         own = cause.where.rpartition(" in ")[2]
         inside = f", inside {cause.inside}" if cause.inside and cause.inside != own else ""
         lines.append(printable(f"at {cause.where}{inside}"))
     return lines
-
-
-_NAMES = {1: "stdout", 2: "stderr"}
 
 
 def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
@@ -143,7 +137,7 @@ def _consequences(outcome: Outcome) -> list[str]:
     if more := sum(group.count for group in counted[SECONDARY:]):
         lines.append(f"and {more} more in other ways")
     if outcome.stopped:
-        lines.append(f"{_count(outcome.stopped, 'worker')} stopped by dtrain")
+        lines.append(f"{count(outcome.stopped, 'worker')} stopped by dtrain")
     return lines
 
 
@@ -163,20 +157,16 @@ def _left_out(outcome: Outcome) -> list[str]:
 
 def _secondary_failures(group: SecondaryFailures) -> str:
     if group.kind is FailureKind.HOST_LOST:
-        return f"{_count(group.count, 'other host')} {group.how}"
+        return f"{count(group.count, 'other host')} {group.how}"
     if group.kind is FailureKind.STORE_LOST:
         return f"the rendezvous store {group.how}"
-    return f"{_count(group.count, 'other')} {group.how}"
+    return f"{count(group.count, 'other')} {group.how}"
 
 
-def _of_others(outcome: Outcome) -> list[Evidence]:
-    """Return the evidence of ranks that did not fail themselves: when looked at, those were on their way out."""
+def _positions(outcome: Outcome, cause: Failure) -> list[str]:
+    """Say where each group of ranks was when the cause was noticed; ranks that failed as well were on their way out."""
     failed = {failure.rank for failure in outcome.secondary_failures}
-    return [each for each in outcome.evidence if each.rank not in failed]
-
-
-def _positions(cause: Failure, evidence: Sequence[Evidence]) -> list[str]:
-    """Say where each group of ranks stood when the cause was noticed."""
+    evidence = [each for each in outcome.evidence if each.rank not in failed]
     found = groups(evidence)
     if not found:
         return []
@@ -195,11 +185,11 @@ def _scan(outcome: Outcome) -> list[str]:
         return []
     left = sum(len(processes) for _, processes in outcome.left)
     checked = max(len(outcome.left), outcome.hosts - len(outcome.unchecked))
-    said = [f"{_count(left, 'process')} left on {_count(checked, 'host')}"] if checked else []
+    checks = [f"{count(left, 'process')} left on {count(checked, 'host')}"] if checked else []
     if outcome.unchecked:
-        said.append(f"{_count(len(outcome.unchecked), 'host')} could not be checked")
-    swept = f" ({_count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
-    lines = ["; ".join(said) + swept]
+        checks.append(f"{count(len(outcome.unchecked), 'host')} could not be checked")
+    swept = f" ({count(outcome.swept, 'process')} outlived the workers and were ended)" if outcome.swept else ""
+    lines = ["; ".join(checks) + swept]
     names = [
         f"still there on {host}: {printable(process)}" for host, processes in outcome.left for process in processes
     ]
@@ -215,14 +205,13 @@ def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: 
     """Return, last of all, where everything is kept and the command that shows it."""
     if folder is None:
         return ["the output was not kept: the log files could not be written"]
-    attempt = folder / f"attempt_{cause.attempt}"
+    logs = log_folder(folder, cause.attempt, cause.rank)
     stacks = [] if evidence_file is None else [f"stacks of all ranks: {_quote(evidence_file)}"]
     if cause.rank is not None:
-        own = attempt / str(cause.rank)
-        logs = f"its whole output: {_quote(own)}/stdout.log, stderr.log"
-        return [logs, *stacks, f"see it: less {_quote(own / f'{_NAMES[stream]}.log')}"]
-    see = f"tail {_quote(attempt)}/*/stderr.log" if evidence_file is None else f"less {_quote(evidence_file)}"
-    return [f"the output of all workers: {_quote(attempt)}", *stacks, f"see it: {see}"]
+        where = f"its whole output: {_quote(logs)}/stdout.log, stderr.log"
+        return [where, *stacks, f"see it: less {_quote(logs / f'{STREAM_NAMES[stream]}.log')}"]
+    see = f"tail {_quote(logs)}/*/stderr.log" if evidence_file is None else f"less {_quote(evidence_file)}"
+    return [f"the output of all workers: {_quote(logs)}", *stacks, f"see it: {see}"]
 
 
 def _quote(path: Path) -> str:
@@ -235,8 +224,3 @@ def _indent(lines: Sequence[str]) -> list[str]:
 
 def _at_most(most: int, lines: Sequence[str], noun: str) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more {noun}"] if len(lines) > most else [])]
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun if number == 1 else noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {plural}"

@@ -1,4 +1,4 @@
-"""Where the ranks stand, read from the evidence of their hosts: in one line a group, and in full. Pure.
+"""Where the ranks are, read from the evidence of their hosts: in one line a group, and in full. Pure.
 
 A stack is text as Python's faulthandler prints it (3.10 to 3.14), or py-spy, or it is the kernel's own.
 """
@@ -6,10 +6,11 @@ A stack is text as Python's faulthandler prints it (3.10 to 3.14), or py-spy, or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.output.text import ranges
 from launcher.protocol import Evidence
 
 __all__ = [
@@ -20,14 +21,13 @@ __all__ = [
     "odd_ranks",
     "one_line",
     "rank_position",
-    "ranks_text",
     "write_out",
 ]
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where one rank stands; all but `state` is empty if its stack could not be read."""
+    """Where one rank is; all but `state` is empty if its stack could not be read."""
 
     where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
     call: str  # "torch.utils.cpp_extension.load": what that line called of a library, where that is not `inside`
@@ -37,7 +37,7 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that stand at one place. `note` says what is known of them where it is not a line of code."""
+    """Ranks at one place. `note` says what is known of them where it is not a line of code."""
 
     ranks: tuple[int, ...]
     where: str
@@ -60,7 +60,7 @@ class _Frame:
 
 
 def rank_position(evidence: Evidence) -> RankPosition:
-    """Return where a rank stands."""
+    """Return where a rank is."""
     frames = _main_thread(evidence.stack)
     state = _state(evidence)
     if not frames:
@@ -71,7 +71,7 @@ def rank_position(evidence: Evidence) -> RankPosition:
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
-    """Return the ranks by where they stand, the largest group first."""
+    """Return the ranks by where they are, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
         place = rank_position(each)
@@ -83,29 +83,18 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
 
 
 def one_line(group: Group) -> str:
-    """Say where a group stands: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.
+    """Say where a group is: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.
 
     With the call that leads there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
     """
     many = len(group.ranks) != 1
-    who = f"{'ranks' if many else 'rank'} {ranks_text(group.ranks)}"
+    who = f"{'ranks' if many else 'rank'} {ranges(group.ranks)}"
     if not group.where:
         return f"{who}: {group.note}"
     call = f", in {group.call}" if group.call else ""
     inside = f", inside {group.inside}" if group.inside else ""
     note = f" ({group.note})" if group.note else ""
     return f"{who} {'are' if many else 'is'} at {group.where}{call}{inside}{note}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Write ranks in short: `0-2,5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def write_out(evidence: Sequence[Evidence]) -> str:
@@ -135,7 +124,7 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
     odd = odd_ranks(evidence)
     if not odd:
         return ""
-    who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranks_text(odd)}"
+    who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranges(odd)}"
     return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {who} first"
 
 

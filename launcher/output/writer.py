@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.output.console import Console, printable
+from launcher.output.console import Console
 from launcher.output.filter import OutputFilter
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import groups, one_line, write_out
+from launcher.output.text import printable
 from launcher.protocol import Evidence
 
 __all__ = ["OutputThread"]
@@ -76,7 +77,7 @@ class OutputThread:
         self._put(lambda: self._logs.write_error(rank, attempt, text))
 
     def keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
-        """Keep where the ranks stood, in `evidence_path(attempt, number)`; with `say`, print it too.
+        """Keep where the ranks were, in `evidence_path(attempt, number)`; with `say`, print it too.
 
         Reading thousands of stacks takes seconds, in which the loop must go on: the thread does it.
         """

@@ -7,7 +7,7 @@ import threading
 import pytest
 from testbed import REPOSITORY
 
-from launcher.output.stacks import groups, odd_one_out, odd_ranks, one_line, rank_position, ranks_text, write_out
+from launcher.output.stacks import groups, odd_one_out, odd_ranks, one_line, rank_position, write_out
 from launcher.protocol import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"
@@ -212,13 +212,6 @@ def test_one_that_is_stopped_is_a_group_of_its_own() -> None:
     found = groups([evidence(0, IN_ALL_REDUCE), evidence(1, IN_ALL_REDUCE, state="T"), evidence(2, IN_ALL_REDUCE)])
     assert [group.ranks for group in found] == [(0, 2), (1,)]
     assert one_line(found[1]).endswith("inside all_reduce (state T (stopped by a signal))")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [((0, 1, 2, 5), "0-2,5"), ((7,), "7"), ((3, 1), "1,3"), ((0, 1), "0-1"), ((), "")]
-)
-def test_ranks_are_written_in_short(ranks: tuple[int, ...], text: str) -> None:
-    assert ranks_text(ranks) == text
 
 
 def test_written_out_is_everything_by_rank() -> None:

@@ -1,6 +1,6 @@
-"""Settings from files: `dtrain.toml`, or `[tool.dtrain]` in pyproject.toml, of the current folder.
+"""The config file: `dtrain.toml`, or `[tool.dtrain]` in pyproject.toml, of the current folder.
 
-They are defaults of the command line's options, under the same names: flag > environment (DTRAIN_*) > file.
+It has defaults of the command line's options, under the same names: flag > environment (DTRAIN_*) > file.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from launcher.cli import torchrun
 from launcher.cli.options import Listed
 from launcher.errors import UsageError
 
-__all__ = ["Group", "Settings", "current_folder", "nearest", "read_settings"]
+__all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The values of one file by option name (with `_`), and where they came from for messages."""
+class ConfigFile:
+    """Its values by option name (with `_`), and where they came from for messages."""
 
     values: Mapping[str, Any]
     source: str
 
 
 class Group(click.Group):
-    """Commands whose options' defaults come from the settings file, and from PET_* variables for dtrain-torchrun."""
+    """Commands whose options' defaults come from the config file, and from PET_* variables for dtrain-torchrun."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        settings = self.read_settings()
-        ctx.default_map = {name: _defaults(command, settings, ctx) for name, command in self.commands.items()}
+        config_file = self.read_config_file()
+        ctx.default_map = {name: _defaults(command, config_file, ctx) for name, command in self.commands.items()}
         if ctx.obj:
             ctx.default_map["run"] = torchrun.defaults(os.environ, ctx.default_map["run"])
         return super().invoke(ctx)
 
-    def read_settings(self) -> Settings:
-        """Read the settings in force in the current folder."""
+    def read_config_file(self) -> ConfigFile:
+        """Read the config file of the current folder."""
         known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        return read_settings(current_folder(), known - {"help", "as_json"})
+        return read_config_file(current_folder(), known - {"help", "as_json"})
 
 
-def _defaults(command: click.Command, settings: Settings, ctx: click.Context) -> dict[str, Any]:
-    """Check the settings that one command has options for; a wrong value is an error that names the file."""
+def _defaults(command: click.Command, config_file: ConfigFile, ctx: click.Context) -> dict[str, Any]:
+    """Check the values that one command has options for; a wrong value is an error that names the file."""
     defaults = {}
     for param in command.params:
-        if param.name not in settings.values or not isinstance(param, click.Option):
+        if param.name not in config_file.values or not isinstance(param, click.Option):
             continue
-        value = settings.values[param.name]
+        value = config_file.values[param.name]
         if isinstance(param, Listed) and isinstance(value, list):
             value = ",".join(map(str, value))
         if param.multiple and isinstance(value, str):
@@ -68,7 +68,7 @@ def _defaults(command: click.Command, settings: Settings, ctx: click.Context) ->
             param.type_cast_value(ctx, defaults[param.name])
         except (click.ClickException, UsageError) as error:
             reason = error.message if isinstance(error, click.ClickException) else str(error)
-            raise UsageError(f"{settings.source}: {param.name}: {reason}") from error
+            raise UsageError(f"{config_file.source}: {param.name}: {reason}") from error
     return defaults
 
 
@@ -79,38 +79,34 @@ def current_folder() -> Path:
         raise UsageError("the current folder does not exist any more; change to another one") from error
 
 
-def read_settings(folder: Path, known: Collection[str]) -> Settings:
-    """Read the settings that apply in `folder`; empty where there is no file.
+def read_config_file(folder: Path, known: Collection[str]) -> ConfigFile:
+    """Read the config file of `folder`; without one, the values are empty.
 
     Raises UsageError for a file that is no TOML, for an unknown key (naming the nearest right one), and where both
     files have settings.
     """
-    own = folder / "dtrain.toml"
-    project = folder / "pyproject.toml"
-    found: list[Settings] = []
+    own, project = folder / "dtrain.toml", folder / "pyproject.toml"
+    tables: dict[str, Any] = {}  # by where they are
     if own.is_file():
-        found.append(Settings(_load(own), str(own)))
+        tables[str(own)] = _load(own)
     if project.is_file():
         tools = _load(project).get("tool", {})
-        source = f"[tool.dtrain] in {project}"
-        table = tools.get("dtrain") if isinstance(tools, dict) else None
-        if table is not None and not isinstance(table, dict):
-            raise UsageError(f"{source} is {table!r}; it must be a table of settings")
-        if table is not None:
-            found.append(Settings(table, source))
-    if len(found) == 2:
-        raise UsageError(f"settings are in {found[0].source} and in {found[1].source}; keep one of them")
-    if not found:
-        return Settings({}, "")
+        if isinstance(tools, dict) and "dtrain" in tools:
+            tables[f"[tool.dtrain] in {project}"] = tools["dtrain"]
+    if len(tables) > 1:
+        raise UsageError(f"settings are in {' and in '.join(tables)}; keep one of them")
     values: dict[str, Any] = {}
-    for key, value in found[0].values.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise UsageError(f"{found[0].source}: unknown key {key!r}{nearest(name, known)}")
-        if name in values:
-            raise UsageError(f"{found[0].source}: {name!r} is set twice, once with '-' and once with '_'")
-        values[name] = value
-    return Settings(values, found[0].source)
+    for source, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{source} is {table!r}; it must be a table of settings")
+        for key, value in table.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise UsageError(f"{source}: unknown key {key!r}{nearest(name, known)}")
+            if name in values:
+                raise UsageError(f"{source}: {name!r} is set twice, once with '-' and once with '_'")
+            values[name] = value
+    return ConfigFile(values, "".join(tables))
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from testbed.processes import Result, run_dtrain
 
-from launcher.cli.settings import nearest, read_settings
+from launcher.cli.config_file import nearest, read_config_file
 from launcher.errors import UsageError
 
 SHOW = "import os, sys\nprint(os.environ['RANK'], os.environ.get('GIVEN'), *sys.argv[1:], flush=True)\n"
@@ -67,7 +67,7 @@ def test_a_pyproject_without_settings_is_none_of_ours(folder: Path) -> None:
     (folder / "dtrain.toml").write_text("nproc_per_node = 2\n")
     for text in ("[project]\nname = 'x'\n", "[tool.ruff]\n", "tool = 3\n"):
         (folder / "pyproject.toml").write_text(text)
-        assert read_settings(folder, {"nproc_per_node"}).values == {"nproc_per_node": 2}
+        assert read_config_file(folder, {"nproc_per_node"}).values == {"nproc_per_node": 2}
 
 
 def test_hosts_in_a_file_are_text_or_a_list(folder: Path) -> None:
@@ -206,14 +206,14 @@ def test_files_that_cannot_be_meant_are_errors(
         if text is not None:
             (tmp_path / name).write_text(text)
     with pytest.raises(UsageError) as raised:
-        read_settings(tmp_path, {"nnodes", "log_dir"})
+        read_config_file(tmp_path, {"nnodes", "log_dir"})
     assert complaint in str(raised.value)
 
 
 def test_a_file_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "dtrain.toml").write_bytes(b"log_dir = '\xff'\n")
     with pytest.raises(UsageError, match=r"dtrain\.toml cannot be read"):
-        read_settings(tmp_path, {"log_dir"})
+        read_config_file(tmp_path, {"log_dir"})
 
 
 def test_nothing_close_lists_all() -> None:

@@ -1,0 +1,61 @@
+"""How values are written for people: counts, sizes, lists of numbers, tables, and texts of others. Pure."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["count", "printable", "ranges", "size", "table"]
+
+LINE_CHARACTERS = 300  # of a line that is quoted
+TABLE_CHARACTERS = 110
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def count(number: int, noun: str) -> str:
+    """Write `1 host`, `2 hosts`, `3 processes`."""
+    plural = noun if number == 1 else noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {plural}"
+
+
+def size(bytes_: float) -> str:
+    """Write a number of bytes: `1.5 GB`."""
+    power = 0
+    while bytes_ >= 1024 and power < len(_UNITS) - 1:
+        bytes_, power = bytes_ / 1024, power + 1
+    return f"{bytes_:.0f} {_UNITS[power]}" if bytes_ >= 10 or power == 0 else f"{bytes_:.1f} {_UNITS[power]}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write `0-2,5` for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def printable(line: str) -> str:
+    """Return a line without what could steer the terminal, and not longer than a few lines of a screen."""
+    plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))
+    return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table, whatever the terminal's width; each row, of one at least, has all the columns."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(printable, row.values()))
+    text = io.StringIO()
+    Console(file=text, width=TABLE_CHARACTERS, highlight=False, markup=False).print(drawn)
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
