@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class PowerSGDCompressor(Compressor):
                 buffer.add_(held["error"].to(buffer))
             self._state.maybe_increase_iter(bucket)
             return completed(buffer)
-        matrices = _Matrices(bucket)
+        matrices = _matrices_of(bucket)
         shapes = [matrix.shape for matrix in matrices.gradients()]
         if self._shapes.get(index) != shapes:
             self._forget(index)
@@ -163,27 +164,15 @@ class PowerSGDCompressor(Compressor):
             self._state.p_memory_dict[index] = buffer.new_zeros(held["p_numel"])
 
 
-class _Matrices:
+def _matrices_of(bucket: Bucket) -> Any:
     """A bucket as torch's hook reads it, its gradients as contiguous views of one or more dimensions.
 
     The hook takes the first dimension for the rows and cannot take scalars, empty or channels_last gradients.
     """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._index, self._buffer, self._is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        self._gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self._gradients
-
-    def is_last(self) -> bool:
-        return self._is_last
+    gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
+    return SimpleNamespace(
+        index=bucket.index, buffer=bucket.buffer, is_last=bucket.is_last, gradients=lambda: gradients
+    )
 
 
 def _contiguous(gradient: torch.Tensor) -> torch.Tensor:

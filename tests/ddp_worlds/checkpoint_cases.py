@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.checkpoint import checkpoint, rng
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import rng
 from ddp.monitoring import progress
 
 
@@ -76,7 +76,7 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
         weights = {"weight": torch.full((1, size), float(step))}
         content = {"step": step, "world_size": 1, "model": weights, "random": [rng.capture()], "values": {}}
         checkpoint_file.write(own, step, content)
-    ddp.checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
+    checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
     restored = ddp.Checkpoint(own).load(model=model)
     assert restored.step == 8
     assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
