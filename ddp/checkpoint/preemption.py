@@ -19,18 +19,18 @@ __all__ = ["Warned"]
 
 
 class Warned:
-    """Listens for `signum` from its construction on, beside whatever handler there was before.
+    """Listens for SIGUSR1 from its construction on, beside whatever handler there was before.
 
     Outside of the main thread, where Python has no signals, it hears nothing by itself, but takes part.
     """
 
-    def __init__(self, signum: int = signal.SIGUSR1) -> None:
+    def __init__(self) -> None:
         self._heard = 0  # by this rank
         self._acted = 0  # on how many
         self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
         self._before: object = None
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signum, self._hear)
+            self._before = signal.signal(signal.SIGUSR1, self._hear)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
         self._heard += 1

@@ -92,7 +92,7 @@ class LoadedBuckets:
                 f"not the state of a compressor ({type(error).__name__}: {error}): pass what its state_dict() returned"
             ) from error
 
-    def with_rest(self, buckets: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    def with_rest(self, buckets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return `buckets` and those that have not been fetched, by index."""
         return sorted(map(dict, (*buckets, *self.buckets.values())), key=lambda held: int(held["index"]))
 

@@ -235,12 +235,6 @@ def _unfreeze(module: nn.Module, step: int) -> None:
     layers[0].bias.requires_grad_(step >= 4)
 
 
-def _skips_first_in_third_step(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, rank: int, step: int
-) -> torch.Tensor:
-    return loss_of(model, x * (step != 2), y)
-
-
 # Kinds of graphs
 
 
