@@ -163,7 +163,6 @@ def test_losses_with_parameter_servers_are_drawn_over_time(tmp_path: Path, monke
     servers = [sys.executable, "-m", "launcher", "run", "--ps", "1", "--nproc-per-node", "2"]
     result = _run([*servers, str(PS), "--mode", "async", "--epochs", "3", "--plot", "ps.png"], tmp_path)
     found = re.search(r"async, 2 workers: test loss ([\d.]+)", result.stdout)
-    assert found is not None
     assert float(found[1]) < 0.5
     runs = [line.rpartition(",")[0].rpartition(",")[0] for line in Path("runs/train_ps.csv").read_text().splitlines()]
     assert set(runs) == {'"sync, 1 worker"', '"async, 2 workers"'}

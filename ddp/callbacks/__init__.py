@@ -2,10 +2,8 @@
 
 from ddp.callbacks.callback import Callback
 from ddp.callbacks.learning_rate import LearningRateScheduler, LinearScaling
-from ddp.callbacks.reports import CSVLogger, History, ProgressBar
-from ddp.callbacks.saving import ModelCheckpoint
-from ddp.callbacks.stopping import EarlyStopping
-from ddp.callbacks.tensorboard import TensorBoard
+from ddp.callbacks.monitors import EarlyStopping, ModelCheckpoint
+from ddp.callbacks.reports import CSVLogger, History, ProgressBar, TensorBoard
 
 __all__ = [
     "CSVLogger",

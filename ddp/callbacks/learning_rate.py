@@ -34,13 +34,10 @@ class LearningRateScheduler(Callback):
             raise ArgumentError(f"by={by!r}; it must be 'epoch' or 'step'")
         self._rate, self._make, self._by, self._monitor = rate, scheduler, by, monitor
         self._scheduler: Any = None
-        self._restored: Mapping[str, Any] | None = None
 
     def on_fit_begin(self) -> None:
         if self._make is not None and self._scheduler is None:
             self._scheduler = self._make(self.trainer.optimizer)
-            if self._restored is not None:
-                self._load(self._restored)
 
     def on_epoch_begin(self, epoch: int) -> None:
         if self._by == "epoch":
@@ -78,12 +75,10 @@ class LearningRateScheduler(Callback):
         return {} if self._scheduler is None else dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restored = state
-        if self._scheduler is not None:
-            self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
         # Making a scheduler sets the rates of its beginning; those of the checkpoint are the optimizer's.
+        self.on_fit_begin()
+        if self._scheduler is None:
+            return
         self._scheduler.load_state_dict(dict(state))
         rates = state.get("_last_lr")
         if rates is not None:

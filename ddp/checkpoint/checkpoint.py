@@ -17,7 +17,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -28,9 +28,8 @@ from torch import nn
 
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import rng
-from ddp.checkpoint.file import Trailer
 from ddp.checkpoint.preemption import Warned
-from ddp.checkpoint.state import Stateful, check_plain, given_parts, reduction_state, restore_parts, restore_reduction
+from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
@@ -79,10 +78,9 @@ class Checkpoint:
         The latter is when any rank got SIGUSR1, as SLURM sends it ahead of the end; from the first call on it ends no
         process. Every rank must call it after every step; it returns the same on all of them. `every` 0: only then.
         """
-        if self._warned is None:
-            self._warned = Warned()
-        warned = self._warned.together()
-        return warned or (every > 0 and step % every == 0)
+        self._warned = self._warned or Warned()
+        is_warned = self._warned.together()
+        return is_warned or (every > 0 and step % every == 0)
 
     def save(
         self,
@@ -112,7 +110,7 @@ class Checkpoint:
         state: dict[str, Any] = {}
         note = _SaveNote(step=step, random=rng.capture())
         try:
-            parts = given_parts(model, optimizer, scheduler, scaler, sampler)
+            parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
             note = replace(note, names=(*parts, *sorted(values)), position=position)
             check_plain(values)
@@ -123,11 +121,12 @@ class Checkpoint:
                     check_plain(part_state, name)
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
-        told = _exchange(vars(replace(note, problem=_reason(problem))), "notes before saving")
-        notes = [_SaveNote(**each) for each in told]
-        _raise_together(f"save step {step}", [note.problem for note in notes], problem)
+        told = _exchange((vars(note), _reason(problem)), "notes before saving")
+        _raise_together(f"save step {step}", [reason for _, reason in told], problem)
+        notes = [_SaveNote(**each) for each, _ in told]
         _require_agreement(notes)
-        reduction = reduction_state(model)
+        wrapper = wrapper_of(model)
+        reduction = None if wrapper is None else wrapper.reduction_state()
 
         if rank == 0:
             generators = [note.random for note in notes]
@@ -173,30 +172,30 @@ class Checkpoint:
         rank, world_size = _place()
         self._known = None
         with contextlib.ExitStack() as open_files:
-            found = self._find(open_files, None if path is None else Path(path))
-            notes = [_LoadNote.of(told) for told in _exchange(asdict(found.note), "notes before loading")]
-            source = _choose(notes)
-            if source is None:
+            mine, file = self._find(open_files, None if path is None else Path(path))
+            notes = [_LoadNote(**told) for told in _exchange(vars(mine), "notes before loading")]
+            chosen = max(notes, key=lambda note: note.step)  # the first of several
+            if chosen.step < 0:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
                     raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
                 return None
             # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
-            if path is None and (rank == 0 or found.note.refused != notes[0].refused):
-                _warn_of(found.note.refused)
-            chosen = notes[source]
-            assert chosen.trailer is not None
-            lacks = [note.trailer is None or note.trailer.digest != chosen.trailer.digest for note in notes]
-            file: BinaryIO | None = found.file
+            if path is None and (rank == 0 or mine.refused != notes[0].refused):
+                for line in mine.refused:
+                    warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=2)
+            lacks = [note.digest != chosen.digest for note in notes]
             if any(lacks):
-                received = _send(source, file, chosen.trailer, is_wanted=lacks[rank])
-                file = received if lacks[rank] else file
+                received = _send(notes.index(chosen), file, chosen.size, is_wanted=lacks[rank])
+                file = received or file
             problem: Exception | None = None
             restored = None
             try:
                 assert file is not None
                 if lacks[rank]:
                     checkpoint_file.verify(file)
-                parts = given_parts(model, optimizer, scheduler, scaler, sampler)
+                parts = given_parts(
+                    model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler
+                )
                 restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
@@ -224,13 +223,13 @@ class Checkpoint:
         if self._known is None:
             self._known = {path.name for _, path in there}
 
-    def _find(self, open_files: contextlib.ExitStack, path: Path | None) -> _Found:
+    def _find(self, open_files: contextlib.ExitStack, path: Path | None) -> tuple[_LoadNote, BinaryIO | None]:
         """Open the newest whole file that this rank sees, and say what was passed over on the way."""
         refused: list[str] = []
         try:
             candidates = checkpoint_file.newest_first(self.folder) if path is None else [(None, path)]
         except OSError as error:
-            return _Found(_LoadNote(refused=(f"{self.folder.absolute()}: cannot be read: {error.strerror}",)))
+            return _LoadNote((f"{self.folder.absolute()}: cannot be read: {error.strerror}",)), None
         for named_step, candidate in candidates:
             try:
                 file = open_files.enter_context(open(candidate, "rb"))  # noqa: SIM115  # what that stack is for
@@ -243,8 +242,9 @@ class Checkpoint:
                 if path is None:
                     self._broken.add(candidate.name)
             else:
-                return _Found(_LoadNote(str(candidate.absolute()), trailer, tuple(refused)), file)
-        return _Found(_LoadNote(refused=tuple(refused)))
+                size = trailer.length + checkpoint_file.TRAILER_BYTES
+                return _LoadNote(tuple(refused), trailer.step, str(candidate.absolute()), size, trailer.digest), file
+        return _LoadNote(tuple(refused)), None
 
 
 @dataclass(frozen=True)
@@ -255,27 +255,17 @@ class _SaveNote:
     random: Mapping[str, Any]
     names: tuple[str, ...] = ()
     position: Mapping[str, Any] | None = None  # of the sampler
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
 class _LoadNote:
-    """The newest whole file that a rank sees, if any, and those that it passed over."""
+    """The files that a rank has passed over, and the newest whole one that it sees; its step is -1 if there is none."""
 
+    refused: tuple[str, ...]
+    step: int = -1
     path: str = ""
-    trailer: Trailer | None = None
-    refused: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> _LoadNote:
-        trailer = None if told["trailer"] is None else Trailer(**told["trailer"])
-        return cls(told["path"], trailer, told["refused"])
-
-
-@dataclass(frozen=True)
-class _Found:
-    note: _LoadNote
-    file: BinaryIO | None = None
+    size: int = 0
+    digest: bytes = b""
 
 
 def _require_agreement(notes: Sequence[_SaveNote]) -> None:
@@ -291,24 +281,15 @@ def _require_agreement(notes: Sequence[_SaveNote]) -> None:
                 )
 
 
-def _choose(notes: Sequence[_LoadNote]) -> int | None:
-    """The rank with the newest whole file, the lowest of several, or None."""
-    steps = [(note.trailer.step, -rank) for rank, note in enumerate(notes) if note.trailer is not None]
-    return -max(steps)[1] if steps else None
-
-
-def _warn_of(refused: Sequence[str]) -> None:
-    for line in refused:
-        warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=3)
-
-
 def _restore(
     file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
 ) -> Restored:
     file.seek(0)
     state = torch.load(file, map_location="cpu", weights_only=True)
     restore_parts(state, parts)
-    restore_reduction(model, state.get("reduction"))
+    wrapper = wrapper_of(model)
+    if wrapper is not None and "reduction" in state:
+        wrapper.load_reduction_state(state["reduction"])
     generators = state["random"]
     if len(generators) == world_size:
         rng.restore(generators[rank])
@@ -336,16 +317,18 @@ def _exchange(mine: T, what: str) -> list[T]:
         return gather_values(mine)
 
 
-def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bool) -> BinaryIO | None:
-    """Send rank `source`'s file to all, and return it where it `is_wanted`. Every rank must call it; blocks."""
+def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> BinaryIO | None:
+    """Send the file of rank `source`, of `size` bytes, to all, and return it where it `is_wanted`.
+
+    Every rank must call it; blocks.
+    """
     rank, _ = _place()
     device = device_of()
     received = io.BytesIO() if is_wanted else None
-    left = trailer.length + checkpoint_file.TRAILER_BYTES
     if file is not None:
         file.seek(0)
-    while left:
-        buffer = bytearray(min(left, _CHUNK_BYTES))
+    for begin in range(0, size, _CHUNK_BYTES):
+        buffer = bytearray(min(size - begin, _CHUNK_BYTES))
         if rank == source and file is not None:
             buffer[:] = file.read(len(buffer))
         chunk = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -355,7 +338,6 @@ def _send(source: int, file: BinaryIO | None, trailer: Trailer, *, is_wanted: bo
         if received is not None:
             chunk.copy_(moved)
             received.write(buffer)
-        left -= len(buffer)
     return received
 
 

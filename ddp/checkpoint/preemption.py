@@ -19,19 +19,18 @@ __all__ = ["Warned"]
 
 
 class Warned:
-    """Listens for `signum` from its construction on, beside whatever handler there was before.
+    """Listens for SIGUSR1 from its construction on, beside whatever handler there was before.
 
     Outside of the main thread, where Python has no signals, it hears nothing by itself, but takes part.
     """
 
-    def __init__(self, signum: int = signal.SIGUSR1) -> None:
+    def __init__(self) -> None:
         self._heard = 0  # by this rank
         self._acted = 0  # on how many
-        self._most: torch.Tensor | None = None  # (1,) that any rank has heard, on its way
-        self._work: dist.Work | None = None
+        self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
         self._before: object = None
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signum, self._hear)
+            self._before = signal.signal(signal.SIGUSR1, self._hear)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
         self._heard += 1
@@ -48,15 +47,13 @@ class Warned:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             most = self._heard
         else:
-            most = self._take()
-            self._most = torch.tensor([self._heard], dtype=torch.int32, device=device_of())
-            self._work = dist.all_reduce(self._most, op=dist.ReduceOp.MAX, async_op=True)
+            most = 0
+            if self._most is not None:
+                work, heard = self._most
+                work.wait()
+                most = int(heard.item())
+            heard = torch.tensor([self._heard], dtype=torch.int32, device=device_of())
+            self._most = dist.all_reduce(heard, op=dist.ReduceOp.MAX, async_op=True), heard
         warned = most > self._acted
         self._acted = max(most, self._acted)
         return warned
-
-    def _take(self) -> int:
-        if self._work is None or self._most is None:
-            return 0
-        self._work.wait()
-        return int(self._most.item())

@@ -16,15 +16,7 @@ from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.torch_internals import compiled_module
 
-__all__ = [
-    "PARTS",
-    "Stateful",
-    "check_plain",
-    "given_parts",
-    "reduction_state",
-    "restore_parts",
-    "restore_reduction",
-]
+__all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts", "wrapper_of"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 _NAMED_DIFFERENCES = 3
@@ -43,43 +35,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-def given_parts(
-    model: nn.Module | None,
-    optimizer: Stateful | None,
-    scheduler: Stateful | None,
-    scaler: Stateful | None,
-    sampler: Stateful | None,
-) -> dict[str, Stateful]:
-    """What a user gave, by name, the model without wrappers. Raises ArgumentError for what has no state."""
-    parts: dict[str, Stateful] = {}
-    objects = (None if model is None else unwrapped(model), optimizer, scheduler, scaler, sampler)
-    for name, part in zip(PARTS, objects, strict=True):
-        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+def given_parts(**given: Any) -> dict[str, Stateful]:
+    """What a user gave of PARTS, the model without wrappers. Raises ArgumentError for what has no state."""
+    parts: dict[str, Stateful] = {name: part for name, part in given.items() if part is not None}
+    if "model" in parts:
+        parts["model"] = unwrapped(given["model"])
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             hint = ": ddp.DistributedSampler has them" if name == "sampler" else ""
             raise ArgumentError(f"{name}={type(part).__name__} has no state_dict() and load_state_dict(){hint}")
-        if part is not None:
-            parts[name] = part
     return parts
 
 
-def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
-    """The wrapper of this package, if there is one around or inside."""
+def wrapper_of(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The wrapper of this package, if there is one around or inside: its compression has a state to be saved, too."""
     while model is not None and not isinstance(model, DistributedDataParallel):
         model = compiled_module(model)
     return model
-
-
-def reduction_state(model: nn.Module | None) -> dict[str, Any] | None:
-    """What gradient compression needs to go on, or None. Every rank must call it; blocks."""
-    wrapper = _wrapper(model)
-    return None if wrapper is None else wrapper.reduction_state()
-
-
-def restore_reduction(model: nn.Module | None, state: Mapping[str, Any] | None) -> None:
-    """Let gradient compression go on. Raises CheckpointError if it cannot."""
-    wrapper = _wrapper(model)
-    if wrapper is not None and state is not None:
-        wrapper.load_reduction_state(state)
 
 
 def check_plain(value: Any, name: str = "") -> None:

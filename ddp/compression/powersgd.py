@@ -1,31 +1,57 @@
 """Gradients travel as products of two thin matrices: torch's PowerSGD hook, made safe for what training loops do.
 
-`ddp.compression` makes it. The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression
+The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression
 for Distributed Optimization, arXiv:1905.13727; the hook is torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.compression.state import Bucket, LoadedBuckets, completed, mean_over_ranks, need_method
-from ddp.errors import CheckpointError, UnsupportedError
+from ddp.compression.compressor import Bucket, Compressor, LoadedBuckets, completed, mean_over_ranks
+from ddp.errors import ArgumentError, CheckpointError, UnsupportedError
 from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = ["PowerSGDCompressor"]
-
-_NAME = "powersgd"
+__all__ = ["PowerSGD", "PowerSGDCompressor"]
 
 # Torch's default of 0 divides by zero where a gradient is zero, for instance of a parameter that was not used.
 _EPSILON = 1e-8
 
 
-class PowerSGDCompressor:
-    """Averages buckets over `group`, from step `start_step` on by matrices of rank `rank`.
+@dataclass(frozen=True)
+class PowerSGD:
+    """Torch's PowerSGD: matrices as products of two of rank `rank`, after `start_step` steps of plain averages.
+
+    The first steps are the ones that approximation harms most; torch advises a tenth of all steps. A gradient that
+    does not shrink by `min_compression_rate` is sent as it is. Needs numpy.
+
+    Rank 2 is the one to avoid: for up to two columns torch's hook orthogonalises by one pass of Gram-Schmidt, which
+    loses a second column that is nearly a multiple of the first. Where gradients were of rank one (a batch of one row),
+    averages came out up to twice as large, to be taken back by later steps; ranks 1 and 3 do not have this.
+    """
+
+    rank: int = 1
+    start_step: int = 1000
+    min_compression_rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ArgumentError(f"PowerSGD(rank={self.rank}): at least 1")
+        if self.start_step < 2:
+            raise ArgumentError(f"PowerSGD(start_step={self.start_step}): at least 2, buckets change after the first")
+
+    def compressor(self, group: dist.ProcessGroup) -> PowerSGDCompressor:
+        return PowerSGDCompressor(group, self)
+
+
+class PowerSGDCompressor(Compressor):
+    """Averages buckets, from step `start_step` on by matrices of rank `rank`.
 
     What it adds to torch's hook: it forgets what it remembers of a bucket that is not finite (a GradScaler's skipped
     step) or that has other gradients than last time; it takes gradients of any shape and layout; a world of one
@@ -35,15 +61,16 @@ class PowerSGDCompressor:
     end others, in no order that ranks share, which with several buckets on their way stalls or mixes them up.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, rank: int, start_step: int, min_compression_rate: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
+        super().__init__(group, "powersgd")
         try:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
             self._state: Any = powersgd.PowerSGDState(
                 group,
-                matrix_approximation_rank=rank,
-                start_powerSGD_iter=start_step,
-                min_compression_rate=min_compression_rate,
+                matrix_approximation_rank=settings.rank,
+                start_powerSGD_iter=settings.start_step,
+                min_compression_rate=settings.min_compression_rate,
                 orthogonalization_epsilon=_EPSILON,
             )
         except ImportError as error:
@@ -51,14 +78,11 @@ class PowerSGDCompressor:
                 f"compression by PowerSGD needs numpy, which torch's hook draws random numbers with: {error}"
             ) from error
         self._hook = powersgd.powerSGD_hook
-        self._group: dist.ProcessGroup | None = group
-        self._size = group.size()
-        self._rank = rank
+        self._rank = settings.rank
         self._shapes: dict[int, list[torch.Size]] = {}
         self._loaded = LoadedBuckets()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging; the future has the bucket's own buffer, with the averages in it."""
         assert self._group is not None
         index, buffer = bucket.index(), bucket.buffer()
         held = self._loaded.fetch(bucket)
@@ -67,7 +91,7 @@ class PowerSGDCompressor:
                 buffer.add_(held["error"].to(buffer))
             self._state.maybe_increase_iter(bucket)
             return completed(buffer)
-        matrices = _Matrices(bucket)
+        matrices = _matrices_of(bucket)
         shapes = [matrix.shape for matrix in matrices.gradients()]
         if self._shapes.get(index) != shapes:
             self._forget(index)
@@ -84,37 +108,27 @@ class PowerSGDCompressor:
         return started.then(lambda done: self._checked(index, done.value()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step needs, the same on every rank. Every rank must call it, between two steps; blocks.
-
-        Each rank's error is replaced by the mean over the ranks, which is all that the sum over ranks sees of it.
-        """
         assert self._group is not None
         state = self._state
         buckets = []
         for index in sorted(state.error_dict):
             error = state.error_dict[index]
-            mean_over_ranks(self._group, error)
+            mean_over_ranks(self._group, error)  # which is all that the sum over ranks sees of it
             held = {"index": index, "numel": error.numel(), "error": error.clone()}
             if index in state.q_memory_dict:
                 held |= {"q": state.q_memory_dict[index].clone(), "p_numel": state.p_memory_dict[index].numel()}
             buckets.append(held)
-        rest = [dict(held) for held in self._loaded.rest()]
         _, keys, position, *_ = state.rng.get_state(legacy=True)
         return {
-            "method": _NAME,
+            "method": self._name,
             "rank": self._rank,
             "step": state.iter,
             "random": {"keys": [int(key) for key in keys], "position": int(position)},
-            "buckets": sorted([*buckets, *rest], key=lambda held: int(held["index"])),
+            "buckets": self._loaded.with_rest(buckets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict()` returned on any rank of any number of ranks. Every rank must load the same.
-
-        Raises CheckpointError for the state of another method or rank, and the next backward pass does if the sizes
-        of the buckets are others.
-        """
-        need_method(state, _NAME)
+        self._need_own(state)
         if state.get("rank") != self._rank:
             raise CheckpointError(f"the state is that of PowerSGD of rank {state.get('rank')}, this has {self._rank}")
         loaded = LoadedBuckets(state)
@@ -130,8 +144,7 @@ class PowerSGDCompressor:
         self._loaded = loaded
 
     def close(self) -> None:
-        """Let go of the group, before it is destroyed."""
-        self._group = None
+        super().close()
         self._state.process_group = None
 
     def _checked(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -151,27 +164,15 @@ class PowerSGDCompressor:
             self._state.p_memory_dict[index] = buffer.new_zeros(held["p_numel"])
 
 
-class _Matrices:
+def _matrices_of(bucket: Bucket) -> Any:
     """A bucket as torch's hook reads it, its gradients as contiguous views of one or more dimensions.
 
     The hook takes the first dimension for the rows and cannot take scalars, empty or channels_last gradients.
     """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._index, self._buffer, self._is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        self._gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self._gradients
-
-    def is_last(self) -> bool:
-        return self._is_last
+    gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
+    return SimpleNamespace(
+        index=bucket.index, buffer=bucket.buffer, is_last=bucket.is_last, gradients=lambda: gradients
+    )
 
 
 def _contiguous(gradient: torch.Tensor) -> torch.Tensor:

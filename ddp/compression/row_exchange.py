@@ -31,12 +31,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import gather_values
-from ddp.compression.memory import BucketMemory
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of
 from ddp.torch_internals import allgather_flat, backend_of, default_store, timeout_of
 
-__all__ = ["BucketRows", "RowExchange", "open_exchange"]
+__all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
 
 _CPU = torch.device("cpu")
 
@@ -49,6 +48,18 @@ _open: weakref.WeakKeyDictionary[dist.ProcessGroup, RowExchange] = weakref.WeakK
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+@dataclass(eq=False)
+class RowMemory:
+    """Memory for one bucket on its way, uint8 of shape (n, row bytes).
+
+    `send` is filled by the caller; `busy` is its last use.
+    """
+
+    send: torch.Tensor
+    received: torch.Tensor
+    busy: torch.futures.Future[torch.Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class BucketRows:
     """One bucket to be averaged. Both functions may run in another thread, without autograd.
@@ -58,7 +69,7 @@ class BucketRows:
     """
 
     label: str
-    wire: BucketMemory
+    memory: RowMemory
     average: Callable[[torch.Tensor], torch.Tensor]
     deliver: Callable[[torch.Tensor], torch.Tensor]
 
@@ -98,11 +109,11 @@ class RowExchange:
         Every rank must start buckets of the same sizes in the same order. Nothing can be started after a failure:
         ranks may have stopped at different buckets, and the next would meet another one's bytes.
         """
-        if rows.wire.send.device.type != "cpu" or self._pipeline is None:
-            rows.wire.busy = _start_in_order(group, rows)
+        if rows.memory.send.device.type != "cpu" or self._pipeline is None:
+            rows.memory.busy = _start_in_order(group, rows)
         else:
-            rows.wire.busy = self._pipeline.start(group, rows)
-        return rows.wire.busy
+            rows.memory.busy = self._pipeline.start(group, rows)
+        return rows.memory.busy
 
 
 @dataclass(eq=False)
@@ -137,7 +148,7 @@ class _Pipeline:
                 self._start_threads()
             self._report.at(f"compressed average of {rows.label}")
             try:
-                work = group.alltoall_base(rows.wire.received, rows.wire.send, [], [])
+                work = group.alltoall_base(rows.memory.received, rows.memory.send, [], [])
             except RuntimeError as error:
                 raise self._failed(rows, error) from error
             pending = _Pending(rows, work, torch.futures.Future())
@@ -173,8 +184,8 @@ class _Pipeline:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
                 pending.work.wait()
-                mine = pending.rows.average(pending.rows.wire.received)
-                gathered = pending.rows.wire.send.view(-1)  # has been sent, so its memory is free
+                mine = pending.rows.average(pending.rows.memory.received)
+                gathered = pending.rows.memory.send.view(-1)  # has been sent, so its memory is free
                 pending.work = allgather_flat(self._second, gathered, mine)
             except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
                 self._give_up(pending, error)
@@ -188,7 +199,7 @@ class _Pipeline:
         while (pending := averaged.get()) is not None:
             try:
                 pending.work.wait()
-                result = pending.rows.deliver(pending.rows.wire.send)
+                result = pending.rows.deliver(pending.rows.memory.send)
             except Exception as error:
                 self._give_up(pending, error)
             else:
@@ -210,7 +221,7 @@ class _Pipeline:
 
 def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
     """Enqueue all steps on the device at once: streams keep their order, so one group does."""
-    send, received = rows.wire.send, rows.wire.received
+    send, received = rows.memory.send, rows.memory.received
     work = group.alltoall_base(received, send, [], [])
 
     def finish(_: torch.futures.Future[object]) -> torch.Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.objects import device_of, gather_values
+from ddp.comm.objects import gather_bytes, gather_values
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import waiting_for_peers
@@ -49,8 +49,8 @@ def gather_metrics(
     Raises ArgumentError on every rank, with the rank and the name, if the names or shapes differ or an amount is none;
     CollectiveError if a rank is gone.
     """
-    notes = _tell("gather_metrics", lambda: _MetricsNote(_read_all(metrics)), group)
-    told = [{name: [_Told(*each) for each in parts] for name, parts in note["metrics"].items()} for note in notes]
+    every = _tell("gather_metrics", lambda: _read_all(metrics), group)
+    told = [{name: [_Told(*each) for each in parts] for name, parts in theirs.items()} for theirs in every]
     _check_names([set(each) for each in told])
     result = {}
     for name in told[0]:
@@ -71,23 +71,19 @@ def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> T
     Every rank must call it; blocks; every rank gets everything. No gradient goes through. Raises ArgumentError on
     every rank if the rows of the ranks do not fit together, CollectiveError if a rank is gone.
     """
-    told = [_RowsNote(**note) for note in _tell("gather_samples", lambda: _describe_rows(rows), group)]
+    told = [_Rows(*each) for each in _tell("gather_samples", lambda: _describe_rows(rows), group)]
     _check_rows(told)
-    shape, dtype = next(((note.shape, note.dtype) for note in told if note.shape[0]), (told[0].shape, told[0].dtype))
+    shape, dtype = next((note for note in told if note.shape[0]), told[0])
     counts = [note.shape[0] for note in told]
     if len(told) == 1:
         return rows.detach().clone()
-    row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
-    padded = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device_of(group))
-    mine = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device).copy_(rows.detach().flatten())
-    padded[: mine.nbytes] = mine.view(torch.uint8).to(padded.device)
-    every = [torch.empty_like(padded) for _ in told]
-    if len(padded):
-        with waiting_for_peers("gather_samples", group):
-            dist.all_gather(every, padded, group=group)
+    mine = torch.empty(rows.numel(), dtype=rows.dtype, device="cpu").copy_(rows.detach().flatten())
+    with waiting_for_peers("gather_samples", group):
+        every = gather_bytes(mine.view(torch.uint8), group=group)
     whole = torch.empty(sum(counts), *shape[1:], dtype=getattr(torch, dtype), device=rows.device)
     for rank, (count, theirs) in enumerate(zip(counts, every, strict=True)):
-        share = theirs[: count * row_bytes].view(whole.dtype).view(count, *shape[1:])
+        share = torch.empty(count, *shape[1:], dtype=whole.dtype, device="cpu")
+        share.view(-1).view(torch.uint8).copy_(theirs)
         whole[rank :: len(told)] = share.to(rows.device)
     return whole
 
@@ -107,42 +103,35 @@ class _Told:
         return self.shape is None and self.values[0] == 0
 
 
-@dataclass(frozen=True)
-class _MetricsNote:
-    metrics: dict[str, list[tuple[Any, ...]]]  # one amount or two, as the fields of `_Told`
-
-
-@dataclass(frozen=True)
-class _RowsNote:
+class _Rows(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
 
-def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
     """Return what every rank has read of its own arguments, or raise on all ranks what one could not read."""
     rank, size = rank_and_size(f"{what}()", group)
     if rank < 0:
         raise ArgumentError(f"{what}: this process is not in the group; only its members may call it")
-    note: dict[str, Any] = {"problem": None}
+    mine, reason = None, ""
     problem: Exception | None = None
     try:
-        note.update(asdict(read()))
+        mine = read()
     except Exception as error:  # whatever reading a tensor raises, the other ranks must not wait for this one
         problem = error
-        note["problem"] = str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
-    notes = [note]
+        reason = str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
+    told = [(mine, reason)]
     if size > 1:
         with waiting_for_peers(what, group):
-            notes = gather_values(note, group=group)
-    problems = [f"rank {each}: {other['problem']}" for each, other in enumerate(notes) if other["problem"]]
+            told = gather_values((mine, reason), group=group)
+    problems = [f"rank {each}: {reason}" for each, (_, reason) in enumerate(told) if reason]
     if problems:
         raise ArgumentError(f"{what}: {'; '.join(problems)}") from problem
-    for each in notes:
-        del each["problem"]
-    return notes
+    return [theirs for theirs, _ in told]
 
 
 def _read_all(metrics: Mapping[str, Amount | tuple[Amount, Amount]]) -> dict[str, list[tuple[Any, ...]]]:
+    """Return one amount or two for each name, as the fields of `_Told`."""
     if not isinstance(metrics, Mapping):
         raise ArgumentError(f"metrics is a {type(metrics).__name__}; it must be a dict of names and amounts")
     read = {}
@@ -170,11 +159,12 @@ def _read(name: str, amount: object) -> tuple[Any, ...]:
     raise ArgumentError(f"{name!r} holds {what}; an amount is a real number or a tensor of them")
 
 
-def _describe_rows(rows: Tensor) -> _RowsNote:
+def _describe_rows(rows: Tensor) -> tuple[tuple[int, ...], str]:
+    """Return the fields of `_Rows`."""
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.layout is not torch.strided:
         what = f"a {rows.layout} tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
         raise ArgumentError(f"rows is {what}; it must be a dense tensor (samples, ...)")
-    return _RowsNote(tuple(rows.shape), str(rows.dtype).removeprefix("torch."))
+    return tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
 
 
 # Whether what they tell fits together
@@ -200,7 +190,7 @@ def _check_kind(name: str, lengths: Sequence[int]) -> None:
             )
 
 
-def _check_rows(told: Sequence[_RowsNote]) -> None:
+def _check_rows(told: Sequence[_Rows]) -> None:
     total = sum(note.shape[0] for note in told)
     first = next((rank for rank, note in enumerate(told) if note.shape[0]), 0)
     for rank, note in enumerate(told):

@@ -1,17 +1,23 @@
 """The order of an epoch: a permutation of 0 to n - 1 that is chosen by (seed, epoch) and asked position by position.
 
-Called by the sampler. Knows nothing of ranks, and never touches torch's global random state.
+Called by the sampler and the loader, which save their `Position` in it. Knows nothing of ranks, and never touches
+torch's global random state.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE", "Keyed", "Listed", "Permutation", "choose", "scheme"]
+from ddp.errors import ArgumentError
+
+__all__ = ["LARGE", "Keyed", "Permutation", "Position", "choose"]
 
 LARGE = 2**20  # above this many samples no list of all indices is made
 # torch's CPU generator keeps the low 32 bits of a seed and drops the rest: these are all that it can tell apart.
@@ -22,32 +28,50 @@ Permutation = Callable[[Tensor], Tensor]  # positions (k,) int64, each in 0 to n
 
 
 def choose(n: int, *, seed: int, epoch: int) -> Permutation:
-    """Return the order of an epoch of n samples; `scheme` names how it is made. Any integers will do for both."""
+    """Return the order of an epoch of n samples, made as `Position.order` says. Any integers will do for both."""
     if n > LARGE:
         return Keyed(n, _key(seed, epoch))
     if seed == 0 and epoch in _EPOCHS_OF_TORCH:
-        return Listed(_randperm(n, epoch))
+        return functools.partial(_randperm(n, epoch).index_select, 0)
     # Two generators, because one takes 32 bits: among 77,000 epochs two would be equal more likely than not.
-    first, second = _words(_key(seed, epoch), 2)
-    return Listed(_randperm(n, first & 0xFFFFFFFF)[_randperm(n, second & 0xFFFFFFFF)])
+    first, second = struct.unpack("<QQ", _stream(_key(seed, epoch), 2))
+    order = _randperm(n, first & 0xFFFFFFFF)[_randperm(n, second & 0xFFFFFFFF)]
+    return functools.partial(order.index_select, 0)
 
 
-def scheme(n: int, seed: int) -> str:
-    """Name the algorithm: a position in an order means nothing in the order of another algorithm."""
-    if n > LARGE:
-        return "keyed"
-    return "torch" if seed == 0 else "hashed"
+@dataclass(frozen=True)
+class Position:
+    """`position` samples of an epoch are done, in the order that the other fields decide; for any number of ranks."""
 
+    epoch: int
+    position: int
+    length: int
+    shuffle: bool
+    seed: int
 
-class Listed:
-    """An order that is held in memory, 8 bytes a sample."""
+    @property
+    def order(self) -> str:
+        """The algorithm of the permutation: a position means nothing in the order of another algorithm."""
+        if self.shuffle and self.length > LARGE:
+            return "keyed"
+        return "hashed" if self.shuffle and self.seed else "torch"
 
-    def __init__(self, order: Tensor) -> None:
-        self._order = order
+    def state_dict(self) -> dict[str, int | bool | str]:
+        return {**asdict(self), "order": self.order}
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """Return the indices at positions (k,)."""
-        return self._order.index_select(0, positions)
+    def going_on(self, state: Mapping[str, int | bool | str], what: str) -> tuple[int, int]:
+        """Return the epoch and the position of a saved state, at most `length`.
+
+        Raises ArgumentError, which names `what` was saved, if its samples stand in another order than here.
+        """
+        for name in ("length", "shuffle", "seed", "order"):
+            saved, mine = state.get(name, "torch"), getattr(self, name)  # older states had torch's order, unsaid
+            if saved != mine:
+                raise ArgumentError(
+                    f"the {what} was saved with {name} {saved} and now has {mine}: "
+                    f"sample {state['position']} of epoch {state['epoch']} is another one here"
+                )
+        return int(state["epoch"]), min(int(state["position"]), self.length)
 
 
 class Keyed:
@@ -125,11 +149,6 @@ def _key(seed: int, epoch: int) -> bytes:
 def _stream(key: bytes, words: int) -> bytes:
     """Random words of 8 bytes, the same for the same key on every machine and in every version of torch."""
     return hashlib.shake_128(key).digest(8 * words)
-
-
-def _words(key: bytes, count: int) -> list[int]:
-    stream = _stream(key, count)
-    return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(count)]
 
 
 def _randperm(n: int, seed: int) -> Tensor:

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import default_collate as _default_collate
 
-from ddp.data.permutation import Permutation, choose, scheme
-from ddp.data.position import Position
+from ddp.data.permutation import Position, choose
 from ddp.errors import ArgumentError
 
 __all__ = ["ReplicaLoader"]
@@ -162,8 +161,7 @@ class ReplicaLoader:
         self._position, self._begun = 0, False
 
     def _where(self) -> Position:
-        order = scheme(self._length, self.seed) if self.shuffle else "torch"
-        return Position(self.epoch, self._position, self._length, self.shuffle, self.seed, order)
+        return Position(self.epoch, self._position, self._length, self.shuffle, self.seed)
 
     def _size(self, position: int) -> int:
         """How many samples the global batch at `position` has; 0 at the end."""
@@ -188,9 +186,7 @@ class _Shares:
     def __iter__(self) -> Iterator[list[int]]:
         own = self._loader
         position = own._position
-        order: Permutation | None = None
-        if own.shuffle:
-            order = choose(own._length, seed=own.seed, epoch=own.epoch)
+        order = choose(own._length, seed=own.seed, epoch=own.epoch) if own.shuffle else None
         while (size := own._size(position)) > own._replica:
             places = torch.arange(position + own._replica, position + size, own._replicas, device="cpu")
             yield (places if order is None else order(places)).tolist()

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
-from ddp.data.permutation import Permutation, choose, scheme
-from ddp.data.position import Position
+from ddp.data.permutation import Permutation, Position, choose
 from ddp.errors import ArgumentError, NotInitializedError
 
 __all__ = ["DistributedSampler", "Even", "rank_and_size"]
@@ -192,8 +191,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return min(self._start + self._trained * self.num_replicas, self._length)
 
     def _where(self, position: int) -> Position:
-        order = scheme(self._length, self.seed) if self.shuffle else "torch"
-        return Position(self.epoch, position, self._length, self.shuffle, self.seed, order)
+        return Position(self.epoch, position, self._length, self.shuffle, self.seed)
 
 
 class _Pass(Iterator[Iterator[int]]):

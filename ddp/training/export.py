@@ -71,16 +71,16 @@ def format_of(path: Path, given: Format | None) -> Format:
 def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> None:
     """Write the module as it evaluates, on the CPU. The first dimension of inputs may differ later, if it can."""
     model = copy.deepcopy(module).to("cpu").eval()
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example_inputs)
+    inputs: Any = example_inputs if isinstance(example_inputs, list | tuple | Mapping) else (example_inputs,)
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), inputs)
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if tensors and all(tensor.dim() and len(tensor) == 1 for tensor in tensors):
         # One sample would be taken for a constant of the program.
         inputs = tree_map_only(Tensor, lambda tensor: torch.cat([tensor, tensor]), inputs)
-    arguments = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     if kind == "export":
-        free = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
-        shapes = free if isinstance(inputs, Mapping) else tuple(free) if isinstance(inputs, list | tuple) else (free,)
+        shapes = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
         program = torch.export.export(model, arguments, named or None, dynamic_shapes=shapes)
         _write(path, lambda file: torch.export.save(program, file))
         return

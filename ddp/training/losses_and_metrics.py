@@ -6,7 +6,6 @@ Called by `ddp.training.trainer`. Knows of no replicas: totals of several are ad
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +23,8 @@ __all__ = [
     "MicroBatch",
     "Share",
     "Totals",
-    "argument_names",
     "called",
     "means",
-    "metric_sums",
     "metrics_of",
     "micro_batches",
     "on_device",
@@ -66,6 +63,7 @@ class MicroBatch:
     batch: Any
     size: int  # of the global batch
     weight: float  # its share of the samples of the step
+    begins_step: bool
     ends_step: bool
 
 
@@ -82,8 +80,8 @@ def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
             total = own + min(left, (accumulate - 1) * size)
         done += 1
         ends_step = done == accumulate or left <= 0
+        yield MicroBatch(batch, own, own / total, begins_step=done == 1, ends_step=ends_step)
         done = 0 if ends_step else done
-        yield MicroBatch(batch, own, own / total, ends_step)
 
 
 def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) -> Share:
@@ -139,10 +137,6 @@ def on_device(value: Any, device: torch.device) -> Any:
     return on_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
-def argument_names(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
-
-
 # Losses
 
 
@@ -175,7 +169,7 @@ class Loss:
         value = self._function(outputs, share.targets)
         if not isinstance(value, Tensor):
             raise ArgumentError(f"the loss is a {type(value).__name__}; it must be a tensor")
-        count = share.count or len(_first(share))
+        count = share.count or _count(share.inputs)
         if value.dim() == 0:
             if share.weights is not None:
                 raise ArgumentError(
@@ -202,12 +196,6 @@ def _is_weighted_mean(function: Any) -> bool:
     if not isinstance(function, nn.NLLLoss | nn.CrossEntropyLoss) or function.reduction != "mean":
         return False
     return function.weight is not None or function.ignore_index >= 0
-
-
-def _first(share: Share) -> Tensor:
-    leaves = [leaf for leaf in tree_leaves(share.inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-    found: Tensor = leaves[0]
-    return found
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -260,7 +248,7 @@ def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> di
     return found
 
 
-def metric_sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
+def _sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
     """Return (sum, count) of a metric on a share: its own pair, or from values (samples, ...), or a mean."""
     value = metric(outputs, share.targets)
     if isinstance(value, tuple):
@@ -293,7 +281,7 @@ class Totals:
     def add_metrics(self, metrics: Mapping[str, Metric], outputs: Any, share: Share) -> None:
         if share.count:
             for name, metric in metrics.items():
-                self.add(name, *metric_sums(name, metric, outputs, share))
+                self.add(name, *_sums(name, metric, outputs, share))
 
     def numbers(self) -> dict[str, list[float]]:
         return {name: [float(total), float(count)] for name, (total, count) in self._of.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -20,12 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddp.callbacks.callback import Callback
-from ddp.callbacks.callback_list import CallbackList
+from ddp.callbacks.callback import Callback, CallbackList, Training
 from ddp.callbacks.reports import History
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.errors import ArgumentError, DdpError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
 from ddp.torch_internals import tree_map
@@ -36,7 +36,6 @@ from ddp.training.losses_and_metrics import (
     MicroBatch,
     Share,
     Totals,
-    argument_names,
     called,
     means,
     metrics_of,
@@ -46,6 +45,7 @@ from ddp.training.losses_and_metrics import (
     read_share,
     wide,
 )
+from ddp.training.optimizer_step import average_gradients, needs_average, scaled_rates
 
 __all__ = ["Trainer"]
 
@@ -53,7 +53,7 @@ _BATCH_SIZE = 32  # as in Keras
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Trainer:
+class Trainer(Training):
     """Train `model` with `optimizer` on `loss`, under a strategy or its name (default: `ddp.strategy()`).
 
     Every process makes it alike; it blocks until all have (`strategy.prepare`). `model` is the user's module, and stays
@@ -100,25 +100,17 @@ class Trainer:
         self.strategy = strategy if isinstance(strategy, Strategy) else make_strategy(strategy)
         self.accumulate, self.max_grad_norm, self.log_every, self.seed = accumulate, max_grad_norm, log_every, seed
         self.module, self.device = model, self.strategy.world.device
-        self._averages_first = self._needs_average(precision)
+        self._averages_first = needs_average(self.strategy, precision, max_grad_norm)
         self.model, self.optimizer = self.strategy.prepare(model, optimizer)
         if isinstance(loss, nn.Module):
             loss.to(self.device)
-        self._names = argument_names(model)
+        self._names = list(inspect.signature(model.forward).parameters)
         self._dtype = _DTYPES[precision]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
         self.history = History()
         self.callbacks = CallbackList([self.history, *callbacks], self)
-        # Where the training stands. Callbacks may change these.
-        self.epoch = 0  # that is under way, or comes next
-        self.step = 0  # steps of the optimizer that are done, of all epochs
-        self.epoch_step = 0  # of this epoch
-        self.epochs = 0
-        self.steps_per_epoch: int | None = None
-        self.rate_factor = 1.0  # of the learning rates, within a step
-        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])  # of the first group, in the last step
-        self.logs: dict[str, float] = {}  # of this epoch so far, as they were exchanged last
-        self.train_loader: ReplicaLoader | None = None
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.logs = {}
         self._totals = Totals(["loss", *self.metrics])
         self._asks_to_stop = self._is_stopped = False  # this replica; all of them
 
@@ -194,12 +186,10 @@ class Trainer:
         self.model.train()
         if self._is_over():
             return
-        begins_step = True
         for part in micro_batches(loader, self.accumulate):
-            if begins_step:
+            if part.begins_step:
                 self.callbacks.call("on_step_begin", self.step)
             self._backward(part)
-            begins_step = part.ends_step
             if part.ends_step:
                 self._optimize()
                 self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
@@ -215,8 +205,8 @@ class Trainer:
         Called under autocast, with what the loader gives this replica, perhaps an empty batch, on its device. An own
         one may also `record` metrics.
         """
-        share = self._share(batch, self.train_loader)
-        outputs = self._run(share)
+        assert self.train_loader is not None
+        share, outputs = self._forward(batch, self.train_loader)
         losses, divisor = self.loss(outputs, share)
         self._totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
         if divisor is None:
@@ -236,11 +226,12 @@ class Trainer:
 
     def _optimize(self) -> None:
         if self._averages_first:
-            self._average_gradients()
+            average_gradients(self.strategy, self.module)
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-        with self._scaled_rates():
+        with scaled_rates(self.optimizer, self.rate_factor):
+            self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -278,9 +269,8 @@ class Trainer:
         totals = Totals(["loss", *self.metrics])
         with self._evaluating():
             for batch in loader:
-                share = self._share(batch, loader)
                 with self._autocast():
-                    outputs = self._run(share)
+                    share, outputs = self._forward(batch, loader)
                     losses, divisor = self.loss(outputs, share)
                 weighted = losses if share.weights is None else losses * share.weights
                 totals.add("loss", weighted.double().sum(), share.count if divisor is None else divisor)
@@ -304,9 +294,8 @@ class Trainer:
         parts = []
         with self._evaluating():
             for part in micro_batches(loader, 1):
-                share = self._share(part.batch, loader)
                 with self._autocast():
-                    outputs = self._run(share)
+                    share, outputs = self._forward(part.batch, loader)
                 gather = functools.partial(self._gather, count=share.count, size=part.size)
                 parts.append(on_tensors(gather, outputs))
         if not parts:
@@ -349,13 +338,7 @@ class Trainer:
         """
         self.load_weights(files.read_weights(self.module, Path(path)))
 
-    def export(
-        self,
-        path: str | PathLike[str],
-        example_inputs: Any,
-        *,
-        format: Literal["export", "torchscript"] | None = None,
-    ) -> None:
+    def export(self, path: str | PathLike[str], example_inputs: Any, *, format: files.Format | None = None) -> None:
         """Write the model as a program that runs without its class: `torch.export` (.pt2) or TorchScript (.pt, .ts).
 
         `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. Batches may have another
@@ -426,24 +409,6 @@ class Trainer:
             reason = "see the output of replica 0" if problem is None else f"{type(problem).__name__}: {problem}"
             raise DdpError(f"could not {what}: {reason}") from problem
 
-    def _needs_average(self, precision: str) -> bool:
-        """Whether gradients must be averaged before the step, where the strategy would do it in the step."""
-        if not self.strategy.averages_in_step or (self.max_grad_norm is None and precision != "float16"):
-            return False
-        if not self.strategy.collective:
-            what = "max_grad_norm" if self.max_grad_norm is not None else 'precision="float16"'
-            raise UnsupportedError(
-                f"{what} under strategy {self.strategy.name!r}: no replica has the averaged gradients; leave it out "
-                '(or take precision="bfloat16"), or choose "all_reduce"'
-            )
-        return self.strategy.replicas > 1
-
-    def _average_gradients(self) -> None:
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        averages = self.strategy.reduce("mean", [parameter.grad for parameter in parameters])
-        for parameter, average in zip(parameters, averages, strict=True):
-            parameter.grad = average
-
     # Small parts
 
     def _loader(self, data: Any, global_batch_size: int | None, *, shuffle: bool = False) -> ReplicaLoader:
@@ -460,14 +425,10 @@ class Trainer:
         size = _BATCH_SIZE if global_batch_size is None else global_batch_size
         return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
 
-    def _share(self, batch: Any, loader: ReplicaLoader | None) -> Share:
-        assert loader is not None
-        return read_share(batch, self.device, loader.stand_in)
-
-    def _run(self, share: Share) -> Any:
-        """The model's outputs, in single precision at least."""
-        outputs = called(self.model, share.inputs, self._names)
-        return on_tensors(wide, outputs)
+    def _forward(self, batch: Any, loader: ReplicaLoader) -> tuple[Share, Any]:
+        """This replica's share of a batch, and the model's outputs for it, in single precision at least."""
+        share = read_share(batch, self.device, loader.stand_in)
+        return share, on_tensors(wide, called(self.model, share.inputs, self._names))
 
     def _autocast(self) -> torch.autocast:
         is_on = self._dtype is not torch.float32
@@ -485,17 +446,3 @@ class Trainer:
             yield
         finally:
             self.model.train(was_training)
-
-    @contextlib.contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        try:
-            if self.rate_factor != 1:
-                for group in groups:
-                    group["lr"] = group["lr"] * self.rate_factor
-            self.learning_rate = float(groups[0]["lr"])
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate

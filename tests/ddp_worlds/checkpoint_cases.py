@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.checkpoint import checkpoint, rng
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import rng
 from ddp.monitoring import progress
 
 
@@ -39,7 +39,6 @@ def numbers_after_saving(folder: str) -> list[float]:
 
 def numbers_after_loading(folder: str) -> list[float]:
     restored = ddp.Checkpoint(folder).load(model=nn.Linear(2, 2))
-    assert restored is not None
     assert (restored.step, restored.values, restored.world_size) == (7, {"here": "there"}, 2)
     return _draw()
 
@@ -77,9 +76,8 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
         weights = {"weight": torch.full((1, size), float(step))}
         content = {"step": step, "world_size": 1, "model": weights, "random": [rng.capture()], "values": {}}
         checkpoint_file.write(own, step, content)
-    ddp.checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
+    checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
     restored = ddp.Checkpoint(own).load(model=model)
-    assert restored is not None
     assert restored.step == 8
     assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
     with torch.no_grad():
@@ -193,7 +191,6 @@ def kill_writers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         in_the_middle += any(name.endswith(".tmp") for name in os.listdir(folder))
         weights = nn.Linear(_WEIGHTS, 1)
         restored = checkpoint.load(model=weights)
-        assert restored is not None
         assert restored.step >= max(durable, newest), "a checkpoint that was durable is gone"
         newest = restored.step
         assert restored.values == {"number": newest}

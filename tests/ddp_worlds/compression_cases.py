@@ -118,7 +118,7 @@ def one_reduction() -> dict[str, float]:
     return errors
 
 
-def in_the_order_of_a_stream() -> None:
+def stream_order_gives_the_same_bits() -> None:
     """What CUDA does, one bucket at a time: both steps on the group itself, with the same bits as by threads."""
     for name in ("bf16", "int8"):
         threaded, streamed = make_compression(name), make_compression(name)
@@ -131,7 +131,7 @@ def in_the_order_of_a_stream() -> None:
                 assert torch.equal(a, b)
 
 
-def two_models_in_two_threads() -> None:
+def two_models_go_backward_in_two_threads() -> None:
     """Averages of two compressors at once, each in its own order, do not meet each other."""
     made = [make_compression("int8", dist.new_group()) for _ in range(2)]
     results: dict[int, list[torch.Tensor]] = {}
@@ -151,7 +151,7 @@ def two_models_in_two_threads() -> None:
             torch.testing.assert_close(result, torch.full((700,), which + 1.0))
 
 
-def many_buckets_in_any_rhythm() -> None:
+def buckets_keep_their_order_at_any_pace() -> None:
     """Fifty buckets on their way at once, sent at a different pace on each rank, arrive as themselves."""
     sizes = [1 + 37 * number % 1500 for number in range(50)]
     made = {name: make_compression(name) for name in ("bf16", "int8")}
@@ -170,7 +170,7 @@ def many_buckets_in_any_rhythm() -> None:
                 )
 
 
-def not_finite() -> None:
+def infinite_and_nan_reach_all_ranks_and_go_again() -> None:
     """Inf and NaN reach every rank, and are gone in the next step."""
     rank = dist.get_rank()
     for name in ("fp16", "bf16", "int8"):
@@ -329,7 +329,7 @@ def what_is_owed_is_paid(method: Method, folder: str) -> None:
         assert not left  # all is paid at once
 
 
-def loads_that_do_not_fit() -> None:
+def states_that_do_not_fit_are_errors() -> None:
     made = make_compression("int8")
     reduced(made, gradients(0, dist.get_rank(), [100, 200]))
     state = made.state.state_dict()
@@ -353,7 +353,7 @@ def loads_that_do_not_fit() -> None:
             reduced(other, [torch.zeros(size) for size in sizes])
 
 
-def buckets_that_change() -> None:
+def other_buckets_start_anew() -> None:
     """After another plan nothing is owed for the old buckets."""
     for method in ("int8", LOW_RANK):
         made = make_compression(method)
@@ -370,7 +370,7 @@ def buckets_that_change() -> None:
 # PowerSGD
 
 
-def low_rank_of_any_gradient() -> None:
+def low_rank_takes_any_gradient() -> None:
     """Scalars, empty, channels_last and zero gradients; NaN in one step; a matrix of low rank arrives exactly."""
     made = make_compression(LOW_RANK)
     shapes = [[(), (0, 3), (30, 20), (4,)], [(25, 25)], [(6, 5, 3, 3)]]
@@ -403,7 +403,7 @@ def low_rank_of_any_gradient() -> None:
 # Groups, arguments, failures
 
 
-def groups() -> None:
+def groups_and_arguments() -> None:
     """Of three ranks, 0 has one group with 1 and one with 2: its number of groups is not theirs."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     for ranks, group in (((0, 1), first), ((0, 2), second)):
@@ -446,7 +446,7 @@ def _threads() -> int:
     return sum(thread.name.startswith("ddp-compression") for thread in threading.enumerate())
 
 
-def world_of_one() -> None:
+def world_of_one_compresses_nothing() -> None:
     for method in ("fp16", "bf16", "int8", LOW_RANK):
         made = make_compression(method)
         for step in range(4):

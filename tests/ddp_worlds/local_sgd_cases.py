@@ -389,7 +389,7 @@ def ranks_that_cannot_become_equal() -> list[str]:
     return errors
 
 
-def misuse_is_warned_of() -> None:
+def misuse_is_warned_of_or_refused() -> None:
     rank = dist.get_rank()
     x, y = data(0, rank)
     model = ddp.DistributedDataParallel(build("mlp"))

@@ -238,7 +238,7 @@ def nobody_waits_for_a_backup_worker(folder: str) -> None:
     in_roles(workers, 1, body)
 
 
-def strangers_are_refused() -> None:
+def another_key_version_or_model_is_refused() -> None:
     """A worker with another key, version or model is told so, and may come again when that is mended."""
 
     def body() -> None:
@@ -314,7 +314,7 @@ def changes_after_prepare_are_refused() -> None:
     in_roles(1, 1, body)
 
 
-def numbers_are_shared() -> None:
+def numbers_are_reduced_without_a_group() -> None:
     """mean and reduce, without a process group."""
 
     def body() -> None:
@@ -363,7 +363,7 @@ def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
         assert_same(told[3][1], told[replica][1], f"worker {replica}")
 
 
-def sizes_have_no_limit() -> None:
+def no_size_is_too_large_for_a_message() -> None:
     """Frozen tensors and sums larger than a message, and more small tensors than one holds."""
 
     class Model(torch.nn.Module):
@@ -412,7 +412,7 @@ def a_scaler_leaves_out_one_gradient() -> None:
     in_roles(2, 1, body)
 
 
-def a_loaded_state_goes_on() -> None:
+def a_state_of_torch_goes_on() -> None:
     """What torch has saved is taken over: weights before `prepare`, the optimizer's state after it."""
     whole = Setting("odd", "adamw", groups=2, decay=1.0)
 

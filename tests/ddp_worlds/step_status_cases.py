@@ -193,28 +193,6 @@ def skipped_backward_is_told() -> str:
     return text
 
 
-def forwards_without_backward_are_no_skip() -> None:
-    """In eval mode, under no_grad, or through torch.autograd.grad, a rank may make forward passes of its own."""
-    replica = build("mlp")
-    model = ddp.DistributedDataParallel(replica)
-    oracle = copy.deepcopy(replica)
-    for step in range(3):
-        x, y = batch(step, 2 * dist.get_world_size())
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                model(x)
-            model.eval()
-            model(x)
-            model.train()
-            inputs = x.clone().requires_grad_()
-            torch.autograd.grad(model(inputs).sum(), inputs)
-        model.zero_grad()
-        oracle.zero_grad()
-        loss_of(model, shard(x), shard(y)).backward()
-        loss_of(oracle, x, y).backward()
-        assert_close(replica, oracle, f"step {step}")
-
-
 def drift_is_named(kind: str) -> tuple[str, str, int, tuple[int, ...]]:
     """Rank 1 changes one bit of a parameter, or takes another step; the next backward tells which."""
     replica = build("mlp").float()
@@ -265,32 +243,4 @@ def replaced_parameter_is_refused(how: str) -> str:
         loss_of(model, x, y).backward()
     assert isinstance(caught.value, ddp.errors.BackwardError) == (dist.get_rank() == 0)
     assert all(parameter.grad is None for parameter in replica.layers[0].parameters())
-    return str(caught.value)
-
-
-def unfrozen_on_one_rank() -> tuple[str, str | None]:
-    frozen = build("mlp")
-    frozen.layers[2].weight.requires_grad_(False)
-    model = ddp.DistributedDataParallel(frozen)
-    oracle = copy.deepcopy(frozen)
-    x, y = batch(0, 2 * dist.get_world_size())
-    loss_of(model, shard(x), shard(y)).backward()
-    frozen.layers[2].weight.requires_grad_(dist.get_rank() == 1)
-    with pytest.raises(ddp.errors.BackwardError) as caught:
-        loss_of(model, shard(x), shard(y)).backward()
-    for module in (frozen, oracle):
-        module.layers[2].weight.requires_grad_(True)
-    loss_of(model, shard(x), shard(y)).backward()
-    loss_of(oracle, x, y).backward()
-    assert_close(frozen, oracle)
-    return str(caught.value), caught.value.parameter
-
-
-def weights_on_some_ranks_only(weight: float | None) -> str:
-    model = ddp.DistributedDataParallel(build("mlp"))
-    x, y = batch(dist.get_rank(), 4)
-    with pytest.raises(ddp.errors.BackwardError) as caught:
-        model.backward(loss_of(model, x, y), weight=weight if dist.get_rank() == 0 else 0.0 if weight == 0 else 2.0)
-    loss_of(model, x, y).backward()
-    assert_replicas_equal(model)
     return str(caught.value)

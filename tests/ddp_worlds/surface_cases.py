@@ -134,7 +134,7 @@ def bad_arguments_are_errors() -> None:
     for settings, error, match in (
         ({"device_ids": [0]}, ddp.errors.ArgumentError, "device_ids"),
         ({"output_device": 0}, ddp.errors.ArgumentError, "output_device"),
-        ({"bucket_cap_mb": -1}, ddp.errors.ArgumentError, "bucket_cap_mb"),
+        ({"bucket_cap_mb": 0}, ddp.errors.ArgumentError, "bucket_cap_mb"),
         ({"bucket_cap_mb_list": [1.0, 0.0]}, ddp.errors.ArgumentError, "bucket_cap_mb_list"),
         (
             {"process_group": dist.group.WORLD, "device_mesh": mesh},
@@ -149,7 +149,7 @@ def bad_arguments_are_errors() -> None:
             ddp.DistributedDataParallel(build("mlp"), **settings)
     for module, error, match in (
         (nn.LazyLinear(3), ddp.errors.ArgumentError, "uninitialized"),
-        (nn.ReLU(), ddp.errors.DdpError, "requires a gradient"),
+        (nn.BatchNorm1d(3, affine=False), ddp.errors.DdpError, "requires a gradient"),
         (nn.Linear(2, 2).requires_grad_(False), ddp.errors.DdpError, "requires a gradient"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), ddp.errors.ArgumentError, "meta"),
     ):

@@ -20,6 +20,7 @@ import ddp
 from ddp import callbacks as cb
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.strategies.all_reduce import AllReduce
+from ddp.training.optimizer_step import needs_average
 from ddp.training.trainer import Trainer
 
 F64 = torch.float64
@@ -144,7 +145,7 @@ def fit_is_the_loop_by_hand(strategies: list[str]) -> None:
             found = trainer(metrics=(), strategy=ddp.strategy(name), **options)
             if name == "central_storage":
                 found.strategy.averages_in_step = True
-                found._averages_first = found._needs_average("float32")
+                found._averages_first = needs_average(found.strategy, "float32", found.max_grad_norm)
             found.fit(data(), epochs=2, global_batch_size=BATCH)
             difference = flat(found.module) - flat(by_hand(KINDS["mean"][1], **options))  # type: ignore[arg-type]
             assert difference.abs().max() < 1e-12, (name, options)

@@ -89,6 +89,5 @@ def _seen(folder: Path) -> dict[tuple[str, str], dict[str, object]]:
     found = {}
     for path in folder.glob("seen.*"):
         match = re.fullmatch(r"seen\.(\d+)\.(\d+)\.json", path.name)
-        assert match is not None
         found[match[1], match[2]] = json.loads(path.read_text())
     return found

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -34,15 +35,9 @@ class Result:
         return self.returncode == TIMED_OUT
 
 
-def run_dtrain(
-    *args: str | Path,
-    env: Mapping[str, str | None] | None = None,
-    cwd: Path | None = None,
-    stdin: str | None = None,
-    timeout: float = TIMEOUT_S,
-) -> Result:
-    """Run `dtrain ARGS` to its end, in a session of its own, as `run_program` does."""
-    return run_program(sys.executable, "-m", "launcher", *args, env=env, cwd=cwd, stdin=stdin, timeout=timeout)
+def run_dtrain(*args: str | Path, **options: Any) -> Result:
+    """Run `dtrain ARGS` to its end, in a session of its own, as `run_program` does, with the same options."""
+    return run_program(sys.executable, "-m", "launcher", *args, **options)
 
 
 def run_program(
@@ -71,16 +66,9 @@ def run_program(
     return Result(returncode, _text(out), _text(err), wall_s)
 
 
-@contextlib.contextmanager
-def started_dtrain(
-    *args: str | Path,
-    env: Mapping[str, str | None] | None = None,
-    cwd: Path | None = None,
-    stdin: int = subprocess.DEVNULL,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a running `dtrain ARGS`, for tests that signal it or read it live; see `started`."""
-    with started(sys.executable, "-m", "launcher", *args, env=env, cwd=cwd, stdin=stdin) as process:
-        yield process
+def started_dtrain(*args: str | Path, **options: Any) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+    """Yield a running `dtrain ARGS`, for tests that signal it or read it live; see `started`, which has the options."""
+    return started(sys.executable, "-m", "launcher", *args, **options)
 
 
 @contextlib.contextmanager

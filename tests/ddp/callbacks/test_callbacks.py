@@ -16,7 +16,7 @@ from testbed.require import require
 
 import ddp
 from ddp import callbacks as cb
-from ddp.callbacks.stopping import Monitor
+from ddp.callbacks.monitors import Monitor
 
 CASES = "ddp_worlds.trainer_cases"
 

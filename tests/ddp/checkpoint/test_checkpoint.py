@@ -85,7 +85,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(stop: int, tmp_path: Path) -> No
     torch.manual_seed(1)
     second = Run()
     restored = ddp.Checkpoint(tmp_path).load(**second.parts)
-    assert restored is not None
     assert (restored.step, restored.path) == (stop, tmp_path / f"step-000000000{stop}.pt")
     assert restored.values == {"losses": before, "nested": {"a": [None, 1j, b"x", {2, 3}]}}
     assert list(itertools.islice(second.steps(), 8)) == expected
@@ -206,7 +205,6 @@ def test_a_broken_file_is_passed_over_with_its_reason(
     checkpoint = ddp.Checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=rf"passed over: {path}: .*{reason}"):
         restored = checkpoint.load()
-    assert restored is not None
     assert restored.step == 6
     with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: .*{reason}"):
         checkpoint.load(path)

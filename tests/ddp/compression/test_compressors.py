@@ -21,28 +21,26 @@ def test_one_reduction_is_as_exact_as_its_numbers(nursery: Nursery, world_size: 
             assert bound / 8 < errors[name] < bound, (name, errors)
 
 
-def test_world_of_one_compresses_nothing(nursery: Nursery) -> None:
-    nursery.run(1, "ddp_worlds.compression_cases:world_of_one")
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (1, "world_of_one_compresses_nothing"),
+        (3, "buckets_keep_their_order_at_any_pace"),
+        (2, "stream_order_gives_the_same_bits"),
+        (2, "two_models_go_backward_in_two_threads"),
+        (2, "infinite_and_nan_reach_all_ranks_and_go_again"),
+        (2, "states_that_do_not_fit_are_errors"),
+        (2, "other_buckets_start_anew"),
+        (2, "low_rank_takes_any_gradient"),
+        (3, "groups_and_arguments"),
+    ],
+)
+def test_compressors(nursery: Nursery, world_size: int, case: str) -> None:
+    nursery.run(world_size, f"ddp_worlds.compression_cases:{case}")
 
 
 def test_quantized_blocks_come_back_within_half_a_scale() -> None:
     cases.quantized_blocks()
-
-
-def test_buckets_keep_their_order_at_any_pace(nursery: Nursery) -> None:
-    nursery.run(3, "ddp_worlds.compression_cases:many_buckets_in_any_rhythm")
-
-
-def test_stream_order_gives_the_same_bits(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:in_the_order_of_a_stream")
-
-
-def test_two_models_may_go_backward_in_two_threads(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:two_models_in_two_threads")
-
-
-def test_infinite_and_nan_reach_all_ranks_and_go_again(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:not_finite")
 
 
 def test_error_feedback_delivers_the_sum_of_the_true_means(nursery: Nursery) -> None:
@@ -70,22 +68,6 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(
             nursery.run(
                 world_size, "ddp_worlds.compression_cases:what_is_owed_is_paid", method=method, folder=str(tmp_path)
             )
-
-
-def test_states_that_do_not_fit_are_errors(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:loads_that_do_not_fit")
-
-
-def test_other_buckets_start_anew(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:buckets_that_change")
-
-
-def test_low_rank_takes_any_gradient(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.compression_cases:low_rank_of_any_gradient")
-
-
-def test_groups_and_arguments(nursery: Nursery) -> None:
-    nursery.run(3, "ddp_worlds.compression_cases:groups")
 
 
 @pytest.mark.parametrize("method", ["bf16", "int8", LOW_RANK], ids=["bf16", "int8", "powersgd"])

@@ -83,5 +83,4 @@ def test_views_have_the_layout_that_autograd_gives() -> None:
             leaf = parameters[slot.spec.index].detach().requires_grad_()
             leaf.abs().sum().backward()
             view = slot_view(flat, slot)
-            assert leaf.grad is not None
             assert (view.shape, view.dtype, view.stride()) == (leaf.shape, leaf.dtype, leaf.grad.stride())

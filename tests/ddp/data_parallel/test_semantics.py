@@ -6,73 +6,23 @@ import pytest
 from ddp_worlds.nursery import Nursery
 
 
-def test_no_sync_is_local_nested_and_exception_safe(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:no_sync_is_local_nested_and_survives_exceptions")
-
-
-def test_every_backward_of_a_forward_is_reduced(nursery: Nursery) -> None:
-    nursery.run(3, "ddp_worlds.data_parallel_cases:two_backwards_of_one_forward_are_both_reduced")
-
-
-def test_a_rank_whose_backward_reaches_no_parameter_takes_part(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:rank_that_reaches_no_parameter_takes_part")
-
-
-def test_autograd_grad_reduces_nothing_and_penalties_work(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:autograd_grad_reduces_nothing")
-
-
-def test_outputs_may_be_nested_opaque_or_missing(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:outputs_of_any_shape")
-
-
-def test_gradients_that_the_user_replaced_are_reduced(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:user_replaced_gradients_are_reduced")
-
-
-def test_mixed_dtypes_are_reduced_in_their_own(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:mixed_dtypes")
-
-
-def test_buffers_follow_rank_zero(nursery: Nursery) -> None:
-    nursery.run(3, "ddp_worlds.data_parallel_cases:buffers_follow_rank_zero")
-
-
-def test_two_forwards_through_batch_norm_then_one_backward(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:two_forwards_through_batch_norm_then_backward")
-
-
-def test_parameters_frozen_later_keep_no_gradient(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:frozen_later_is_unused")
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpoints(nursery: Nursery, use_reentrant: bool) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:checkpointed", use_reentrant=use_reentrant)
-
-
-def test_state_dict_has_the_keys_of_torchs(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:state_dict_has_torchs_keys")
-
-
-def test_ignored_parameters_stay_local(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:ignored_parameters_stay_local")
-
-
-def test_a_subgroup_reduces_among_its_members(nursery: Nursery) -> None:
-    nursery.run(3, "ddp_worlds.data_parallel_cases:subgroups_reduce_among_themselves")
-
-
-def test_no_hook_outlives_the_wrapper(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:no_hook_is_left_behind")
-
-
-def test_torchs_sampler_and_module_mix_with_ours(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:both_samplers_and_modules_mix")
-
-
-def test_what_cannot_be_right_says_so(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.data_parallel_cases:refused")
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (2, "no_sync_is_local_nested_and_survives_exceptions"),
+        (3, "two_backwards_of_one_forward_are_both_reduced"),
+        (2, "rank_that_reaches_no_parameter_takes_part"),
+        (2, "autograd_grad_reduces_nothing_and_penalties_work"),
+        (2, "outputs_may_be_nested_opaque_or_missing"),
+        (2, "user_replaced_gradients_are_reduced"),
+        (3, "buffers_follow_rank_zero"),
+        (2, "two_forwards_through_batch_norm_then_backward"),
+        (3, "subgroups_reduce_among_themselves"),
+        (2, "gradients_around_the_wrapper_are_warned_of"),
+    ],
+)
+def test_the_loop_around_backward(nursery: Nursery, world_size: int, case: str) -> None:
+    nursery.run(world_size, f"ddp_worlds.data_parallel_cases:{case}")
 
 
 def test_a_lost_rank_is_an_error_that_names_the_gradients(nursery: Nursery) -> None:

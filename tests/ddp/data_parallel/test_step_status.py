@@ -47,10 +47,6 @@ def test_a_skipped_backward_is_told_in_the_next_reduction(nursery: Nursery) -> N
         assert "rank 1 made 1" in text
 
 
-def test_forward_passes_of_one_rank_are_no_skip(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:forwards_without_backward_are_no_skip")
-
-
 @pytest.mark.parametrize(("kind", "parameter"), [("bit", "layers.2.weight"), ("step", "layers.0.weight")])
 def test_drift_names_parameter_step_and_rank(nursery: Nursery, kind: str, parameter: str) -> None:
     for text, named, step, ranks in nursery.run(3, "ddp_worlds.step_status_cases:drift_is_named", kind=kind):
@@ -67,18 +63,6 @@ def test_equal_replicas_have_equal_checksums(nursery: Nursery) -> None:
 def test_a_parameter_that_came_after_wrapping_is_refused_everywhere(nursery: Nursery, how: str, name: str) -> None:
     for text in nursery.run(2, "ddp_worlds.step_status_cases:replaced_parameter_is_refused", how=how):
         assert f"parameter '{name}' was added or replaced" in text
-
-
-def test_a_parameter_unfrozen_on_one_rank_is_refused_everywhere(nursery: Nursery) -> None:
-    for text, parameter in nursery.run(3, "ddp_worlds.step_status_cases:unfrozen_on_one_rank"):
-        assert parameter == "layers.2.weight"
-        assert "on rank 1, but not on rank 0, 2" in text
-
-
-@pytest.mark.parametrize(("weight", "said"), [(None, "rank 0 gave no weight"), (0.0, "add up to 0")])
-def test_weights_must_be_everywhere_and_more_than_nothing(nursery: Nursery, weight: float | None, said: str) -> None:
-    for text in nursery.run(2, "ddp_worlds.step_status_cases:weights_on_some_ranks_only", weight=weight):
-        assert said in text
 
 
 def test_a_pass_that_is_dropped_late_cannot_fail_the_next_one(nursery: Nursery) -> None:

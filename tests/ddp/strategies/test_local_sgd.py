@@ -45,26 +45,27 @@ def test_replicas_are_bitwise_equal_after_100_steps(
     nursery.run(3, f"{CASES}:replicas_are_bitwise_equal_after", steps=101, outer=outer, dtype=dtype)
 
 
-def test_every_1_and_the_steps_before_after_are_ordinary_training(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:every_step_is_ordinary_training")
-
-
-def test_a_step_that_grad_scaler_skips_on_one_rank_loses_no_count(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:a_step_that_one_rank_skips_loses_no_count")
-
-
-def test_ranks_with_less_data_wait_in_sync(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:ranks_with_less_data_wait_in_sync")
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (2, "every_step_is_ordinary_training"),
+        (3, "a_step_that_one_rank_skips_loses_no_count"),
+        (3, "ranks_with_less_data_wait_in_sync"),
+        (3, "a_subgroup_averages_among_its_members"),
+        (2, "misuse_is_warned_of_or_refused"),
+        (2, "hooks_end_with_close_or_the_wrapper"),
+        (2, "parameters_thawed_later_are_counted"),
+        (1, "world_of_one_looks_ahead"),
+    ],
+)
+def test_steps_of_each_rank_by_itself(nursery: Nursery, world_size: int, case: str) -> None:
+    nursery.run(world_size, f"{CASES}:{case}")
 
 
 def test_training_resumes_bitwise_and_in_another_world(nursery: Nursery, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     nursery.run(2, f"{CASES}:training_resumes_from_a_state", path=path)
     nursery.run(3, f"{CASES}:a_state_fits_another_world", path=path)
-
-
-def test_a_subgroup_averages_among_its_members(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:a_subgroup_averages_among_its_members")
 
 
 def test_ranks_that_cannot_become_equal_are_an_error_on_all(nursery: Nursery) -> None:
@@ -74,19 +75,3 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all(nursery: Nursery) ->
     assert "'every': 3" in settings
     assert "outer momentum of 'layers.2.bias' is another on rank 1" in momentum
     assert "starting point of the last steps of 'layers.4.bias' is another on rank 1" in start
-
-
-def test_misuse_is_warned_of_or_refused(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:misuse_is_warned_of")
-
-
-def test_no_hook_outlives_close_or_the_wrapper(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:hooks_end_with_close_or_the_wrapper")
-
-
-def test_parameters_thawed_later_are_counted(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:parameters_thawed_later_are_counted")
-
-
-def test_a_world_of_one_looks_ahead(nursery: Nursery) -> None:
-    nursery.run(1, f"{CASES}:world_of_one_looks_ahead")

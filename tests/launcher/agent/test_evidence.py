@@ -52,7 +52,6 @@ class Workers:
 
     def wait_up(self, rank: int) -> None:
         said = self.processes[rank].stdout
-        assert said is not None
         assert said.readline() == b"up\n"
 
     def stack_file(self, rank: int) -> Path:
@@ -370,7 +369,6 @@ def py_spy() -> None:
     program = evidence_module._find_py_spy()
     require(program, "py-spy", "pip install py-spy")
     with started(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)") as process:
-        assert process.stdout is not None
         process.stdout.readline()
         argv = [str(program), "dump", "--nonblocking", "--pid", str(process.pid)]
         tried = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)

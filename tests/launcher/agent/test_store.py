@@ -81,7 +81,6 @@ def test_store_serves_a_program_that_is_not_python(tmp_path: Path) -> None:
 def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
     with started_dtrain("run", script, cwd=tmp_path) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         everyone = psutil.Process(process.pid).children(recursive=True)
         assert [p for p in everyone if "launcher.agent.store_process" in p.cmdline()] == []
@@ -96,7 +95,6 @@ def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
         "print('up', flush=True)\ntime.sleep(600)",
     )
     with started_dtrain("run", script, cwd=tmp_path) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         (store,) = [
             p
@@ -115,7 +113,6 @@ def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:  # for other runs may be at the default one now
         port = unused.getsockname()[1]
     with started_dtrain("run", "--master-port", str(port), script, cwd=tmp_path) as process:
-        assert process.stdout is not None
         assert int(process.stdout.readline().split()[-1]) == port
         listening = [
             c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN

@@ -257,7 +257,6 @@ def test_any_text_is_hosts_or_an_error_whose_places_are_in_the_text(text: str) -
         ]
     lines = re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff"))
     for place in places:
-        assert place is not None
         if place[1] is not None:
             assert 1 <= int(place[1]) <= len(lines)
             assert 1 <= int(place[2]) <= len(lines[int(place[1]) - 1])

@@ -97,7 +97,6 @@ def test_the_only_node_needs_no_srun_if_we_are_on_it() -> None:
 
 def test_parts_of_a_heterogeneous_job_are_hosts_of_one_run() -> None:
     allocation = find_allocation(HET)
-    assert allocation is not None
     assert allocation.nodes == (Node("node1", None, 0), Node("node2", 2, 1), Node("node3", 2, 1))
     with pytest.raises(UsageError, match="has the node node1 twice"):
         find_allocation({**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]"})
@@ -145,9 +144,7 @@ def test_outside_of_slurm_there_is_nothing() -> None:
 
 def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
     allocation = find_allocation(STEP)
-    assert allocation is not None
     step = allocation.step
-    assert step is not None
     assert (step.rank, step.tasks, step.node_rank, step.local_rank, step.interactive) == (2, 3, 1, 0, False)
     assert allocation.nodes == (Node("node1", 2), Node("node2", 1))
 
@@ -156,7 +153,6 @@ def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
 def test_an_interactive_shell_stands_for_the_whole_allocation(shell: dict[str, str]) -> None:
     one = {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
     allocation = find_allocation({**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell})
-    assert allocation is not None
     assert allocation.step is None
     assert [node.name for node in allocation.nodes] == ["node1", "node2", "node3"]
 

@@ -167,7 +167,6 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     _ready(job, "b", now)
     now = 20.0
     job.handle(Tick(), now)
-    assert job.attempt is not None
     assert job.attempt.members == ("a", "b")
     job.handle(AgentMessage("a", 1, StoreOpened(0, "x", 1)), now)
     for rank, name in enumerate("ab"):
@@ -198,7 +197,6 @@ def test_a_host_that_the_script_names_later_joins_the_run(tmp_path: Path, ssh_ho
     )
     words = ["--hosts-script", _script(tmp_path, f"cat {names}"), "--nnodes", "1:2", "--ssh-config"]
     with started_dtrain("run", *words, str(ssh_hosts.ssh_config), "work.py", cwd=tmp_path) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"[node1:0] world 1\n"
         names.write_text("node1:1\nnode2:1\n")
         out, err = process.communicate(timeout=60)

@@ -167,7 +167,6 @@ def test_a_process_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
     with started(odd, "60") as process:
         wait_until(lambda: (found := find(process.pid)) and found.name == odd.name, "the program runs")
         found = find(process.pid)
-        assert found is not None
         assert (found.parent, found.group) == (os.getpid(), process.pid)
         assert found.start / os.sysconf("SC_CLK_TCK") == pytest.approx(time.monotonic(), abs=60)
         process.kill()
@@ -179,7 +178,6 @@ def test_a_process_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
 def test_a_reused_pid_is_never_signalled() -> None:
     with started("/bin/sleep", "60") as process:
         now = find(process.pid)
-        assert now is not None
         earlier = Process(now.pid, now.start - 1, now.parent, now.group, now.state, now.name)
         assert not send(earlier, signal.SIGKILL)
         assert earlier != now
@@ -199,7 +197,6 @@ def test_descendants_and_marked_processes_are_found_and_others_are_not(tmp_path:
         started("/bin/sh", "-c", "env -i sleep 60 & echo; wait", env={"A_MARK": None}) as parent,
     ):
         for process in (marked, parent):
-            assert process.stdout is not None
             process.stdout.readline()
             wait_until(partial(children, process.pid), "the shell has a child")
         (child,) = children(parent.pid)
@@ -295,7 +292,6 @@ print("here")
 
 def test_a_whole_group_is_killed_at_once() -> None:
     with started("/bin/sh", "-c", "sleep 60 & sleep 60 & echo; wait") as process:
-        assert process.stdout is not None
         process.stdout.readline()
         leader = find(process.pid)
         assert leader is not None

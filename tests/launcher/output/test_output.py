@@ -50,7 +50,6 @@ def test_streams_stay_apart_and_lines_carry_host_and_rank(tmp_path: Path) -> Non
 def test_lines_are_live(tmp_path: Path) -> None:
     path = script(tmp_path, "import sys, time\nprint('first')\ntime.sleep(600)")
     with started_dtrain("run", path, cwd=tmp_path) as process:
-        assert process.stdout is not None
         assert process.stdout.readline().endswith(b"first\n")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -153,10 +152,8 @@ def test_closed_stdout_does_not_end_the_run(tmp_path: Path) -> None:
         "import time\nfor i in range(20):\n    print(i)\n    time.sleep(0.02)\nopen('finished', 'w').close()",
     )
     with started_dtrain("run", "--run-id", "r", path, cwd=tmp_path) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.stderr is not None
         said = process.stderr.read().decode()
         assert process.wait(timeout=60) == 0
     assert (tmp_path / "finished").exists()

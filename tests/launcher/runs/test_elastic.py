@@ -1,10 +1,6 @@
 """Hosts that are lost while a run goes on, that come back, come late, and step in for others: real sshd."""
 
-import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 from testbed.attempts_seen import AttemptsSeen

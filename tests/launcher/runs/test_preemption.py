@@ -132,7 +132,6 @@ def test_who_cancels_after_the_warning_has_cancelled(
     with started_dtrain("run", "--requeue", "wait.py", cwd=tmp_path, env=env) as process:
         wait_up(process, 1)
         process.send_signal(signal.SIGUSR1)
-        assert process.stdout is not None
         assert b"warned" in process.stdout.readline()
         process.send_signal(signum)
         _, err = process.communicate(timeout=60)

@@ -137,7 +137,11 @@ def test_a_killed_store_is_the_cause_and_another_attempt_has_its_own(script: Pat
     options = ["--max-restarts", "1", "--nproc-per-node", "2"]
     with started_dtrain("run", *options, script, cwd=script.parent) as process:
         wait_up(process, 2)
-        (store,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "launcher.agent.store_process" in _argv(p)]
+        (store,) = [
+            p
+            for p in psutil.Process(process.pid).children(recursive=True)
+            if "launcher.agent.store_process" in _argv(p)
+        ]
         store.kill()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
@@ -172,7 +176,6 @@ def test_a_killed_agent_is_replaced_and_what_it_left_is_ended(
 def test_interrupt_between_two_attempts_ends_the_run(script: Path) -> None:
     script.write_text("import os, sys, time\nprint('up', flush=True)\nraise ValueError(time.monotonic())")
     with started_dtrain("run", "--max-restarts", "100", script, cwd=script.parent) as process:
-        assert process.stderr is not None
         while b"the next one begins in 2 s" not in (line := process.stderr.readline()):
             assert line, "it ended before"
         process.send_signal(signal.SIGINT)
@@ -207,7 +210,6 @@ def _guard_and_agent() -> tuple[psutil.Process, psutil.Process]:
     """Those of rank 1's host."""
     (worker,) = [p for p in marked({os.environ[MARK]}, RANK="1") if "script.py" in " ".join(_argv(p))]
     agent = worker.parent()
-    assert agent is not None
     guard = agent.parent()
     assert guard is not None
     assert "launcher.agent" in _argv(guard)

@@ -47,7 +47,6 @@ def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> No
     after = stdout.decode()
     assert process.returncode == 0, stderr
     resumed = re.search(r"resuming after step (\d+)", after)
-    assert resumed is not None
     assert int(resumed[1]) >= step - 3
     assert {**_losses(before), **_losses(after)} == _losses((undisturbed / "stdout").read_text())
     # What was done twice gave the same both times.

@@ -9,8 +9,7 @@ from testbed.job_drive import Drive, messages, notices, opened
 from testbed.processes import run_dtrain, run_program
 
 from launcher.errors import PlacementError
-from launcher.hosts.folding import StartError
-from launcher.hosts.folding import fold, lines_by_reason
+from launcher.hosts.folding import StartError, fold, lines_by_reason
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.ranges import expand
 from launcher.job.fleet import CONNECT_AT_ONCE

@@ -254,6 +254,5 @@ def test_a_job_that_a_step_submits_is_no_step(folder: Folder) -> None:
     env = dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)
     assert env["SLURM_STEP_NODELIST"] == "node2"  # of the step that submitted it
     title = re.search(r"slurmstepd: \[(.*?)\]", text)
-    assert title is not None
     assert title[1] == f"{job}.batch"
     assert find_step(env, title[1]) is None

@@ -97,13 +97,11 @@ class Run:
 
     def until(self, *words: str) -> list[str]:
         """Read until a line begins with these words; return the rest of it."""
-        assert self.process.stdout is not None
         while line := self.process.stdout.readline().decode():
             said = re.sub(r"^\[[^]]*\] ", "", line).split()
             self.lines.append(said)
             if said[: len(words)] == list(words):
                 return said[len(words) :]
-        assert self.process.stderr is not None
         raise AssertionError(f"it ended without {words}: {self.lines} {self.process.stderr.read().decode()}")
 
     def end(self) -> tuple[int, str]:

@@ -38,8 +38,21 @@ def test_sync_equals_one_process_on_the_whole_batch(nursery: Nursery) -> None:
     nursery.run(5, f"{CASES}:sync_equals_one_process", runs=runs)
 
 
-def test_a_world_of_one_needs_no_servers(nursery: Nursery) -> None:
-    nursery.run(1, f"{CASES}:alone_there_are_no_servers")
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (1, "alone_there_are_no_servers"),
+        (3, "only_touched_rows_travel"),
+        (3, "another_key_version_or_model_is_refused"),
+        (2, "changes_after_prepare_are_refused"),
+        (5, "numbers_are_reduced_without_a_group"),
+        (3, "no_size_is_too_large_for_a_message"),
+        (3, "a_scaler_leaves_out_one_gradient"),
+        (4, "a_state_of_torch_goes_on"),
+    ],
+)
+def test_training(nursery: Nursery, world_size: int, case: str) -> None:
+    nursery.run(world_size, f"{CASES}:{case}")
 
 
 def test_modes_that_do_not_wait_for_all_reach_the_same_loss_within_a_fourth(nursery: Nursery) -> None:
@@ -56,10 +69,6 @@ def test_short_numbers_on_the_wire_reach_the_same_loss_within_a_tenth(nursery: N
     nursery.run(3, f"{CASES}:short_numbers_reach_the_loss", factor=1.1)
 
 
-def test_of_an_embedding_only_touched_rows_travel(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:only_touched_rows_travel")
-
-
 @pytest.mark.parametrize(("staleness", "servers"), [(2, 1), (0, 2)])
 def test_clocks_never_drift_further_apart_than_the_staleness(
     nursery: Nursery, staleness: int, servers: int, tmp_path: Path
@@ -72,33 +81,9 @@ def test_nobody_waits_for_a_slow_worker_beyond_those_needed(nursery: Nursery, tm
     nursery.run(4, f"{CASES}:nobody_waits_for_a_backup_worker", folder=str(tmp_path))
 
 
-def test_another_key_version_or_model_is_refused_by_name(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:strangers_are_refused")
-
-
-def test_a_model_that_was_changed_after_prepare_is_refused(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:changes_after_prepare_are_refused")
-
-
-def test_numbers_are_reduced_without_a_process_group(nursery: Nursery) -> None:
-    nursery.run(5, f"{CASES}:numbers_are_shared")
-
-
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"shared_memory": False}])
 def test_an_evaluator_sees_the_training_to_its_end(nursery: Nursery, options: dict[str, object]) -> None:
     nursery.run(4, f"{CASES}:an_evaluator_sees_it_all", options=options)
-
-
-def test_nothing_is_too_large_or_too_much_for_a_message(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:sizes_have_no_limit")
-
-
-def test_a_gradient_that_is_not_finite_is_left_out(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:a_scaler_leaves_out_one_gradient")
-
-
-def test_a_state_of_torch_goes_on_here(nursery: Nursery) -> None:
-    nursery.run(4, f"{CASES}:a_loaded_state_goes_on")
 
 
 def test_a_run_that_is_started_again_goes_on_from_its_snapshots(nursery: Nursery, tmp_path: Path) -> None:

@@ -216,7 +216,6 @@ def test_messages_of_all_kinds_of_tensors_go_there_and_back(host: str, encrypt: 
         assert client.send(Message("many", {"step": 3, "lr": [0.1, None]}, sent))
         assert client.send(Message("none"))
         answer = client.receive(DEADLINE_S)
-        assert answer is not None
         assert (answer.kind, answer.facts) == ("many", {"step": 3, "lr": [0.1, None]})
         for ours, theirs in zip(sent, answer.tensors, strict=True):
             assert theirs.dtype == ours.dtype
@@ -225,7 +224,6 @@ def test_messages_of_all_kinds_of_tensors_go_there_and_back(host: str, encrypt: 
             assert torch.equal(_bits(theirs), _bits(ours))
             theirs.zero_()  # its own memory, writable
         after = client.receive(DEADLINE_S)
-        assert after is not None
         assert (after.kind, after.tensors) == ("none", ())
         assert client.receive(0.0) is None
         assert [peer.name for peer in echo.server.peers.values()] == ["worker 0"]
@@ -238,7 +236,6 @@ def test_a_copied_message_may_be_changed_at_once() -> None:
         assert client.send(Message("push", tensors=(tensor,)), copy=True)
         tensor.zero_()
         answer = client.receive(DEADLINE_S)
-        assert answer is not None
         assert answer.tensors[0].min() == 1
 
 
@@ -447,7 +444,6 @@ def test_a_connection_that_breaks_keeps_its_session() -> None:
         cable.mend()
         for number in range(2, 12):
             answer = client.receive(DEADLINE_S)
-            assert answer is not None
             assert answer.facts["n"] == number
             assert answer.tensors[0].min() == number
         assert (client.session, client.connections) == (session, 2)
@@ -548,7 +544,6 @@ def test_a_client_that_was_killed_comes_back_with_a_new_session() -> None:
     with Echo() as echo:
         env = {"PYTHONPATH": str(ROOT)}
         with started(sys.executable, "-c", _CLIENT, echo.address, env=env, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
             process.stdin.write(KEY.hex().encode() + b"\n")
             process.stdin.flush()
             wait_until(lambda: len(echo.seen) > 5, "it is in the middle of something", timeout=60)
