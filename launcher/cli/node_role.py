@@ -15,7 +15,7 @@ from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
 from launcher.placement.job_spec import DEFAULT_PORT
-from launcher.transport.tcp.token import find_token
+from launcher.transport.tcp.rendezvous import find_token, local_folder
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
@@ -91,7 +91,7 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
         address=address,
         port=port,
         agent_environment=_agent_environment(nproc, options),
-        folder=_local_folder() if is_loopback(address) else None,
+        folder=local_folder() if is_loopback(address) else None,
         name=f"port-{port}",
         token_file=_token_file(options),
     )
@@ -105,12 +105,6 @@ def _leads(options: Options, address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.") or address == "::1"
-
-
-def _local_folder() -> Path:
-    from launcher.transport.tcp.rendezvous_file import local_folder
-
-    return local_folder()
 
 
 def _token_file(options: Options) -> Path | None:

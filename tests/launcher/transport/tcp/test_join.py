@@ -22,7 +22,7 @@ from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, 
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.joined_node import JoinedStream
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.rendezvous_file import Endpoint, publish
+from launcher.transport.tcp.rendezvous import Endpoint, publish
 
 TOKEN = "canary-0123456789-canary"
 JOINER = """
@@ -31,10 +31,10 @@ from pathlib import Path
 from launcher.errors import DtrainError
 from launcher.transport.tcp.greeting import Greeting
 from launcher.cli.run_node import join
-from launcher.transport.tcp.rendezvous_file import Endpoint, read_endpoint
+from launcher.transport.tcp.rendezvous import Endpoint, read_endpoint
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
-token = os.environ["DTRAIN_TOKEN"].encode()
+token = os.environ["DTRAIN_TOKEN"]
 host, _, port = where.rpartition(":")
 find = Endpoint(host, int(port), token) if host else functools.partial(read_endpoint, Path(where), "run")
 try:
@@ -64,9 +64,9 @@ class Run:
     """Node 0 of a run: its listener, with one other slot."""
 
     def __init__(self, port: int = 0) -> None:
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.listener = Listener(
-            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.told.append
+            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.shown.append
         )
 
     def wait(self, within_s: float = 60.0) -> JoinedStream:
@@ -201,7 +201,7 @@ def process_port(pid: int) -> int:
 # ---- breaks --------------------------------------------------------------------------------------------------
 
 
-class Wire:
+class CuttableRelay:
     """A TCP connection to the listener that can be cut."""
 
     def __init__(self, port: int) -> None:
@@ -245,12 +245,12 @@ class Wire:
 
 
 def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: Run) -> None:
-    wire = Wire(run.listener.port)
+    relay = CuttableRelay(run.listener.port)
     try:
-        with joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO]) as process:
+        with joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO]) as process:
             stream = run.wait()
             first = int(read_until(stream, b"\n").split()[1])
-            wire.cut()
+            relay.cut()
             with pytest.raises(StreamError):
                 read_until(stream, b"nothing more")
             stream = run.wait()
@@ -262,25 +262,25 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
             run.listener.close(0, "")
             result = finished(process)
     finally:
-        wire.close()
+        relay.close()
     assert result.returncode == 0
     assert "dialling again for 60 s" in result.stdout
     assert "as node rank 1 again" in result.stdout
 
 
 def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
-    wire = Wire(run.listener.port)
-    with run_of(wire, rejoin_s=0.5) as process:
+    relay = CuttableRelay(run.listener.port)
+    with run_of(relay, rejoin_s=0.5) as process:
         read_until(run.wait(), b"\n")
-        wire.close()
+        relay.close()
         result = finished(process)
     assert result.returncode == 1
     assert "the connection to node 0 broke (" in result.stderr
-    assert f"nobody listens at 127.0.0.1:{wire.port}" in result.stderr
+    assert f"nobody listens at 127.0.0.1:{relay.port}" in result.stderr
 
 
-def run_of(wire: Wire, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
-    return joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO], **how)
+def run_of(relay: CuttableRelay, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
+    return joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO], **how)
 
 
 # ---- finding node 0 ------------------------------------------------------------------------------------------
@@ -325,19 +325,19 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
                 assert why in result.stderr
                 assert "canary" not in result.stderr + result.stdout
         thread.join(60.0)
-    wait_until(lambda: run.told, "node 0 says it too")
-    assert "another token" in run.told[0]
+    wait_until(lambda: run.shown, "node 0 says it too")
+    assert "another token" in run.shown[0]
 
 
 def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
         foreign.settimeout(60.0)
-        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
+        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], "the token of a run that is no more")
         stack.enter_context(publish(tmp_path, "run", stale))
         process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
         with foreign.accept()[0] as sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN.encode())))
+        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN)))
         read_until(run.wait(), b"started")
         run.listener.close(0)
         assert finished(process).returncode == 0
