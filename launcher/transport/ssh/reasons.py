@@ -16,7 +16,7 @@ _FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
 
 def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) -> str:
     """Say why a connection failed after so many tries; `words` are the last of a ProxyCommand."""
-    where = f"{address.hostname} port {address.port}"
+    where = address.where
     then = f"try: {address.command}"
     lost = isinstance(error, Dropped) or (words and isinstance(error, (OSError, EOFError)))
     if address.proxy_command is not None and lost:

@@ -44,7 +44,7 @@ class Trust:
             key for key in (*keys, *bare) if key.marker == "@cert-authority" and key.blob not in revoked
         ]
 
-    def algorithms(self, spoken: Sequence[str]) -> tuple[str, ...]:
+    def in_order(self, spoken: Sequence[str]) -> tuple[str, ...]:
         """Order the host key algorithms that we speak: first those by which the host is known.
 
         A host has several keys. If it is asked for one that nobody knows, it seems to be unknown.
@@ -54,9 +54,7 @@ class Trust:
         names = [name for type_ in known for name in (_RSA if type_ == "ssh-rsa" else (type_,)) if name in plain]
         if self._authorities:
             names = [name + _CERTIFICATE for name in plain] + names
-        allowed = self._address.algorithms.get("hostkeyalgorithms")
-        ordered = tuple(dict.fromkeys([*names, *plain]))
-        return tuple(name for name in ordered if name in allowed) if allowed else ordered
+        return tuple(dict.fromkeys([*names, *plain]))
 
     def check(self, key: paramiko.PKey) -> None:
         """Raise HostError unless it is certain that the host may have this key."""
@@ -155,14 +153,13 @@ def _revoked_in(address: Address) -> set[bytes]:
     """Read RevokedHostKeys: a public key a line."""
     if address.revoked is None:
         return set()
+    what = f"RevokedHostKeys {address.revoked} of its ssh configuration"
     try:
         data = address.revoked.read_bytes()
     except OSError as error:  # ssh refuses all keys then, too
-        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration cannot be read: {error.strerror}"
-        raise HostError(address.host, reason) from error
+        raise HostError(address.host, f"{what} cannot be read: {error.strerror}") from error
     if data.startswith(b"SSHKRL\n\0"):
-        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration is a binary KRL; dtrain reads only text"
-        raise HostError(address.host, reason)
+        raise HostError(address.host, f"{what} is a binary KRL; dtrain reads only text")
     revoked = set()
     for line in data.decode("utf-8", "replace").splitlines():
         words = line.split()
@@ -170,8 +167,7 @@ def _revoked_in(address: Address) -> set[bytes]:
             try:
                 revoked.add(base64.b64decode(words[1], validate=True))
             except binascii.Error as error:
-                reason = f"RevokedHostKeys {address.revoked} of its ssh configuration has a damaged line: {line[:60]}"
-                raise HostError(address.host, reason) from error
+                raise HostError(address.host, f"{what} has a damaged line: {line[:60]}") from error
     return revoked
 
 
