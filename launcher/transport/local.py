@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 
 from launcher.errors import HostError
-from launcher.transport.stream import broken_by
+from launcher.transport.stream import LastWords, broken_by
 
 __all__ = ["LocalStream"]
 
@@ -42,11 +41,8 @@ class LocalStream:
         assert self._process.stderr is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._stderr = self._process.stderr
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._words = b""
-        self._stderr_reader = threading.Thread(target=self._read_stderr, name="agent's stderr", daemon=True)
-        self._stderr_reader.start()
+        self._words = LastWords(self._process.stderr)
 
     def read(self) -> bytes:
         # Not read(): it takes room for all that there could be, whose pieces glibc then keeps between small ones.
@@ -73,11 +69,4 @@ class LocalStream:
             self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
             self._process.wait()
             status = None
-        self._stderr_reader.join(1.0)
-        return status, self._words.decode("utf-8", "replace")
-
-    def _read_stderr(self) -> None:
-        """Keep the last that the agent said on stderr, and never let it wait for a reader."""
-        with self._stderr:
-            while words := self._stderr.read(READ_BYTES):
-                self._words = (self._words + words)[-READ_BYTES:]
+        return status, self._words.wait(1.0)

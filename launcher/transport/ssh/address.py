@@ -6,8 +6,11 @@ a session of OpenSSH's client (forwards, SetEnv, RemoteCommand, ControlMaster, .
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import os
+import pwd
 import re
 import shlex
 import socket
@@ -124,7 +127,7 @@ class _Answer:
 def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
     hostname = answer.one("hostname") or target.name
     port = int(answer.number("port", 22))
-    user = target.user or answer.one("user") or _own_user()
+    user = target.user or answer.one("user") or getpass.getuser()
     tokens = _tokens(target, hostname, port, user, answer)
     _refuse(answer)
     user_files = _files(answer, "userknownhostsfile", _USER_FILES, tokens)
@@ -255,7 +258,7 @@ def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer
         "%n": target.name,
         "%p": str(port),
         "%r": user,
-        "%u": _own_user(),
+        "%u": getpass.getuser(),
     }
 
 
@@ -277,20 +280,6 @@ def _expand(text: str, tokens: Mapping[str, str], *, path: bool = True, strict: 
 def _home_in(path: str) -> str:
     """Expand `~`: for ssh that is the home in /etc/passwd, whatever HOME says."""
     if path == "~" or path.startswith("~/"):
-        return _home() + path[1:]
+        with contextlib.suppress(KeyError):  # in a container
+            return pwd.getpwuid(os.getuid()).pw_dir + path[1:]
     return os.path.expanduser(path)
-
-
-def _home() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # in a container
-        return os.path.expanduser("~")
-
-
-def _own_user() -> str:
-    import getpass
-
-    return getpass.getuser()

@@ -88,21 +88,21 @@ class Decryptor:
         self._buffer += data
         records = []
         at = 0
-        with memoryview(self._buffer) as view:
-            while len(view) - at >= _HEADER.size:
-                header = bytes(view[at : at + _HEADER.size])
-                kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
-                if size > MAX_DATA_BYTES:
-                    raise ProtocolError(f"an encrypted record of {size} bytes is over the limit")
-                end = at + _HEADER.size + size + _TAG_BYTES
-                if len(view) < end:
-                    break
-                records.append(self._open(kind, header, view[at + _HEADER.size : end]))
-                at = end
+        while len(self._buffer) - at >= _HEADER.size:
+            begin = at + _HEADER.size
+            header = bytes(self._buffer[at:begin])
+            kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
+            if size > MAX_DATA_BYTES:
+                raise ProtocolError(f"an encrypted record of {size} bytes is over the limit")
+            end = begin + size + _TAG_BYTES
+            if len(self._buffer) < end:
+                break
+            records.append(self._open(kind, header, bytes(self._buffer[begin:end])))
+            at = end
         del self._buffer[:at]
         return records
 
-    def _open(self, kind: int, header: bytes, encrypted: memoryview) -> Record:
+    def _open(self, kind: int, header: bytes, encrypted: bytes) -> Record:
         try:
             data = self._cipher.decrypt(_NONCE.pack(self._number), encrypted, header)
             record = Record(Kind(kind), data)
@@ -110,7 +110,5 @@ class Decryptor:
             raise ProtocolError("what arrived is not what was sent: somebody or something changed it") from error
         except ValueError as error:
             raise ProtocolError(f"an encrypted record of unknown kind {kind}") from error
-        finally:
-            encrypted.release()
         self._number += 1
         return record

@@ -86,9 +86,9 @@ class _Agent(LocalStream):
         """Wait for its end, and a moment for that of its output. Blocks."""
         status = self._process.wait()
         output.join(LAST_OUTPUT_S)
-        self._stderr_reader.join(LAST_OUTPUT_S)
+        words = self._words.wait(LAST_OUTPUT_S)
         self.over = True
-        return Ended(status, self._words.decode("utf-8", "replace")[-WORDS_CHARS:])
+        return Ended(status, words[-WORDS_CHARS:])
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -139,10 +139,8 @@ class Relay:
             receiver.join(FLUSH_S)
 
     def _done(self) -> bool:
-        if self._agent is not None and not self._agent.reported:
-            flushed = self._agent.over and self._limit is not None and time.monotonic() > self._limit
-            return flushed and bool(self._signals.stops)
-        return self._end is not None or bool(self._signals.stops)
+        ended = self._agent is None or self._agent.reported
+        return ended and (self._end is not None or bool(self._signals.stops))
 
     # ---- the main thread ----
 
@@ -171,13 +169,16 @@ class Relay:
 
     def _on_time(self, now: float) -> None:
         agent = self._agent
-        if agent is None or agent.reported:
+        if agent is None or self._limit is None:
             return
-        if agent.over:  # node 0 does not take the news
-            self._limit = min(self._limit or now, now + FLUSH_S)
-        elif self._limit is not None and now >= self._limit:
+        if agent.over:
+            self._limit = min(self._limit, now + FLUSH_S)
+        if now >= self._limit:
             self._limit = now + KILLED_S
-            agent.kill()
+            if agent.over:
+                self._connection.shut("node 0 does not take the news")
+            else:
+                agent.kill()
 
     # ---- the thread that receives ----
 

@@ -71,17 +71,9 @@ def _read(path: Path, named: str) -> bytes:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
-            _check_access(path, named, status)
-            return _checked(file.read(MAX_BYTES + 1), named)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{named}: cannot read the token: {error.strerror}; {_how_to_make(path)}") from error
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place would block for ever
-
-
-def _check_access(path: Path, named: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{named}: this is no file; {_how_to_make(path)}")
     if status.st_uid not in (0, os.geteuid()):
@@ -89,6 +81,11 @@ def _check_access(path: Path, named: str, status: os.stat_result) -> None:
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise UsageError(f"{named}: others can read it (mode {mode:04o}); type: chmod 600 {shlex.quote(str(path))}")
+    return _checked(data, named)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place would block for ever
 
 
 def _checked(data: bytes, named: str) -> bytes:

@@ -348,7 +348,7 @@ def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: P
 
 def test_a_node_that_waits_for_node_0_can_be_told_to_end() -> None:
     with joiner("127.0.0.1:1", ["x"]) as process:
-        wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it waits")
+        wait_until(lambda: _catches(process.pid, signal.SIGUSR2), "it waits")
         process.send_signal(signal.SIGUSR1)  # for workers, of which there are none
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
