@@ -36,10 +36,8 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
     identities = [read_identity(name) for name in address.identities]
     with _agent_keys(address, deadline) as agent:
         keys = _in_order(address, identities, agent)
-        shown = 0
-        for key in keys:
+        for shown, key in enumerate(keys, 1):
             transport.auth_timeout = _left(deadline)
-            shown += 1
             try:
                 more = transport.auth_publickey(address.user, key)
             except paramiko.BadAuthenticationType as error:
@@ -60,7 +58,7 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
             return
     if allowed and "publickey" not in allowed:
         raise HostError(address.host, _no_keys_wanted(address, allowed))
-    raise HostError(address.host, _none_accepted(address, identities, shown=shown, agent=bool(agent)))
+    raise HostError(address.host, _none_accepted(address, identities, shown=len(keys), agent=bool(agent)))
 
 
 def _without_key(transport: paramiko.Transport, address: Address, deadline: float) -> list[str] | None:

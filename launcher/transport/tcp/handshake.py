@@ -126,7 +126,7 @@ class Handshake:
     def _greeted(self) -> bytes:
         theirs, self._buffer = self._buffer, b""
         if hmac.compare_digest(theirs, self.greeting):
-            raise NotDtrain("the other end only repeats what it is told")
+            raise NotDtrain("the other end only repeats what it hears")
         self._derive(theirs)
         return self.greeting if self._side is Side.LISTENER else self._proofs[self._side]
 

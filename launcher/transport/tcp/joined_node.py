@@ -56,7 +56,7 @@ class JoinedStream:
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
         self._ended: Ended | None = None
-        self._lost: str | None = None
+        self._lost = False
 
     # ---- for its user ----
 
@@ -65,8 +65,8 @@ class JoinedStream:
             self._changed.wait_for(lambda: self._unread or self.over)
             data = b"".join(self._unread)
             self._clear()
-            if not data and self._lost is not None:
-                raise StreamError(f"the connection broke: {self._lost}")
+            if not data and self._lost and self._ended is not None:
+                raise StreamError(f"the connection broke: {self._ended.words}")
             return data
 
     def write(self, data: bytes) -> None:
@@ -104,16 +104,11 @@ class JoinedStream:
             while self.full and not self.over and not self._changed.wait(LOOK_S):
                 self._connection.look()
 
-    def ended(self, how: Ended) -> None:
-        """Take the node's word on how the agent ended."""
-        with self._changed:
-            self._ended, self.over = how, True
-            self._changed.notify_all()
-
-    def lost(self, why: str) -> None:
+    def ended(self, how: Ended, *, lost: bool = False) -> None:
+        """Note how the agent ended, by the node's word; with `lost` by ours, since the connection is gone."""
         with self._changed:
             if self._ended is None:
-                self._lost, self._ended = why, Ended(None, why)
+                self._ended, self._lost = how, lost
             self.over = True
             self._changed.notify_all()
 

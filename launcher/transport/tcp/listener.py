@@ -153,7 +153,7 @@ class Listener:
         """Tell a node how the run ended, and let it go."""
         assert self._run_end is not None
         if connection.stream is not None:
-            connection.stream.lost("the run is over")
+            connection.stream.ended(Ended(None, "the run is over"), lost=True)
             connection.stream = None
         sent = connection.post(Kind.RUN_END, encode(self._run_end))
         slot = self._slots.vacate(connection)
@@ -226,7 +226,7 @@ class Listener:
                 self._slots.vacate(connection)
                 connection.close(why)
                 if connection.stream is not None:
-                    connection.stream.lost(connection.closed_because or why)
+                    connection.stream.ended(Ended(None, connection.closed_because or why), lost=True)
                 self._connections.remove(connection)
                 self._changed.notify_all()
 

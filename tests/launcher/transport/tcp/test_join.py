@@ -46,7 +46,7 @@ except DtrainError as error:
     code = error.exit_code
 sys.exit(code)
 """
-# Says that it has started, then returns what it is told, and says so when that is over.
+# Says that it has started, then returns what it gets, and says so when that is over.
 ECHO = """
 import os, sys
 os.write(1, b"started %d\\n" % os.getpid())
@@ -153,13 +153,13 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
     with joiner(where, [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
-        script = 'trap "echo told by USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
+        script = 'trap "echo got USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
         agent.start(script, X="x" * 100_000)
         said = agent.output(until=b"\nup\n")
         assert f"SSH_CONNECTION=127.0.0.1 {run.listener.port} 127.0.0.1 {process_port(process.pid)}\n".encode() in said
         assert TOKEN.encode() not in said
         process.send_signal(signal.SIGUSR1)
-        agent.output(until=b"told by USR1")
+        agent.output(until=b"got USR1")
         exited = agent.await_(Exited)
         assert isinstance(exited, Exited)
         assert exited.status == 3
@@ -175,8 +175,8 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
     assert result.stdout.endswith("it failed on node 0\n")
 
 
-@pytest.mark.parametrize("how", ["killed", "told"])
-def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: str) -> None:
+@pytest.mark.parametrize("how", ["killed", "signalled"])
+def test_nothing_stays_of_a_node_that_is_killed_or_signalled(run: Run, how: str) -> None:
     with joiner(f"127.0.0.1:{run.listener.port}", [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
@@ -189,7 +189,7 @@ def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: st
             rest = b"".join(iter(lambda: stream.read(), b""))
             assert b"somebody sent it SIGTERM" in rest
             assert stream.finish(60.0) == (0, "")
-        assert process.wait(60) == {"killed": -signal.SIGKILL, "told": 128 + signal.SIGINT}[how]
+        assert process.wait(60) == {"killed": -signal.SIGKILL, "signalled": 128 + signal.SIGINT}[how]
         wait_until(lambda: not worker.is_running(), "its worker is gone")
 
 
@@ -346,7 +346,7 @@ def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: P
 # ---- signals, and what the agent does ------------------------------------------------------------------------
 
 
-def test_a_node_that_waits_for_node_0_can_be_told_to_end() -> None:
+def test_a_node_that_waits_for_node_0_can_be_ended_by_a_signal() -> None:
     with joiner("127.0.0.1:1", ["x"]) as process:
         wait_until(lambda: _catches(process.pid, signal.SIGUSR2), "it waits")
         process.send_signal(signal.SIGUSR1)  # for workers, of which there are none

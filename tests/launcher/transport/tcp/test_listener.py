@@ -364,7 +364,7 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     idle.sock.close()
     began = time.monotonic()
     closing.join(60.0)
-    assert time.monotonic() - began < 40  # everybody has been told, so it does not linger
+    assert time.monotonic() - began < 40  # everybody knows it, so it does not linger
     thread.join(60.0)
     assert isinstance(results[0], HostError)
     with pytest.raises(StreamError, match="the run is over"):
