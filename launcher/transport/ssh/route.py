@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import HostError
@@ -83,10 +84,8 @@ def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Rou
 
 def look_up(address: Address, deadline: float) -> list[Resolved]:
     """Return the addresses; in a thread of its own, for the system's resolver knows no deadline. Raises OSError."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, address.hostname)
-            return _get_addresses(address, socket.AI_NUMERICHOST)
+    with contextlib.suppress(OSError):  # it is no address, but a name
+        return _get_addresses(address, socket.AI_NUMERICHOST)
     answer: list[list[Resolved] | OSError] = []
 
     def ask() -> None:
@@ -144,8 +143,7 @@ def _take_turns(resolved: list[Resolved]) -> list[Resolved]:
     """Let the families take turns, in the order in which the resolver prefers them."""
     first = [one for one in resolved if one[0] == resolved[0][0]]
     other = [one for one in resolved if one[0] != resolved[0][0]]
-    mixed = [one for pair in zip(first, other, strict=False) for one in pair]
-    return mixed + first[len(other) :] + other[len(first) :]
+    return [one for pair in zip_longest(first, other) for one in pair if one is not None]
 
 
 def _begin(one: Resolved, address: Address) -> socket.socket:
