@@ -57,6 +57,7 @@ os.write(1, b"ended\\n")
 os.write(2, b"its words")
 sys.exit(5)
 """
+FLOOD = "import os, select\nwhile not select.select([0], [], [], 0)[0]: os.write(1, bytes(1 << 16))"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
 
 
@@ -396,8 +397,7 @@ def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> N
 
 
 def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> None:
-    flood = "import os, select\nwhile not select.select([0], [], [], 0)[0]: os.write(1, bytes(1 << 16))"
-    with run.joiner(flood) as process:
+    with run.joiner(FLOOD) as process:
         stream = run.wait()
         children = psutil.Process(process.pid).children
         wait_until(children, "the agent is there")
@@ -406,6 +406,16 @@ def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> Non
         assert sum(len(stream.read()) for _ in range(200)) > 4 << 20  # and goes on when it is read
         run.listener.close(0)
         assert finished(process).returncode == 0
+
+
+def test_a_signal_ends_a_node_whose_output_nobody_reads(run: Run) -> None:
+    with run.joiner(FLOOD) as process:
+        stream = run.wait()
+        wait_until(lambda: stream.full, "no more is taken")
+        (agent,) = psutil.Process(process.pid).children()
+        wait_until(lambda: _idle(agent), "it waits for its reader")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
 
 
 def _idle(process: psutil.Process) -> bool:
