@@ -9,7 +9,7 @@ DtrainError                 exit code 1
 │   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
 ├── StreamError             the stream to a host broke, whatever carried it
 ├── StoreError              the rendezvous store could not be opened, or was lost
-├── JoinError               this node, started by hand, could not take part in the run (cli/run_node.py)
+├── JoinError               this node, started by hand, could not take part in the run (transport/tcp/dial.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
     └── HandshakeError      nodes did not prove to each other that they belong together (transport/tcp/handshake.py)
 """

@@ -16,7 +16,7 @@ from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
 from launcher.placement.job_spec import DEFAULT_PORT
-from launcher.transport.tcp.token import find_token
+from launcher.transport.tcp.rendezvous import find_token, local_folder
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
@@ -72,7 +72,6 @@ def find_node_role(options: Options, *, nproc: int | str | None, has_source: boo
 
 
 def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
-    from launcher.transport.tcp.rendezvous_file import local_folder
 
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"

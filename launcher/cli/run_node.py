@@ -23,13 +23,11 @@ from launcher.machine.routes import addresses, is_own
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command
-from launcher.transport.tcp.dial import JoinError, dial
+from launcher.transport.tcp.dial import JoinError, Signals, Stopped, dial
 from launcher.transport.tcp.greeting import Greeting, RunEnd
 from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.relay import Relay
-from launcher.transport.tcp.rendezvous_file import Endpoint, publish, read_endpoint
-from launcher.transport.tcp.signals import Signals, Stopped
-from launcher.transport.tcp.token import find_token, new_token
+from launcher.transport.tcp.rendezvous import Endpoint, find_token, new_token, publish, read_endpoint
 
 __all__ = ["JoinError", "join", "join_run", "listen_for_nodes"]
 
@@ -52,19 +50,18 @@ def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], N
             expected=_fingerprint(node_role, spec),
             nodes=[host.name for host in node_role.hosts],
             tell=tell,
-            typed=lambda rank: f"the same command, with --node-rank {rank}",
         )
     except UsageError as error:
         taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
         if taken and node_role.node_rank is None:
             raise NodeZeroTakenError(str(error)) from error
         raise
-    with listener, ExitStack() as published:
+    with ExitStack() as at_end:
+        at_end.callback(listener.close, 1, "dtrain on node 0 has ended")
         if token is None and node_role.folder is not None:
             node_role.folder.mkdir(parents=True, exist_ok=True)
-            published.enter_context(
-                publish(node_role.folder, node_role.name, Endpoint(listener.address, listener.port, secret))
-            )
+            endpoint = Endpoint(listener.address, listener.port, os.fsdecode(secret))
+            at_end.enter_context(publish(node_role.folder, node_role.name, endpoint))
         if node_role.by_hand and (others := node_role.nodes[1] - 1):
             tell(f"node 0 waits for {count(others, 'other node')} at {listener.address}:{listener.port}")
         yield listener
@@ -75,7 +72,7 @@ def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) ->
     token = _shared_token(node_role)
     find: Endpoint | Callable[[], Endpoint | None]
     if token is not None:
-        find = Endpoint(node_role.address, node_role.port, token)
+        find = Endpoint(node_role.address, node_role.port, os.fsdecode(token))
     else:
         assert node_role.folder is not None
         find = partial(read_endpoint, node_role.folder, node_role.name)
@@ -113,12 +110,11 @@ def join(
     be called from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
-    look: Callable[[], Endpoint | None] = (lambda: find) if isinstance(find, Endpoint) else find
     broke = ""
     with Signals() as signals:
         while True:
             try:
-                joined = dial(look, greeting, certain=isinstance(find, Endpoint), deadline=deadline, signals=signals)
+                joined = dial(find, greeting, deadline=deadline, signals=signals)
             except Stopped:
                 return 128 + signals.stops[0]
             except JoinError as error:

@@ -54,7 +54,7 @@ LOOK_S = 0.1  # between looks for hosts that are not read
 CONNECT_S = 30.0  # for an attempt to reach a host again
 DISCOVERY_PAUSE_S = 2.0  # before a discovery script is asked again
 RUN_KEY_BYTES = 32
-FLUSH_S = 1.0  # for what hosts are told before this process stops itself
+FLUSH_S = 1.0  # for what is sent to the hosts before this process stops itself
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHOSEN = (*STOP_SIGNALS, signal.SIGQUIT)  # may be left to the system, by --signals-to-handle
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
@@ -200,7 +200,7 @@ class Controller:
             self.evidence_file = self._output.evidence_path(keep.attempt, keep.number)
 
     def _suspend(self) -> None:
-        """Stop as Ctrl-Z does, once the hosts have been told; SIGCONT brings us back here."""
+        """Stop as Ctrl-Z does, once the order is on its way to the hosts; SIGCONT brings us back here."""
         deadline = time.monotonic() + FLUSH_S
         while any(not link.idle for link in self._links.values()) and time.monotonic() < deadline:
             time.sleep(0.005)

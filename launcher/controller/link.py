@@ -2,7 +2,7 @@
 
 Used by the controller (controller.py), whose loop never waits for a host. Output goes straight to the output thread,
 whose full queue makes the reader wait, and with it the host; all else becomes an event. However the stream ends, and
-whatever goes wrong in a thread, the controller is told so by a `Lost` with the reason.
+whatever goes wrong in a thread, the controller gets a `Lost` with the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Link:
         self._stream: Stream | None = None  # set once, by the reader
         self._closed = False
         self._read_all = threading.Event()
-        self._told = 0  # messages; counted by the loop alone
+        self._queued = 0  # messages; counted by the loop alone
         self._written = 0  # of those; counted by the writer alone
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
@@ -56,16 +56,16 @@ class Link:
 
     def tell(self, message: AgentCommand) -> None:
         if self._stream is not None and not self._closed:
-            self._told += 1
+            self._queued += 1
             self._outgoing.put(encode(message))
 
     @property
     def idle(self) -> bool:
-        """Whether everything told is written; asked by the loop."""
-        return self._written == self._told
+        """Whether all messages are written; asked by the loop."""
+        return self._written == self._queued
 
     def close(self) -> None:
-        """End the stream once everything told is written. The reader releases the connection when the agent ends."""
+        """End the stream once all messages are written. The reader releases the connection when the agent ends."""
         if not self._closed:
             self._closed = True
             self._outgoing.put(None)

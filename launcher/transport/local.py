@@ -4,54 +4,45 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 
 from launcher.errors import HostError
-from launcher.transport.stream import broken_by
+from launcher.transport.stream import LastWords, broken_by
 
-__all__ = ["LocalStream", "start_agent"]
+__all__ = ["LocalStream"]
 
 READ_BYTES = 1 << 16
 
 
-def start_agent(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start an agent on this machine with pipes for its three streams. Raises HostError."""
-    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
-    # folder: a `launcher` package of the user's working directory must not be taken for ours.
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=env,
-            start_new_session=True,
-            bufsize=0,
-        )
-    except OSError as error:
-        reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
-        raise HostError("this machine", reason) from error
-
-
 class LocalStream:
-    """An agent on this machine, at the other end of two pipes. A `Stream`."""
+    """An agent on this machine, at the other end of its pipes. A `Stream`. Raises HostError if it cannot be started."""
 
     our_address: str | None = None
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        self._process = start_agent(command, env)
+        # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
+        # folder: a `launcher` package of the user's working directory must not be taken for ours.
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env=env,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
+            raise HostError("this machine", reason) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._stderr = self._process.stderr
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._words = b""
-        self._listener = threading.Thread(target=self._listen, name="agent's stderr", daemon=True)
-        self._listener.start()
+        self._words = LastWords(self._process.stderr)
 
     def read(self) -> bytes:
         # Not read(): it takes room for all that there could be, whose pieces glibc then keeps between small ones.
@@ -78,11 +69,4 @@ class LocalStream:
             self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
             self._process.wait()
             status = None
-        self._listener.join(1.0)
-        return status, self._words.decode("utf-8", "replace")
-
-    def _listen(self) -> None:
-        """Keep the last that the agent said on stderr, and never let it wait for a reader."""
-        with self._stderr:
-            while words := self._stderr.read(READ_BYTES):
-                self._words = (self._words + words)[-READ_BYTES:]
+        return status, self._words.wait(1.0)

@@ -7,13 +7,17 @@ written and ended by another, and finished by any.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import IO, Protocol
 
 from launcher.errors import StreamError
 
-__all__ = ["Stream", "broken_by"]
+__all__ = ["LastWords", "Stream", "broken_by"]
+
+WORDS_BYTES = 1 << 16
 
 
 class Stream(Protocol):
@@ -49,3 +53,23 @@ def broken_by(*kinds: type[Exception]) -> Iterator[None]:
     except broken as error:
         words = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise StreamError(f"the connection broke: {words}") from error
+
+
+class LastWords:
+    """The last that a process says on its stderr: read in a thread, so that the process never waits for a reader."""
+
+    def __init__(self, stderr: IO[bytes]) -> None:
+        self._stderr = stderr
+        self._words = b""
+        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._thread.start()
+
+    def wait(self, wait_s: float) -> str:
+        """Return it when the process has closed its stderr, but no later than that."""
+        self._thread.join(wait_s)
+        return self._words.decode("utf-8", "replace")
+
+    def _read(self) -> None:
+        with self._stderr:
+            while words := os.read(self._stderr.fileno(), WORDS_BYTES):
+                self._words = (self._words + words)[-WORDS_BYTES:]

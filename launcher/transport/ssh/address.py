@@ -6,8 +6,11 @@ a session of OpenSSH's client (forwards, SetEnv, RemoteCommand, ControlMaster, .
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import os
+import pwd
 import re
 import shlex
 import socket
@@ -26,6 +29,8 @@ CONNECT_TIMEOUT_S = 20.0  # where the ssh configuration has no ConnectTimeout
 KEEPALIVE_S = 15  # at most; BatchMode sets ServerAliveInterval to 300, and firewalls forget sooner
 _FAMILIES = {"any": socket.AF_UNSPEC, "inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _ALGORITHMS = ("kexalgorithms", "ciphers", "macs", "hostkeyalgorithms")
+_VOUCHING = ("KnownHostsCommand", "VerifyHostKeyDNS")
+_NO = ("no", "off", "false")
 _DEFAULT_IDENTITY = re.compile(r"~/\.ssh/id_\w+|.*/\.ssh/id_(rsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss|dsa)")
 _DEFAULT_IDENTITIES = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 _USER_FILES = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -67,6 +72,14 @@ class Address:
     command: str  # what reaches it with OpenSSH
 
     @property
+    def where(self) -> str:
+        return f"{self.hostname} port {self.port}"
+
+    @property
+    def login(self) -> str:
+        return f"{self.user}@{self.where}"
+
+    @property
     def known_name(self) -> str:
         """Return the host's name in a known_hosts file."""
         return self.alias or (self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}")
@@ -77,8 +90,6 @@ def resolve(target: Target, options: SshOptions, deadline: float) -> Address:
     try:
         found = look_up(target, options.config, deadline - time.monotonic())
         return _address(target, options, _Answer(found))
-    except HostError:
-        raise
     except (DtrainError, OSError, ValueError) as error:
         raise HostError(target.name, str(error)) from error
 
@@ -99,11 +110,11 @@ class _Answer:
         """Whether it is there to say that there is nothing."""
         return bool(self._options.get(name)) and not self.all(name)
 
-    def yes(self, name: str) -> bool:
-        return (self.one(name) or "no").lower() in ("yes", "true", "on")
+    def word(self, name: str, default: str) -> str:
+        return (self.one(name) or default).lower()
 
-    def no(self, name: str) -> bool:
-        return (self.one(name) or "yes").lower() in ("no", "false", "off")
+    def yes(self, name: str) -> bool:
+        return self.word(name, "no") in ("yes", "true", "on")
 
     def number(self, name: str, default: float) -> float:
         text = self.one(name)
@@ -116,7 +127,7 @@ class _Answer:
 def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
     hostname = answer.one("hostname") or target.name
     port = int(answer.number("port", 22))
-    user = target.user or answer.one("user") or _own_user()
+    user = target.user or answer.one("user") or getpass.getuser()
     tokens = _tokens(target, hostname, port, user, answer)
     _refuse(answer)
     user_files = _files(answer, "userknownhostsfile", _USER_FILES, tokens)
@@ -124,13 +135,12 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
     identities = answer.all("identityfile")
     named = bool(identities) or answer.none("identityfile")
     default = not named or (len(identities) > 2 and all(map(_DEFAULT_IDENTITY.fullmatch, identities)))
-    strict = (answer.one("stricthostkeychecking") or "ask").lower()
     return Address(
         host=target.name,
         hostname=hostname,
         port=port,
         user=user,
-        family=_FAMILIES.get((answer.one("addressfamily") or "any").lower(), socket.AF_UNSPEC),
+        family=_FAMILIES.get(answer.word("addressfamily", "any"), socket.AF_UNSPEC),
         bind_address=answer.one("bindaddress"),
         bind_interface=answer.one("bindinterface"),
         jump=_jump(target, answer, tokens, (hostname, port, user)),
@@ -139,9 +149,9 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
         known_hosts=(*user_files, *_files(answer, "globalknownhostsfile", _SYSTEM_FILES, tokens)),
         writable=user_files[0] if user_files else None,
         hash_names=answer.yes("hashknownhosts"),
-        accept_new=options.accept_new or strict in ("accept-new", "no", "off", "false"),
+        accept_new=options.accept_new or answer.word("stricthostkeychecking", "ask") in ("accept-new", *_NO),
         revoked=Path(_home_in(revoked)) if revoked else None,
-        not_asked=tuple(name for name in ("KnownHostsCommand", "VerifyHostKeyDNS") if _is_set(answer, name)),
+        not_asked=tuple(name for name in _VOUCHING if answer.word(name.lower(), "no") not in _NO),
         identities=tuple(_expand(name, tokens) for name in (identities if named else _DEFAULT_IDENTITIES)),
         default_identities=default,
         certificates=tuple(_expand(name, tokens) for name in answer.all("certificatefile")),
@@ -155,15 +165,11 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
     )
 
 
-def _is_set(answer: _Answer, name: str) -> bool:
-    return (answer.one(name.lower()) or "no").lower() not in ("no", "false", "off")
-
-
 def _refuse(answer: _Answer) -> None:
     """Refuse what would make the connection another one than is meant."""
     if answer.one("proxycommand") and answer.yes("proxyusefdpass"):
         raise ValueError("its ssh configuration has ProxyUseFdpass, which dtrain cannot follow")
-    if answer.no("pubkeyauthentication"):
+    if answer.word("pubkeyauthentication", "yes") in _NO:
         raise ValueError("its ssh configuration has PubkeyAuthentication no, but dtrain can show keys only")
 
 
@@ -252,7 +258,7 @@ def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer
         "%n": target.name,
         "%p": str(port),
         "%r": user,
-        "%u": _own_user(),
+        "%u": getpass.getuser(),
     }
 
 
@@ -274,20 +280,6 @@ def _expand(text: str, tokens: Mapping[str, str], *, path: bool = True, strict: 
 def _home_in(path: str) -> str:
     """Expand `~`: for ssh that is the home in /etc/passwd, whatever HOME says."""
     if path == "~" or path.startswith("~/"):
-        return _home() + path[1:]
+        with contextlib.suppress(KeyError):  # in a container
+            return pwd.getpwuid(os.getuid()).pw_dir + path[1:]
     return os.path.expanduser(path)
-
-
-def _home() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # in a container
-        return os.path.expanduser("~")
-
-
-def _own_user() -> str:
-    import getpass
-
-    return getpass.getuser()

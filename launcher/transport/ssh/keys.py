@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,8 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
     identities = [read_identity(name) for name in address.identities]
     with _agent_keys(address, deadline) as agent:
         keys = _in_order(address, identities, agent)
-        shown = 0
-        for key in keys:
+        for shown, key in enumerate(keys, 1):
             transport.auth_timeout = _left(deadline)
-            shown += 1
             try:
                 more = transport.auth_publickey(address.user, key)
             except paramiko.BadAuthenticationType as error:
@@ -54,13 +51,14 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
             if not more:
                 return
             if "publickey" not in more:
-                raise HostError(address.host, _two_factors(address, more))
+                wanted = f"accepts the key, but wants {' or '.join(more)} as well, and dtrain can answer no questions"
+                raise HostError(address.host, f"{address.login} {wanted}; a key alone must be enough from here")
         allowed = _without_key(transport, address, deadline)
         if allowed is None:
             return
     if allowed and "publickey" not in allowed:
         raise HostError(address.host, _no_keys_wanted(address, allowed))
-    raise HostError(address.host, _none_accepted(address, identities, shown=shown, agent=bool(agent)))
+    raise HostError(address.host, _none_accepted(address, identities, shown=len(keys), agent=bool(agent)))
 
 
 def _without_key(transport: paramiko.Transport, address: Address, deadline: float) -> list[str] | None:
@@ -131,65 +129,42 @@ def _agent_keys(address: Address, deadline: float) -> Iterator[list[_KeyInAgent]
 # ---- order ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Order:
-    """Keys, each once."""
-
-    keys: list[paramiko.PKey] = field(default_factory=list)
-    _seen: set[tuple[str, bytes]] = field(default_factory=set)
-
-    def add(self, key: paramiko.PKey, certificate: bytes | None = None) -> None:
-        what = (key.get_name(), certificate or (key.blob if isinstance(key, AgentKey) else key.asbytes()))
-        if what not in self._seen:
-            self._seen.add(what)
-            self.keys.append(key)
+_Order = dict[tuple[str, bytes], paramiko.PKey]  # keys by their names and what is shown of them, each once
 
 
 def _in_order(address: Address, identities: Sequence[Identity], agent: Sequence[_KeyInAgent]) -> list[paramiko.PKey]:
     """Certificates, then named keys, in the agent first, then what else the agent holds, then the default files."""
-    order = _Order()
+    order: _Order = {}
     held = {key.blob: key for key in agent}
+    named = {one.blob for one in identities}
     signers: dict[bytes, paramiko.PKey] = {one.blob: one.key for one in identities if one.blob and one.key}
-    signers.update({blob: key for blob, key in held.items() if not address.only_identities or _named(blob, identities)})
+    signers.update({blob: key for blob, key in held.items() if not address.only_identities or blob in named})
     for path in (*address.certificates, *(f"{one.name}-cert.pub" for one in identities)):
         _add_certificate(order, path, signers)
-    for one in identities:
-        if one.blob in held:
-            order.add(held[one.blob])
-    if not address.default_identities:
-        _add_files(order, identities, held)
-    if not address.only_identities:
-        for key in agent:
-            order.add(key)
-    _add_files(order, identities, held)
-    return order.keys
+    in_agent = [held[one.blob] for one in identities if one.blob in held]
+    in_files = [one.key for one in identities if one.key is not None and one.blob not in held]
+    others = [] if address.only_identities else agent
+    for key in (*in_agent, *others, *in_files) if address.default_identities else (*in_agent, *in_files, *others):
+        order.setdefault((key.get_name(), _blob(key)), key)
+    return list(order.values())
 
 
-def _named(blob: bytes, identities: Sequence[Identity]) -> bool:
-    return any(one.blob == blob for one in identities)
-
-
-def _add_files(order: _Order, identities: Sequence[Identity], held: dict[bytes, _KeyInAgent]) -> None:
-    for one in identities:
-        if one.key is not None and one.blob not in held:
-            order.add(one.key)
+def _blob(key: paramiko.PKey) -> bytes:
+    return key.blob if isinstance(key, AgentKey) else key.asbytes()
 
 
 def _add_certificate(order: _Order, path: str, signers: dict[bytes, paramiko.PKey]) -> None:
     """Add the key that a certificate is for, with the certificate, if we have it."""
     certificate = public_blob(Path(path))
-    if certificate is None:
+    key = next((key for key in signers.values() if certificate and _is_for(certificate, key)), None)
+    if certificate is None or key is None:
         return
-    for key in signers.values():
-        if not _is_for(certificate, key):
-            continue
-        signer = _KeyInAgent(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
-        try:
-            signer.load_certificate(path)
-        except (ValueError, binascii.Error, UnicodeDecodeError):
-            return
-        order.add(signer, certificate)
+    signer = _KeyInAgent(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
+    try:
+        signer.load_certificate(path)
+    except (ValueError, binascii.Error, UnicodeDecodeError):
         return
+    order.setdefault((signer.get_name(), certificate), signer)
 
 
 def _is_for(certificate: bytes, key: paramiko.PKey) -> bool:
@@ -209,25 +184,24 @@ def _is_for(certificate: bytes, key: paramiko.PKey) -> bool:
     if not isinstance(read, SSHCertificate):
         return False
     public = read.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
-    return base64.b64decode(public) == (key.blob if isinstance(key, AgentKey) else key.asbytes())
+    return base64.b64decode(public) == _blob(key)
 
 
 # ---- words ---------------------------------------------------------------------------------------------------
 
 
 def _none_accepted(address: Address, identities: Sequence[Identity], *, shown: int, agent: bool) -> str:
-    where = f"{address.user}@{address.hostname} port {address.port}"
     # With the usual files, only those that are there tell anything.
     named = [one for one in identities if one.exists or one.blob or not address.default_identities]
     tried = ", ".join(map(_state, named)) or "no default keys"
     if (locked := [one.name for one in named if one.locked]) and not (agent and shown > len(locked)):
         names = " ".join(map(shlex.quote, locked))
         others = f"; it accepts none of the other {shown}" if shown else ""
-        return f"the key for {where} is locked by a passphrase{others}; unlock it once by: ssh-add {names}"
+        return f"the key for {address.login} is locked by a passphrase{others}; unlock it once by: ssh-add {names}"
     agents = "ssh-agent" if agent else "no ssh-agent" if address.agent is None else "no keys in ssh-agent"
     if shown:
-        return f"{where} accepts none of our keys ({tried}, {agents}); try: {address.command}"
-    return f"there is no key to show to {where} ({tried}, {agents}); try: {address.command}"
+        return f"{address.login} accepts none of our keys ({tried}, {agents}); try: {address.command}"
+    return f"there is no key to show to {address.login} ({tried}, {agents}); try: {address.command}"
 
 
 def _state(identity: Identity) -> str:
@@ -239,25 +213,17 @@ def _state(identity: Identity) -> str:
 
 
 def _closed(address: Address, shown: int) -> str:
-    where = f"{address.user}@{address.hostname} port {address.port}"
     if shown == 1:
-        return f"{where} closed the connection when it had seen our key; try: {address.command}"
+        return f"{address.login} closed the connection when it had seen our key; try: {address.command}"
     return (
-        f"{where} closed the connection when it had seen {shown} of our keys: too many authentication failures; say "
-        f"which is the right one by IdentityFile and IdentitiesOnly yes in the ssh configuration; try: "
-        f"{address.command}"
+        f"{address.login} closed the connection when it had seen {shown} of our keys: too many authentication "
+        f"failures; say which is the right one by IdentityFile and IdentitiesOnly yes in the ssh configuration; "
+        f"try: {address.command}"
     )
 
 
 def _no_keys_wanted(address: Address, allowed: Sequence[str]) -> str:
     return (
-        f"{address.user}@{address.hostname} port {address.port} takes no keys, only {' or '.join(allowed)}, and dtrain "
-        f"can answer no questions; install a key there (ssh-copy-id), or ask its administrator to allow them"
-    )
-
-
-def _two_factors(address: Address, more: Sequence[str]) -> str:
-    return (
-        f"{address.user}@{address.hostname} port {address.port} accepts the key, but wants {' or '.join(more)} as "
-        f"well, and dtrain can answer no questions; a key alone must be enough from here"
+        f"{address.login} takes no keys, only {' or '.join(allowed)}, and dtrain can answer no questions; "
+        f"install a key there (ssh-copy-id), or ask its administrator to allow them"
     )

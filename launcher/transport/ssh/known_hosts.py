@@ -11,14 +11,13 @@ import hashlib
 import hmac
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["KnownKey", "Marker", "add_key", "known_keys"]
+__all__ = ["KnownKey", "add_key", "known_keys"]
 
-Marker = str  # "", "@revoked" or "@cert-authority"
 _MARKERS = ("", "@revoked", "@cert-authority")
 
 
@@ -26,7 +25,7 @@ _MARKERS = ("", "@revoked", "@cert-authority")
 class KnownKey:
     """A key that a line gives for a host: its type's name and the bytes that the host sends as well."""
 
-    marker: Marker
+    marker: str  # one of _MARKERS
     type: str
     blob: bytes
     file: Path
@@ -60,46 +59,30 @@ def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool =
 # ---- one file ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Line:
-    number: int
-    marker: Marker
-    names: tuple[str, ...]
-    type: str
-    key: str  # base64
-
-
 @dataclass
 class _File:
-    """The lines of one file, found by what their first name looks like."""
+    """The keys of one file, by what the names in their lines look like."""
 
-    path: Path
-    exact: dict[str, list[_Line]] = field(default_factory=dict)
-    hashed: list[tuple[bytes, bytes, _Line]] = field(default_factory=list)  # salt, digest
-    patterns: list[_Line] = field(default_factory=list)
+    exact: dict[str, list[KnownKey]] = field(default_factory=dict)
+    hashed: list[tuple[bytes, bytes, KnownKey]] = field(default_factory=list)  # salt, digest
+    patterns: list[tuple[list[str], KnownKey]] = field(default_factory=list)
 
-    def add(self, line: _Line) -> None:
-        if any(character in name for name in line.names for character in "*?!"):
-            self.patterns.append(line)
+    def add(self, names: list[str], key: KnownKey) -> None:
+        if any(character in name for name in names for character in "*?!"):
+            self.patterns.append((names, key))
             return
-        for name in line.names:
+        for name in names:
             if not name.startswith("|"):
-                self.exact.setdefault(name, []).append(line)
+                self.exact.setdefault(name, []).append(key)
             elif (parts := _salt_and_digest(name)) is not None:
-                self.hashed.append((*parts, line))
+                self.hashed.append((*parts, key))
 
-    def find(self, name: str) -> Iterator[KnownKey]:
+    def find(self, name: str) -> list[KnownKey]:
         encoded = name.encode()
         found = list(self.exact.get(name, ()))
-        found += [line for line in self.patterns if _matches(line.names, name)]
-        found += [line for salt, digest, line in self.hashed if hmac.digest(salt, encoded, "sha1") == digest]
-        for line in sorted(set(found), key=lambda line: line.number):
-            try:
-                blob = base64.b64decode(line.key, validate=True)
-            except binascii.Error:
-                continue
-            if blob[4 : 4 + len(line.type)] == line.type.encode():  # otherwise damaged
-                yield KnownKey(line.marker, line.type, blob, self.path, line.number)
+        found += [key for names, key in self.patterns if _matches(names, name)]
+        found += [key for salt, digest, key in self.hashed if hmac.digest(salt, encoded, "sha1") == digest]
+        return sorted(set(found), key=lambda key: key.line)
 
 
 _lock = threading.Lock()
@@ -115,23 +98,27 @@ def _parsed(path: Path) -> _File:
                 return known[1]
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:  # most people have only one of the usual files
-            return _File(path)
-        parsed = _File(path)
-        for line in _lines(text.splitlines()):
-            parsed.add(line)
+            return _File()
+        parsed = _File()
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split(None, 4)
+            marker = words.pop(0) if words and words[0].startswith("@") else ""
+            if len(words) < 3 or words[0].startswith("#") or marker not in _MARKERS:
+                continue
+            names = words[0] if words[0].startswith("|") else words[0].lower()
+            if (blob := _blob(words[1], words[2])) is not None:
+                parsed.add(names.split(","), KnownKey(marker, words[1], blob, path, number))
         _files[path] = (signature, parsed)
         return parsed
 
 
-def _lines(texts: Iterable[str]) -> Iterator[_Line]:
-    for number, text in enumerate(texts, 1):
-        words = text.split(None, 4)
-        if not words or words[0].startswith("#"):
-            continue
-        marker = words.pop(0) if words[0].startswith("@") else ""
-        if marker in _MARKERS and len(words) >= 3:
-            names = words[0] if words[0].startswith("|") else words[0].lower()
-            yield _Line(number, marker, tuple(names.split(",")), words[1], words[2])
+def _blob(key_type: str, text: str) -> bytes | None:
+    """Return the bytes of a key; None for a damaged one."""
+    try:
+        blob = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return blob if blob[4 : 4 + len(key_type)] == key_type.encode() else None
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -16,7 +16,7 @@ _FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
 
 def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) -> str:
     """Say why a connection failed after so many tries; `words` are the last of a ProxyCommand."""
-    where = f"{address.hostname} port {address.port}"
+    where = address.where
     then = f"try: {address.command}"
     lost = isinstance(error, Dropped) or (words and isinstance(error, (OSError, EOFError)))
     if address.proxy_command is not None and lost:
@@ -31,11 +31,15 @@ def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) 
     if isinstance(error, ConnectionRefusedError):
         return f"{where}: connection refused; is sshd running there? Try: {address.command}"
     if isinstance(error, Dropped):
-        return _dropped(where, str(error), tries) + f"; {then}"
+        said = f", saying {str(error)!r}," if str(error) else ""
+        times = f"{tries} times" if tries > 1 else "the connection"
+        guess = "its sshd may be short of MaxStartups, or shut us out"
+        return f"{where} closed {times}{said} before it greeted; {guess}; {then}"
     if isinstance(error, NotSsh):
         return f"{where} is no SSH server: it said {str(error)!r}; {then}"
     if isinstance(error, TimeoutError):
-        return _silent(where, error) + f"; {then}"
+        silent = f": {error}" if error.errno is None and error.args else " does not answer"
+        return f"{where}{silent}; {then}"
     if isinstance(error, EOFError):
         return f"{where} closed the connection while keys were exchanged; {then}"
     if isinstance(error, OSError) and error.strerror:
@@ -43,18 +47,6 @@ def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) 
     if isinstance(error, paramiko.SSHException) and "acceptable" in str(error):
         return f"{where} and dtrain have no algorithm in common ({error}); its sshd may be very old; {then}"
     return f"{where}: {error or type(error).__name__}; {then}"
-
-
-def _dropped(where: str, words: str, tries: int) -> str:
-    said = f", saying {words!r}," if words else ""
-    times = f"{tries} times" if tries > 1 else "the connection"
-    return f"{where} closed {times}{said} before it greeted; its sshd may be short of MaxStartups, or shut us out"
-
-
-def _silent(where: str, error: TimeoutError) -> str:
-    if error.errno is None and error.args:
-        return f"{where}: {error}"
-    return f"{where} does not answer"
 
 
 def _last(words: str) -> str:

@@ -17,10 +17,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import HostError
 from launcher.transport.ssh.address import Address
+from launcher.transport.stream import LastWords
 
 if TYPE_CHECKING:
     import paramiko
@@ -32,7 +34,6 @@ __all__ = [
 STAGGER_S = 0.25  # between the first tries of a host's several addresses
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
 GREETING_BYTES = 8192
-WORDS_BYTES = 4096
 _ENDED = getattr(select, "POLLRDHUP", 0)  # not everywhere: there the end behind some words shows at the deadline
 
 Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
@@ -83,10 +84,8 @@ def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Rou
 
 def look_up(address: Address, deadline: float) -> list[Resolved]:
     """Return the addresses; in a thread of its own, for the system's resolver knows no deadline. Raises OSError."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, address.hostname)
-            return _get_addresses(address, socket.AI_NUMERICHOST)
+    with contextlib.suppress(OSError):  # it is no address, but a name
+        return _get_addresses(address, socket.AI_NUMERICHOST)
     answer: list[list[Resolved] | OSError] = []
 
     def ask() -> None:
@@ -134,23 +133,17 @@ def _first_to_answer(resolved: list[Resolved], address: Address, deadline: float
                 selector.unregister(tried)
                 if (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
                     tried.setblocking(True)
-                    return _kept(tried)
+                    return tried.dup()  # the old number is closed with those that lost
                 errors.append(OSError(code, os.strerror(code)))
                 next_try = 0.0
     raise min(errors, key=lambda error: error.errno != errno.ECONNREFUSED)  # that tells the most
-
-
-def _kept(sock: socket.socket) -> socket.socket:
-    """Return the socket under a new number: the old one is closed with those that lost."""
-    return sock.dup()
 
 
 def _take_turns(resolved: list[Resolved]) -> list[Resolved]:
     """Let the families take turns, in the order in which the resolver prefers them."""
     first = [one for one in resolved if one[0] == resolved[0][0]]
     other = [one for one in resolved if one[0] != resolved[0][0]]
-    mixed = [one for pair in zip(first, other, strict=False) for one in pair]
-    return mixed + first[len(other) :] + other[len(first) :]
+    return [one for pair in zip_longest(first, other) for one in pair if one is not None]
 
 
 def _begin(one: Resolved, address: Address) -> socket.socket:
@@ -203,7 +196,7 @@ def open_proxy(address: Address) -> Route:
 
 
 class _Proxy:
-    """A ProxyCommand, whose stderr is read so that it never has to wait, and whose last words are kept."""
+    """A ProxyCommand, and the last that it says on stderr."""
 
     def __init__(self, line: str, end: socket.socket) -> None:
         # By the user's shell, and exec'ed by it: that is what the line means in ssh_config(5). It is the user's own,
@@ -216,13 +209,11 @@ class _Proxy:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self._words = b""
-        self._listener = threading.Thread(target=self._listen, name="stderr of a ProxyCommand", daemon=True)
-        self._listener.start()
+        assert self._process.stderr is not None
+        self._words = LastWords(self._process.stderr)
 
     def words(self) -> str:
-        self._listener.join(0.2)  # what explains the end of a connection may come right behind it
-        return self._words.decode("utf-8", "replace").strip()
+        return self._words.wait(0.2).strip()  # what explains the end of a connection may come right behind it
 
     def close(self) -> None:
         """End and reap it. Its input has been closed: most proxies end by that."""
@@ -233,13 +224,7 @@ class _Proxy:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LET_GO_S)
                 break
-        self._listener.join(LET_GO_S)
-
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as stream:
-            while words := os.read(stream.fileno(), WORDS_BYTES):
-                self._words = (self._words + words)[-WORDS_BYTES:]
+        self._words.wait(LET_GO_S)
 
 
 # ---- the first words -----------------------------------------------------------------------------------------

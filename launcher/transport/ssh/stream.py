@@ -1,7 +1,7 @@
 """Agents on remote hosts, at the other end of an SSH channel: what the rest of this package serves.
 
 They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (connection.py,
-jump.py, route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys.py), through paramiko.
+route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys.py), through paramiko.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from launcher.errors import HostError, StreamError
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import SshOptions
-from launcher.transport.ssh.address import Address, resolve
+from launcher.transport.ssh.address import resolve
 from launcher.transport.ssh.config import Target
 from launcher.transport.stream import broken_by
 
@@ -36,14 +36,28 @@ def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: f
     """
     address = resolve(Target(host.name, user=host.user, port=host.port), options, deadline)
     _import_paramiko()
+    import paramiko
+
     from launcher.transport.ssh.connection import open_connection
+    from launcher.transport.ssh.key_exchange import cut_at
+    from launcher.transport.ssh.reasons import why
 
     connection = open_connection(address, options, deadline)
-    try:
-        return _start(connection, address, command, deadline)
-    except BaseException:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as unless_started:
+        unless_started.callback(connection.close)
+        try:
+            with cut_at(deadline, connection.transport):
+                stream = SshStream(connection, command, deadline)
+        except TimeoutError as error:
+            raise HostError(address.host, why(address, error)) from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            what = "opens no session (MaxSessions in its sshd_config?)"
+            if not isinstance(error, paramiko.ChannelException):
+                what = "does not run our command (a restricted account?)"
+            reason = f"{address.hostname} lets {address.user} in, but {what}; try: {address.command}"
+            raise HostError(address.host, reason) from error
+        unless_started.pop_all()
+        return stream
 
 
 _import_lock = threading.Lock()
@@ -59,25 +73,6 @@ def _import_paramiko() -> None:
             import paramiko  # noqa: F401
         finally:
             del sys.modules["invoke"]
-
-
-def _start(connection: SshConnection, address: Address, command: list[str], deadline: float) -> SshStream:
-    import paramiko
-
-    from launcher.transport.ssh.connection import cut_at
-    from launcher.transport.ssh.reasons import why
-
-    try:
-        with cut_at(deadline, connection.transport):
-            return SshStream(connection, command, deadline)
-    except TimeoutError as error:
-        raise HostError(address.host, why(address, error)) from error
-    except (OSError, EOFError, paramiko.SSHException) as error:
-        what = "opens no session (MaxSessions in its sshd_config?)"
-        if not isinstance(error, paramiko.ChannelException):
-            what = "does not run our command (a restricted account?)"
-        reason = f"{address.hostname} lets {address.user} in, but {what}; try: {address.command}"
-        raise HostError(address.host, reason) from error
 
 
 class SshStream:

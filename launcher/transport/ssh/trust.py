@@ -11,16 +11,14 @@ import shlex
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import HostError
 from launcher.transport.ssh.address import Address
-from launcher.transport.ssh.known_hosts import KnownKey, add_key, known_keys
+from launcher.transport.ssh.known_hosts import add_key, known_keys
 
 if TYPE_CHECKING:
     import paramiko
-    from cryptography.hazmat.primitives.serialization import SSHCertificate
 
 __all__ = ["Trust"]
 
@@ -44,7 +42,7 @@ class Trust:
             key for key in (*keys, *bare) if key.marker == "@cert-authority" and key.blob not in revoked
         ]
 
-    def algorithms(self, spoken: Sequence[str]) -> tuple[str, ...]:
+    def in_order(self, spoken: Sequence[str]) -> tuple[str, ...]:
         """Order the host key algorithms that we speak: first those by which the host is known.
 
         A host has several keys. If it is asked for one that nobody knows, it seems to be unknown.
@@ -54,31 +52,26 @@ class Trust:
         names = [name for type_ in known for name in (_RSA if type_ == "ssh-rsa" else (type_,)) if name in plain]
         if self._authorities:
             names = [name + _CERTIFICATE for name in plain] + names
-        allowed = self._address.algorithms.get("hostkeyalgorithms")
-        ordered = tuple(dict.fromkeys([*names, *plain]))
-        return tuple(name for name in ordered if name in allowed) if allowed else ordered
+        return tuple(dict.fromkeys([*names, *plain]))
 
     def check(self, key: paramiko.PKey) -> None:
         """Raise HostError unless it is certain that the host may have this key."""
-        blob = key.asbytes()
+        address, blob = self._address, key.asbytes()
         if blob in self._revoked:
-            raise HostError(self._address.host, f"its host key {_fingerprint(key)} is revoked in {self._files}")
+            raise HostError(address.host, f"its host key {_fingerprint(key)} is revoked in {self._files}")
         doubt = self._doubt_certificate(key)
         if doubt == "" or any(known.blob == blob for known in (*self._known, *self._vouching)):
             return
         if self._known:
-            raise HostError(self._address.host, self._changed(key))
-        if not self._address.accept_new:
-            raise HostError(self._address.host, self._unknown(key, doubt))
-        if self._address.writable is not None:
-            self._add(self._address.writable, key)
-
-    def _add(self, file: Path, key: paramiko.PKey) -> None:
-        address = self._address
-        try:
-            add_key(file, address.known_name, key_type=key.get_name(), blob=key.asbytes(), hashed=address.hash_names)
-        except OSError as error:
-            raise HostError(address.host, f"its new host key cannot be added to {file}: {error.strerror}") from error
+            raise HostError(address.host, self._changed(key))
+        if not address.accept_new:
+            raise HostError(address.host, self._unknown(key, doubt))
+        if (file := address.writable) is not None:
+            try:
+                add_key(file, address.known_name, key_type=key.get_name(), blob=blob, hashed=address.hash_names)
+            except OSError as error:
+                reason = f"its new host key cannot be added to {file}: {error.strerror}"
+                raise HostError(address.host, reason) from error
 
     # ---- certificates ----
 
@@ -88,7 +81,13 @@ class Trust:
         if not self._authorities or shown is None or not shown.key_type.endswith(_CERTIFICATE):
             return None
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            PublicFormat,
+            SSHCertificate,
+            SSHCertificateType,
+            load_ssh_public_identity,
+        )
 
         line = f"{shown.key_type} {base64.b64encode(shown.key_blob).decode()}"
         try:
@@ -97,7 +96,23 @@ class Trust:
             certificate.verify_cert_signature()
         except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
             return f"its certificate is damaged ({error or type(error).__name__})"
-        return _doubt(certificate, self._address, self._authorities, self._revoked)
+        signer = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
+        blob = base64.b64decode(signer)
+        name = self._address.alias or self._address.hostname
+        if blob in self._revoked:
+            return "its certificate's authority is revoked"
+        if not any(known.blob == blob for known in self._authorities):
+            return "its certificate is of another authority than those in the known_hosts files"
+        if certificate.type is not SSHCertificateType.HOST:
+            return "its certificate is a user's, not a host's"
+        if not certificate.valid_after <= time.time() < certificate.valid_before:
+            return "its certificate is not valid at this time"
+        if certificate.critical_options:
+            return "its certificate has critical options, of which none is known for hosts"
+        principals = [principal.decode("utf-8", "replace").lower() for principal in certificate.valid_principals]
+        if principals and not any(fnmatchcase(name.lower(), principal) for principal in principals):
+            return f"its certificate is for {', '.join(principals)}, not for {name}"
+        return ""
 
     # ---- words ----
 
@@ -128,41 +143,17 @@ class Trust:
         )
 
 
-def _doubt(certificate: SSHCertificate, address: Address, authorities: Sequence[KnownKey], revoked: set[bytes]) -> str:
-    """Return why a host's certificate, whose signature is right, does not vouch for it; "" if it does."""
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, SSHCertificateType
-
-    signer = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
-    blob = base64.b64decode(signer)
-    name = address.alias or address.hostname
-    if blob in revoked:
-        return "its certificate's authority is revoked"
-    if not any(known.blob == blob for known in authorities):
-        return "its certificate is of another authority than those in the known_hosts files"
-    if certificate.type is not SSHCertificateType.HOST:
-        return "its certificate is a user's, not a host's"
-    if not certificate.valid_after <= time.time() < certificate.valid_before:
-        return "its certificate is not valid at this time"
-    if certificate.critical_options:
-        return "its certificate has critical options, of which none is known for hosts"
-    principals = [principal.decode("utf-8", "replace").lower() for principal in certificate.valid_principals]
-    if principals and not any(fnmatchcase(name.lower(), principal) for principal in principals):
-        return f"its certificate is for {', '.join(principals)}, not for {name}"
-    return ""
-
-
 def _revoked_in(address: Address) -> set[bytes]:
     """Read RevokedHostKeys: a public key a line."""
     if address.revoked is None:
         return set()
+    what = f"RevokedHostKeys {address.revoked} of its ssh configuration"
     try:
         data = address.revoked.read_bytes()
     except OSError as error:  # ssh refuses all keys then, too
-        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration cannot be read: {error.strerror}"
-        raise HostError(address.host, reason) from error
+        raise HostError(address.host, f"{what} cannot be read: {error.strerror}") from error
     if data.startswith(b"SSHKRL\n\0"):
-        reason = f"RevokedHostKeys {address.revoked} of its ssh configuration is a binary KRL; dtrain reads only text"
-        raise HostError(address.host, reason)
+        raise HostError(address.host, f"{what} is a binary KRL; dtrain reads only text")
     revoked = set()
     for line in data.decode("utf-8", "replace").splitlines():
         words = line.split()
@@ -170,8 +161,7 @@ def _revoked_in(address: Address) -> set[bytes]:
             try:
                 revoked.add(base64.b64decode(words[1], validate=True))
             except binascii.Error as error:
-                reason = f"RevokedHostKeys {address.revoked} of its ssh configuration has a damaged line: {line[:60]}"
-                raise HostError(address.host, reason) from error
+                raise HostError(address.host, f"{what} has a damaged line: {line[:60]}") from error
     return revoked
 
 

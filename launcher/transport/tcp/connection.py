@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.handshake import Handshake, Side
@@ -56,10 +56,8 @@ class Connection:
         while self.handshake.keys is None:
             if answer := self.handshake.feed(self.receive_raw(deadline)):
                 self.post_raw(answer)
-        self._encryptor, self._decryptor = (
-            Encryptor(self.handshake.keys.sending),
-            Decryptor(self.handshake.keys.receiving),
-        )
+        self._encryptor = Encryptor(self.handshake.keys.sending)
+        self._decryptor = Decryptor(self.handshake.keys.receiving)
 
     def receive(self, deadline: float = float("inf")) -> Record:
         """Return the next record. Blocks until `deadline` (monotonic). Raises OSError, ProtocolError."""
@@ -110,30 +108,20 @@ class Connection:
         return False
 
     def send(self, kind: Kind, data: bytes = b"", *, unless: Callable[[], bool] = lambda: False) -> None:
-        """Send a record. Blocks. Raises OSError; BrokenPipeError if, once it is our turn, `unless` holds."""
-        self._send_all(lambda encryptor: [encryptor.encrypt(kind, data)], unless)
-
-    def send_write(self, data: bytes, *, unless: Callable[[], bool]) -> None:
-        """Send the records of one whole write, as `send`."""
-        self._send_all(lambda encryptor: encryptor.encrypt_write(data), unless)
-
-    def _send_all(self, encrypt: Callable[[Encryptor], Iterable[bytes]], unless: Callable[[], bool]) -> None:
+        """Send data of any length. Blocks. Raises OSError; BrokenPipeError if, once it is our turn, `unless` holds."""
         assert self._encryptor is not None
+        poll = select.poll()
         with self._sending:
             if unless():
                 raise BrokenPipeError("the agent has ended")
-            for record in encrypt(self._encryptor):
-                self._send(record)
-
-    def _send(self, record: bytes) -> None:
-        view = memoryview(record)
-        poll = select.poll()
-        while view:
-            if self.closed_because is not None:
-                raise ConnectionError(self.closed_because)
-            poll.register(self.sock, select.POLLOUT)
-            poll.poll()  # `shut` ends this too
-            view = view[self.sock.send(view) :]
+            for record in self._encryptor.encrypt_all(kind, data):
+                view = memoryview(record)
+                while view:
+                    if self.closed_because is not None:
+                        raise ConnectionError(self.closed_because)
+                    poll.register(self.sock, select.POLLOUT)
+                    poll.poll()  # `shut` ends this too
+                    view = view[self.sock.send(view) :]
 
     def shut(self, why: str) -> None:
         """End it, whoever waits for it. Any thread may do this; the first reason counts."""

@@ -1,33 +1,89 @@
-"""How a node that was started by hand reaches node 0: it dials until it is let in, or hears why not."""
+"""How a node that was started by hand reaches node 0: it dials until it is let in, hears why not, or gets a signal."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import queue
 import random
+import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from launcher.decode import decode_json
 from launcher.errors import DtrainError, ProtocolError
 from launcher.transport.tcp.connection import Connection
 from launcher.transport.tcp.encrypted_records import Kind
-from launcher.transport.tcp.greeting import Greeting, RunEnd, Welcome, printable
+from launcher.transport.tcp.greeting import Greeting, RunEnd, Welcome, encode, printable, where_at, without_controls
 from launcher.transport.tcp.handshake import NotDtrain, OtherVersion, Side, WrongToken
-from launcher.transport.tcp.rendezvous_file import Endpoint
-from launcher.transport.tcp.signals import Signals
+from launcher.transport.tcp.rendezvous import Endpoint
 
-__all__ = ["JoinError", "Joined", "dial", "read_run_end"]
+__all__ = ["JoinError", "Joined", "Signals", "Stopped", "dial"]
 
 FIRST_PAUSE_S, PAUSE_S = 0.05, 1.0  # between attempts
 CONNECT_S = 5.0
 ANSWER_S = 8.0  # for the whole of the handshake: node 0 may look first whether our slot is still taken
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OTHER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class JoinError(DtrainError):
     """This node cannot take part in the run; says what to do."""
+
+
+class Stopped(Exception):
+    """A signal told us to end while we dialled."""
+
+
+class Signals:
+    """Takes the signals while the context lasts; in the main thread only.
+
+    `stops` are those that told us to end, the first one first. `events` gets every signal; relay.py waits for it, and
+    puts its own events there.
+    """
+
+    def __init__(self) -> None:
+        self.stops: list[int] = []
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._interrupts = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for signum in (*_STOP, *_OTHER):
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started by nohup
+            self._before[signum] = signal.signal(signum, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Have a signal that tells us to end raise Stopped while the context lasts."""
+        try:
+            self._interrupts = True
+            if self.stops:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
+
+    def _take(self, signum: int, _frame: FrameType | None) -> None:
+        if signum in _STOP:
+            self.stops.append(signum)
+        if not self._interrupts:
+            self.events.put(signal.Signals(signum))
+        elif signum in _STOP:
+            raise Stopped
 
 
 @dataclass(frozen=True)
@@ -39,25 +95,24 @@ class Joined:
 
 
 def dial(
-    find: Callable[[], Endpoint | None], greeting: Greeting, *, certain: bool, deadline: float, signals: Signals
+    find: Endpoint | Callable[[], Endpoint | None], greeting: Greeting, *, deadline: float, signals: Signals
 ) -> Joined | RunEnd:
     """Dial node 0 until it lets us in, or the run turns out to be over. Blocks until `deadline` (monotonic).
 
-    With `certain`, what answers there is node 0 or nothing is: another token, or something that is no dtrain, is an
-    error at once. Raises JoinError, Stopped.
+    `find` is where node 0 listens, or says so before each attempt. In the first case, what answers there is node 0 or
+    nothing is: another token, or something that is no dtrain, is an error at once. Raises JoinError, Stopped.
     """
     pause_s, problem = FIRST_PAUSE_S, "no run of this user has said where it is"
     with signals.interrupting():
         while True:
-            if (endpoint := find()) is not None:
+            endpoint = find if isinstance(find, Endpoint) else find()
+            if endpoint is not None:
                 try:
                     return _join(endpoint, greeting, min(deadline, time.monotonic() + CONNECT_S))
-                except (WrongToken, OtherVersion, NotDtrain) as error:
-                    problem = _who_answers(endpoint, error)
-                    if certain:
-                        raise JoinError(problem) from error
                 except (OSError, ProtocolError) as error:
                     problem = _why(endpoint, error)
+                    if endpoint is find and isinstance(error, (WrongToken, OtherVersion, NotDtrain)):
+                        raise JoinError(problem) from error
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise JoinError(f"node 0 was not found in time: {problem}")
@@ -68,68 +123,41 @@ def dial(
 def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | RunEnd:
     """Try once to get in. Raises OSError, ProtocolError, JoinError, Stopped."""
     sock = socket.create_connection((endpoint.address, endpoint.port), max(0.1, deadline - time.monotonic()))
-    try:
+    with contextlib.ExitStack() as unless_joined:
+        unless_joined.callback(sock.close)
         if sock.getsockname() == sock.getpeername():  # TCP lets a socket meet itself where nobody listens
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        connection = Connection(sock, Side.JOINER, endpoint.token)
-        answered = _introduce(connection, greeting)
-    except BaseException:
-        sock.close()
-        raise
-    if isinstance(answered, RunEnd):
-        sock.close()
-        return answered
-    return Joined(connection, answered)
+        connection = Connection(sock, Side.JOINER, os.fsencode(endpoint.token))
+        deadline = time.monotonic() + ANSWER_S
+        connection.shake_hands(deadline)
+        connection.send(Kind.GREETING, encode(greeting))
+        answer = connection.receive(deadline)
+        if answer.kind is Kind.RUN_END:
+            return RunEnd.decode(answer.data)
+        if answer.kind is Kind.REFUSAL:
+            raise JoinError(f"node 0 refuses this node: {without_controls(answer.data.decode('utf-8', 'replace'))}")
+        if answer.kind is not Kind.WELCOME:
+            raise ProtocolError("node 0 answers otherwise than this version of dtrain")
+        welcome = decode_json(Welcome, answer.data)
+        unless_joined.pop_all()
+        return Joined(connection, welcome)
 
 
-def _introduce(connection: Connection, greeting: Greeting) -> Welcome | RunEnd:
-    deadline = time.monotonic() + ANSWER_S
-    connection.shake_hands(deadline)
-    connection.send(Kind.GREETING, greeting.encode())
-    answer = connection.receive(deadline)
-    if answer.kind is Kind.RUN_END:
-        return read_run_end(answer.data)
-    if answer.kind is Kind.REFUSAL:
-        raise JoinError(f"node 0 refuses this node: {_lines(answer.data.decode('utf-8', 'replace'))}")
-    if answer.kind is not Kind.WELCOME:
-        raise ProtocolError("node 0 answers otherwise than this version of dtrain")
-    return decode_json(Welcome, answer.data)
-
-
-def read_run_end(data: bytes) -> RunEnd:
-    """Read a RUN_END's data. Raises ProtocolError."""
-    run_end = decode_json(RunEnd, data)
-    return replace(run_end, text=_lines(run_end.text))
-
-
-def _lines(text: str) -> str:
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines())
-
-
-# ---- why not -------------------------------------------------------------------------------------------------
-
-
-def _who_answers(endpoint: Endpoint, error: ProtocolError) -> str:
-    where = _where(endpoint)
+def _why(endpoint: Endpoint, error: Exception) -> str:
+    """Say why node 0 was not reached, and what to do."""
+    address = printable(endpoint.address)
+    where = where_at(address, endpoint.port)
+    start = "start dtrain on node 0 too, with --node-rank 0 and the same --master-addr"
     if isinstance(error, WrongToken):
         return f"{where} has another token than this node; give both the same DTRAIN_TOKEN, or --token-file"
     if isinstance(error, OtherVersion):
         return f"{where}: {error}"
-    return f"{where}: {error}; is that --master-addr, and the control port of the run?"
-
-
-def _why(endpoint: Endpoint, error: Exception) -> str:
-    where = _where(endpoint)
-    start = "start dtrain on node 0 too, with --node-rank 0 and the same --master-addr"
+    if isinstance(error, NotDtrain):
+        return f"{where}: {error}; is that --master-addr, and the control port of the run?"
     if isinstance(error, socket.gaierror):
-        return f"DNS lookup of {printable(endpoint.address)} failed: {error.strerror or error}; check --master-addr"
+        return f"DNS lookup of {address} failed: {error.strerror or error}; check --master-addr"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens at {where}; {start}"
-    if isinstance(error, TimeoutError) or getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"{where}: {(error.strerror or str(error)).lower()}; check --master-addr, and firewalls in between"  # type: ignore[attr-defined]  # both are OSErrors
+    if isinstance(error, OSError) and (isinstance(error, TimeoutError) or error.errno in _NO_ROUTE):
+        return f"{where}: {(error.strerror or str(error)).lower()}; check --master-addr, and firewalls in between"
     return f"{where}: {error or type(error).__name__}; {start}"
-
-
-def _where(endpoint: Endpoint) -> str:
-    address = printable(endpoint.address)
-    return f"[{address}]:{endpoint.port}" if ":" in address else f"{address}:{endpoint.port}"

@@ -32,8 +32,8 @@ class Kind(IntEnum):
     START = 4  # node 0: start an agent
     DATA = 5  # node 0: the rest of one whole write, for the agent's input; joiner: what the agent wrote, any cut
     PART = 6  # node 0: a write that goes on in the next record
-    END = 7  # node 0: end the agent's input; joiner: the agent's output has ended
-    ENDED = 8  # joiner: the agent has ended; its status and last words
+    END = 7  # node 0: end the agent's input
+    ENDED = 8  # joiner: the agent and its output have ended; its status and last words
     RUN_END = 9  # node 0: the run is over; its exit code
     PING = 10  # node 0: is anybody there?
     PONG = 11  # joiner: yes
@@ -62,13 +62,13 @@ class Encryptor:
         self._number += 1
         return header + self._cipher.encrypt(nonce, data, header)
 
-    def encrypt_write(self, data: bytes) -> Iterator[bytes]:
-        """Yield the records of one whole write."""
+    def encrypt_all(self, kind: Kind, data: bytes) -> Iterator[bytes]:
+        """Yield the records of data of any length, all but the last of which are of the kind PART."""
         view = memoryview(data)
         while len(view) > MAX_DATA_BYTES:
             yield self.encrypt(Kind.PART, view[:MAX_DATA_BYTES])
             view = view[MAX_DATA_BYTES:]
-        yield self.encrypt(Kind.DATA, view)
+        yield self.encrypt(kind, view)
 
 
 class Decryptor:
@@ -88,21 +88,21 @@ class Decryptor:
         self._buffer += data
         records = []
         at = 0
-        with memoryview(self._buffer) as view:
-            while len(view) - at >= _HEADER.size:
-                header = bytes(view[at : at + _HEADER.size])
-                kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
-                if size > MAX_DATA_BYTES:
-                    raise ProtocolError(f"an encrypted record of {size} bytes is over the limit")
-                end = at + _HEADER.size + size + _TAG_BYTES
-                if len(view) < end:
-                    break
-                records.append(self._open(kind, header, view[at + _HEADER.size : end]))
-                at = end
+        while len(self._buffer) - at >= _HEADER.size:
+            begin = at + _HEADER.size
+            header = bytes(self._buffer[at:begin])
+            kind, size = divmod(_HEADER.unpack(header)[0], 1 << 24)
+            if size > MAX_DATA_BYTES:
+                raise ProtocolError(f"an encrypted record of {size} bytes is over the limit")
+            end = begin + size + _TAG_BYTES
+            if len(self._buffer) < end:
+                break
+            records.append(self._open(kind, header, bytes(self._buffer[begin:end])))
+            at = end
         del self._buffer[:at]
         return records
 
-    def _open(self, kind: int, header: bytes, encrypted: memoryview) -> Record:
+    def _open(self, kind: int, header: bytes, encrypted: bytes) -> Record:
         try:
             data = self._cipher.decrypt(_NONCE.pack(self._number), encrypted, header)
             record = Record(Kind(kind), data)
@@ -110,7 +110,5 @@ class Decryptor:
             raise ProtocolError("what arrived is not what was sent: somebody or something changed it") from error
         except ValueError as error:
             raise ProtocolError(f"an encrypted record of unknown kind {kind}") from error
-        finally:
-            encrypted.release()
         self._number += 1
         return record

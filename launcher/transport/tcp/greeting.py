@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from launcher import __version__
 from launcher.decode import decode_json
@@ -19,7 +19,9 @@ from launcher.errors import ProtocolError
 from launcher.protocol import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
-__all__ = ["Ended", "Greeting", "RunEnd", "Welcome", "differences", "encode", "printable"]
+__all__ = [
+    "Ended", "Greeting", "RunEnd", "Welcome", "differences", "encode", "printable", "where_at", "without_controls",
+]  # fmt: skip
 
 _VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
 _NAMES = 64
@@ -34,30 +36,22 @@ class Greeting:
     version: str
     protocol: int
     node_rank: int | None  # None: any
-    nproc: str  # what was typed there as --nproc-per-node
     hostname: str
     pid: int
     id: str
     command: dict[str, str]  # what must be the same on all nodes, by name
 
     @classmethod
-    def ours(cls, node_rank: int | None, command: Mapping[str, str], *, nproc: str = "") -> Greeting:
+    def ours(cls, node_rank: int | None, command: Mapping[str, str]) -> Greeting:
         return cls(
             version=__version__,
             protocol=PROTOCOL,
             node_rank=node_rank,
-            nproc=nproc,
             hostname=socket.gethostname(),
             pid=os.getpid(),
             id=secrets.token_hex(16),
             command=shortened(command),
         )
-
-    def encode(self) -> bytes:
-        data = json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-        if len(data) > MAX_DATA_BYTES:
-            raise ProtocolError(f"what is said of this node's command takes {len(data)} bytes, over the limit")
-        return data
 
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
@@ -95,10 +89,19 @@ class RunEnd:
     exit_code: int
     text: str
 
+    @classmethod
+    def decode(cls, data: bytes) -> RunEnd:
+        """Read it, without what would steer the terminal. Raises ProtocolError."""
+        run_end = decode_json(cls, data)
+        return replace(run_end, text=without_controls(run_end.text))
 
-def encode(said: Welcome | Ended | RunEnd) -> bytes:
-    """Return the data of a record."""
-    return json.dumps(vars(said)).encode()
+
+def encode(message: Greeting | Welcome | Ended | RunEnd) -> bytes:
+    """Return the data of a record. Raises ProtocolError."""
+    data = json.dumps(asdict(message), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    if len(data) > MAX_DATA_BYTES:
+        raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes is over the limit")
+    return data
 
 
 def differences(expected: Mapping[str, str], greeting: Greeting) -> list[str]:
@@ -136,9 +139,19 @@ def _around_difference(one: str, other: str) -> tuple[str, str]:
     same = next((at for at in range(shorter) if one[at] != other[at]), shorter)
     begin = max(0, same - _SHOWN_CHARS // 2)
     cut = slice(begin, begin + _SHOWN_CHARS)
-    return tuple("..." * (begin > 0) + printable(text[cut]) for text in (one, other))  # type: ignore[return-value]  # two
+    ours, theirs = ("..." * (begin > 0) + printable(text[cut]) for text in (one, other))
+    return ours, theirs
 
 
 def printable(text: str) -> str:
     """Return a text of another machine without what would steer the terminal, and not too long."""
     return "".join(c if c.isprintable() else "?" for c in text[:_SHOWN_CHARS])
+
+
+def without_controls(text: str) -> str:
+    """Return lines of another machine without what would steer the terminal."""
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines())
+
+
+def where_at(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -31,15 +31,15 @@ from launcher.errors import ProtocolError
 __all__ = ["Handshake", "HandshakeError", "Keys", "NotDtrain", "OtherVersion", "Side", "WrongToken"]
 
 _FAMILY = b"dtrain-join "
-MAGIC = _FAMILY + b"0001"
-HELLO_BYTES = len(MAGIC) + 32 + 32
+MAGIC = _FAMILY + b"0002"
+GREETING_BYTES = len(MAGIC) + 32 + 32
 PROOF_BYTES = 32
 WRONG = b"dtrain: not the token of this run"[:PROOF_BYTES]
 _PURPOSE = b"dtrain nodes started by hand"
 
 
 class HandshakeError(ProtocolError):
-    """The other end does not get in. `answer` is what it is still told before the connection is closed."""
+    """The other end does not get in. `answer` is what it is sent before the connection is closed."""
 
     answer = b""
 
@@ -100,10 +100,10 @@ class Handshake:
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes and return what is to be sent now. Raises HandshakeError."""
-        self._buffer += data[: HELLO_BYTES + PROOF_BYTES + 1]  # more can only be wrong
+        self._buffer += data[: GREETING_BYTES + PROOF_BYTES + 1]  # more can only be wrong
         if not self._proofs:
             self._check_magic()
-            return self._greeted() if self._complete(HELLO_BYTES) else b""
+            return self._greeted() if self._complete(GREETING_BYTES) else b""
         return self._proved() if self._complete(PROOF_BYTES) else b""
 
     def _complete(self, size: int) -> bool:
@@ -124,21 +124,21 @@ class Handshake:
         raise NotDtrain(f"the other end is no dtrain; it says {text!a}")
 
     def _greeted(self) -> bytes:
-        hello, self._buffer = self._buffer, b""
-        if hmac.compare_digest(hello, self.greeting):
-            raise NotDtrain("the other end only repeats what it is told")
-        self._derive(hello)
+        theirs, self._buffer = self._buffer, b""
+        if hmac.compare_digest(theirs, self.greeting):
+            raise NotDtrain("the other end only repeats what it hears")
+        self._derive(theirs)
         return self.greeting if self._side is Side.LISTENER else self._proofs[self._side]
 
-    def _derive(self, hello: bytes) -> None:
+    def _derive(self, theirs: bytes) -> None:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        greetings = {self._side: self.greeting, self._side.other: hello}
+        greetings = {self._side: self.greeting, self._side.other: theirs}
         transcript = hashlib.sha256(greetings[Side.JOINER] + greetings[Side.LISTENER]).digest()
         try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(hello[-32:]))
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs[-32:]))
         except ValueError as error:  # a point of low order: the secret would be known to everybody
             raise NotDtrain("the other end's key is none") from error
         material = hashlib.sha256(self._token).digest() + shared

@@ -16,19 +16,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from launcher.decode import decode_json
 from launcher.errors import HostError, ProtocolError, UsageError
 from launcher.hosts.host import own_name
-from launcher.transport.tcp.admission import NodeSlots, RejectedPeers, Slot
+from launcher.transport.tcp.admission import NodeSlots, Refused, RejectedPeers, Slot
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES, Kind, Record
-from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, Welcome, encode
+from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, Welcome, encode, where_at
 from launcher.transport.tcp.handshake import HandshakeError, WrongToken
-from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection, Stage
 
 __all__ = ["Listener"]
 
@@ -43,16 +39,11 @@ _BACKLOG = 1024
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class _Refused(Exception):
-    """A node that has proved itself cannot join."""
-
-
 class Listener:
     """Listens from the moment it is made until it is closed.
 
     `expected` is what must be the same in the command of every node, by name. `nodes` are their names by node rank; the
-    first is this one. `tell` gets lines for the terminal, from other threads. `typed` says what to type on a node, by
-    its rank.
+    first is this one. `tell` gets lines for the terminal, from other threads.
     """
 
     def __init__(
@@ -64,20 +55,15 @@ class Listener:
         expected: Mapping[str, str],
         nodes: Sequence[str],
         tell: Callable[[str], None],
-        typed: Callable[[int], str] | None = None,
     ) -> None:
         self._listening = _listen(address, port)
         self.address, self.port = str(self._listening.getsockname()[0]), int(self._listening.getsockname()[1])
         self._token = token
         self._slots = NodeSlots(nodes, expected)
         self._tell = tell
-        self._typed = typed
-        self._changed = threading.Condition()  # guards everything below, the slots, and the streams of connections
-        self._joining: dict[NodeConnection, None] = {}  # the oldest first
-        self._leaving: dict[NodeConnection, None] = {}
-        self._serving: set[NodeConnection] = set()  # all that have a thread
-        self._rejected = RejectedPeers()
-        self._introduced: set[str] = set()
+        self._rejected = RejectedPeers(tell)
+        self._changed = threading.Condition()  # guards everything below, the slots, and what connections have
+        self._connections: list[NodeConnection] = []  # all that have a thread, the oldest of each stage first
         self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
         self._run_end: RunEnd | None = None
         self._closed = threading.Event()
@@ -96,7 +82,6 @@ class Listener:
             self._changed.notify_all()
             while self._run_end is None and slot.waiter is me:
                 if (stream := self._start_agent(slot)) is not None:
-                    self._introduce(node, stream)
                     return stream
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -121,53 +106,39 @@ class Listener:
             self._closed.set()
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
-            for connection in self._serving:
+            for connection in self._connections:
                 connection.shut("the run is over")
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._serving, ENDS_S)
-            summary = self._rejected.summary()
+            self._changed.wait_for(lambda: not self._connections, ENDS_S)
         self._thread.join(ENDS_S)
         self._listening.close()
-        if summary:
-            self._tell(summary)
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(1, "dtrain on node 0 has ended")
+        self._rejected.summarize()
 
     def _missing(self, rank: int, waited_s: float) -> str:
-        typed = f"; type there: {self._typed(rank)}" if self._typed is not None else ""
-        where = f"{_bracketed(self.address)}:{self.port}"
+        at = f"as node rank {rank} at {where_at(self.address, self.port)}"
         if (refused := self._refused.get(rank)) is not None:
-            return f"nobody could join as node rank {rank} at {where}: {refused}"
-        return f"nobody has joined as node rank {rank} at {where} within {max(0.0, waited_s):.0f} s{typed}"
+            return f"nobody could join {at}: {refused}"
+        there = f"type there: the same command, with --node-rank {rank}"
+        return f"nobody has joined {at} within {max(0.0, waited_s):.0f} s; {there}"
 
     # ---- agents ----
-
-    def _introduce(self, node: str, stream: JoinedStream) -> None:
-        """Say once which machine has taken a slot that has another name."""
-        hostname = stream.greeting.hostname
-        if node not in self._introduced and node.partition(".")[0] != hostname.partition(".")[0]:
-            self._tell(f"{node} is {hostname} ({stream.their_address})")
-        self._introduced.add(node)
 
     def _start_agent(self, slot: Slot) -> JoinedStream | None:
         """Return the stream to a new agent if the slot's node is there and its last agent is not."""
         connection = slot.connection
         if connection is None or connection.stream is not None or connection.ending:
             return None
-        assert slot.last is not None
-        stream = JoinedStream(connection, slot.last, lambda stream: self._give_up(connection, stream))
-        connection.stream = stream  # before the agent can say something
+        stream = connection.stream = JoinedStream(connection, lambda: self._give_up(connection, stream))
         if not connection.post(Kind.START):
             connection.shut("it cannot be written to")
             slot.connection = None
             return None
         slot.waiter = None
+        assert slot.last is not None
+        hostname = slot.last.hostname
+        if not slot.introduced and slot.name.partition(".")[0] != hostname.partition(".")[0]:
+            self._tell(f"{slot.name} is {hostname} ({connection.peer})")
+        slot.introduced = True
         return stream
 
     def _give_up(self, connection: NodeConnection, stream: JoinedStream) -> None:
@@ -182,20 +153,19 @@ class Listener:
         """Tell a node how the run ended, and let it go."""
         assert self._run_end is not None
         if connection.stream is not None:
-            connection.stream.lost("the run is over")
+            connection.stream.ended(Ended(None, "the run is over"), lost=True)
             connection.stream = None
         sent = connection.post(Kind.RUN_END, encode(self._run_end))
-        for slot in self._slots.all:
-            if slot.connection is connection:
-                slot.connection = None
-                if sent:
-                    slot.last = None  # it will not come again
+        slot = self._slots.vacate(connection)
+        if slot is not None and sent:
+            slot.last = None  # it will not come again
         self._leave(connection)
 
     def _expects_anybody(self) -> bool:
         """Whether anybody is here, or may come again, who does not know yet how the run ended."""
         missing = any(slot.connection is None and slot.last is not None for slot in self._slots.all)
-        return missing or bool(self._leaving) or any(connection.handshake.greeted for connection in self._joining)
+        greeted = any(connection.handshake.greeted for connection in self._in(Stage.JOINING))
+        return missing or greeted or bool(self._in(Stage.LEAVING))
 
     # ---- connections ----
 
@@ -218,14 +188,22 @@ class Listener:
         with self._changed:
             if self._closed.is_set():
                 raise ConnectionError
-            if len(self._joining) >= JOINING:
-                self._rejected.count("for which there was no time")
-                oldest = next(iter(self._joining))
-                del self._joining[oldest]
-                oldest.shut("there was no time for it")
+            joining = self._in(Stage.JOINING)
+            if len(joining) >= JOINING:
+                self._rejected.reject("for which there was no time")
+                joining[0].stage = Stage.CUT
+                joining[0].shut("there was no time for it")
             threading.Thread(target=self._serve, args=(connection,), name="listener's peer", daemon=True).start()
-            self._joining[connection] = None
-            self._serving.add(connection)
+            self._connections.append(connection)
+
+    def _in(self, stage: Stage) -> list[NodeConnection]:
+        return [connection for connection in self._connections if connection.stage is stage]
+
+    def _enter(self, connection: NodeConnection, stage: Stage) -> None:
+        """Let a connection be the youngest of a stage."""
+        connection.stage = stage
+        self._connections.remove(connection)
+        self._connections.append(connection)
 
     def _serve(self, connection: NodeConnection) -> None:
         """Let a node in and receive from it until it ends, or reject it; in a thread of its own."""
@@ -245,15 +223,11 @@ class Listener:
             why = str(error)
         finally:
             with self._changed:
-                for table in (self._joining, self._leaving):
-                    table.pop(connection, None)
-                for slot in self._slots.all:
-                    if slot.connection is connection:
-                        slot.connection = None
+                self._slots.vacate(connection)
                 connection.close(why)
                 if connection.stream is not None:
-                    connection.stream.lost(connection.closed_because or why)
-                self._serving.discard(connection)
+                    connection.stream.ended(Ended(None, connection.closed_because or why), lost=True)
+                self._connections.remove(connection)
                 self._changed.notify_all()
 
     def _let_in(self, connection: NodeConnection) -> None:
@@ -267,24 +241,21 @@ class Listener:
             with self._changed:
                 self._claim(connection, greeting)
                 self._changed.notify_all()
-        except _Refused as refusal:
+        except Refused as refusal:
             who = f"{greeting.who} at {connection.peer}"
             if greeting.node_rank is not None:
                 self._refused[greeting.node_rank] = f"{who} was refused: {refusal}"
-            self._show("nodes that cannot join", f"{who} cannot join: {refusal}")
+            self._rejected.reject("nodes that cannot join", f"{who} cannot join: {refusal}")
             connection.post(Kind.REFUSAL, str(refusal).encode()[:MAX_DATA_BYTES])
             self._drain(connection)
 
     def _obey(self, connection: NodeConnection, record: Record) -> None:
         stream = connection.stream
-        if connection.leaving:
+        if connection.stage is not Stage.JOINED:
             return
         if record.kind is Kind.DATA:
             if stream is not None:
                 stream.take(record.data)  # waits while too much is unread
-        elif record.kind is Kind.END:
-            if stream is not None:
-                stream.output_ended()
         elif record.kind is Kind.ENDED:
             how = decode_json(Ended, record.data)
             with self._changed:
@@ -301,19 +272,17 @@ class Listener:
     # ---- slots ----
 
     def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
-        """Give a node its slot. Raises _Refused; ConnectionError where it may be of another run."""
+        """Give a node its slot. Raises Refused; ConnectionError where it may be of another run."""
         connection.look()  # there may have been no time for it
         if self._run_end is None:
             found = self._slots.find(greeting)
-            if isinstance(found, str):
-                raise _Refused(found)
             if found.connection is not None:
                 if found.last is not None and found.last.id == greeting.id:
                     found.connection.shut("its node dialled again")
                 else:
                     self._challenge(found, connection)
             if self._run_end is None:
-                self._joining.pop(connection, None)
+                connection.stage = Stage.JOINED
                 found.connection, found.last = connection, greeting
                 connection.post(Kind.WELCOME, encode(Welcome(found.rank, own_name())))
                 return
@@ -324,14 +293,13 @@ class Listener:
         self._send_run_end(connection)
 
     def _challenge(self, slot: Slot, connection: NodeConnection) -> None:
-        """See whether the node in a slot is still there before another gets it. Raises _Refused, ConnectionError."""
+        """See whether the node in a slot is still there before another gets it. Raises Refused, ConnectionError."""
         holder = slot.connection
         assert holder is not None
         if slot.challenged:
-            raise _Refused(self._slots.taken(slot))
+            raise slot.taken()
         asked = time.monotonic()
-        self._joining.pop(connection, None)
-        self._joining[connection] = None  # the youngest again, since it waits for us
+        self._enter(connection, Stage.JOINING)  # again, since it waits for us
 
         def answers() -> bool:
             full = holder.stream is not None and holder.stream.full  # it is not read from, so it cannot be heard
@@ -350,10 +318,10 @@ class Listener:
             raise ConnectionError(connection.closed_because)
         if slot.connection is holder and self._run_end is None:
             if answers():
-                raise _Refused(self._slots.taken(slot))
+                raise slot.taken()
             holder.shut(f"it did not answer for {CHALLENGE_S:g} s, and its node dialled again")
         elif slot.connection is not None:
-            raise _Refused(self._slots.taken(slot))
+            raise slot.taken()
 
     # ---- those that do not get in ----
 
@@ -362,7 +330,7 @@ class Listener:
         if isinstance(error, WrongToken):
             kind = "with another token"
             text = f"a node at {connection.peer} has another token than this one; give both the same DTRAIN_TOKEN"
-        self._show(kind, text)
+        self._rejected.reject(kind, text)
         if error.answer and connection.post_raw(error.answer):
             with contextlib.suppress(OSError):
                 self._drain(connection)
@@ -378,22 +346,14 @@ class Listener:
     def _leave(self, connection: NodeConnection) -> None:
         """Have nothing that it says count any more; its last word was sent."""
         with self._changed:
-            connection.leaving = True
-            self._joining.pop(connection, None)
-            if len(self._leaving) >= LEAVING:
-                next(iter(self._leaving)).shut("others wait")
-            self._leaving[connection] = None
-
-    def _show(self, kind: str, text: str) -> None:
-        with self._changed:
-            shown = self._rejected.reject(kind, text)
-        if shown is not None:
-            self._tell(shown)
+            leaving = self._in(Stage.LEAVING)
+            if len(leaving) >= LEAVING:
+                leaving[0].shut("others wait")
+            self._enter(connection, Stage.LEAVING)
 
     def _count(self, connection: NodeConnection, kind: str) -> None:
-        with self._changed:
-            if connection in self._joining:
-                self._rejected.count(kind)
+        if connection.stage is Stage.JOINING:
+            self._rejected.reject(kind)
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -403,22 +363,12 @@ def _listen(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"DNS lookup of {address} failed: {reason}; write an address with --master-addr") from error
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    if where[0] in ("0.0.0.0", "::"):
+        raise UsageError(f"{address} means all interfaces; name one address of this host with --master-addr")
     try:
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if where[0] in ("0.0.0.0", "::"):
-            raise UsageError(f"{address} means all interfaces; name one address of this host with --master-addr")
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
-        listening.listen(_BACKLOG)
+        return socket.create_server(where, family=family, backlog=_BACKLOG)
     except OSError as error:
-        listening.close()
         raise UsageError(_why(str(where[0]), port, error)) from error
-    except UsageError:
-        listening.close()
-        raise
-    return listening
 
 
 def _why(address: str, port: int, error: OSError) -> str:
@@ -432,7 +382,3 @@ def _why(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} is not for this user (below 1024); name another, the same on every node"
     return f"cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -7,6 +7,7 @@ pipes, as a local one is; when this process dies, however, it sees the end of it
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
@@ -14,15 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.errors import HostError, ProtocolError
+from launcher.errors import HostError, ProtocolError, StreamError
+from launcher.machine import processes
 from launcher.protocol import SignalWorkers
 from launcher.protocol import encode as frame
-from launcher.transport.tcp.agent_process import AgentProcess
+from launcher.transport.local import LocalStream
 from launcher.transport.tcp.connection import Connection
-from launcher.transport.tcp.dial import JoinError, read_run_end
+from launcher.transport.tcp.dial import JoinError, Signals
 from launcher.transport.tcp.encrypted_records import Kind, Record
 from launcher.transport.tcp.greeting import Ended, RunEnd, encode
-from launcher.transport.tcp.signals import Signals
 
 __all__ = ["Broken", "Relay"]
 
@@ -31,6 +32,9 @@ END_S = 900.0  # for an agent to end: far more than any that works needs, its gr
 FLUSH_S = 2.0
 KILLED_S = 20.0
 LOOK_S = 0.1
+LAST_OUTPUT_S = 1.0  # for the end of the agent's output after its own
+LOCKED_S = 0.1
+WORDS_CHARS = 8 << 10  # of the agent's stderr
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,62 @@ class Broken:
     reason: str
 
 
-@dataclass(frozen=True)
-class _AgentEnded:
-    agent: AgentProcess
+class _Agent(LocalStream):
+    """This node's agent (its guard's process, to be exact), which gets node 0's frames, and between them our own."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__(command, env)
+        self.over = False  # it has ended, and its output is over
+        self.reported = False  # node 0 knows it, or never will
+        self._writing = threading.Lock()
+        self._between = False  # the last thing written ends a frame
+        self._injected: list[bytes] = []
+
+    def pass_on(self, data: bytes, *, whole: bool) -> None:
+        """Write to its input; with `whole` a frame may follow. Blocks. That it has ended is seen elsewhere."""
+        with self._writing, contextlib.suppress(StreamError, ValueError):
+            self._between = False
+            self.write(data)
+            self._between = whole
+            self._write_injected()
+
+    def inject(self, frame: bytes) -> None:
+        """Have a frame of ours written as soon as that is between two of node 0's. Hardly waits."""
+        self._injected.append(frame)
+        if self._writing.acquire(timeout=LOCKED_S):
+            try:
+                with contextlib.suppress(StreamError, ValueError):
+                    self._write_injected()
+            finally:
+                self._writing.release()
+
+    def _write_injected(self) -> None:
+        while self._between and self._injected:
+            self.write(self._injected.pop(0))
+
+    def end(self) -> None:
+        """End its input once what is being written is. Blocks for that."""
+        with self._writing, contextlib.suppress(StreamError):
+            super().end()
+
+    def wait(self, output: threading.Thread) -> Ended:
+        """Wait for its end, and a moment for that of its output. Blocks."""
+        status = self._process.wait()
+        output.join(LAST_OUTPUT_S)
+        words = self._words.wait(LAST_OUTPUT_S)
+        self.over = True
+        return Ended(status, words[-WORDS_CHARS:])
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill the agent itself: its guard ends what is left then. Without one, kill what there is."""
+        children = [child for child in processes.everything() if child.parent == self._process.pid]
+        for child in children:
+            processes.send(child, signal.SIGKILL)
+        if not children:
+            self._process.kill()
 
 
 class Relay:
@@ -55,16 +112,15 @@ class Relay:
         theirs, ours = connection.sock.getpeername(), connection.sock.getsockname()
         # As sshd would say it: the agent's store listens where node 0 reaches this node.
         self._env = {**env, "SSH_CONNECTION": f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"}
-        self._command = list(command)
+        self._command = command
         self._signals = signals
-        self._events = signals.events = queue.SimpleQueue()  # what an earlier connection had to say is over
-        self._agent: AgentProcess | None = None  # the last one
+        self._events = signals.events = queue.SimpleQueue()  # those of an earlier connection are over
+        self._agent: _Agent | None = None  # the last one
         self._end: RunEnd | Broken | None = None
-        self._stops = 0  # acted on
         self._limit: float | None = None  # until when the agent must have ended
 
     def run(self) -> RunEnd | Broken:
-        """Serve until the run is over, the connection broken, or we are told to end; the agent has ended by then.
+        """Serve until the run is over, the connection broken, or a signal ends us; the agent has ended by then.
 
         Blocks. Raises JoinError where no agent can be started.
         """
@@ -77,16 +133,14 @@ class Relay:
                     self._handle(self._events.get(timeout=LOOK_S if ends else None))
                 except queue.Empty:
                     self._on_time(time.monotonic())
-            return self._end or Broken("told to end")
+            return self._end or Broken("ended by a signal")
         finally:
             self._connection.shut("this node has ended")
             receiver.join(FLUSH_S)
 
     def _done(self) -> bool:
-        if self._agent is not None and not self._agent.reported:
-            flushed = self._agent.over and self._limit is not None and time.monotonic() > self._limit
-            return flushed and bool(self._signals.stops)
-        return self._end is not None or bool(self._signals.stops)
+        ended = self._agent is None or self._agent.reported
+        return ended and (self._end is not None or bool(self._signals.stops))
 
     # ---- the main thread ----
 
@@ -99,46 +153,40 @@ class Relay:
                 self._end = event
                 self._connection.shut("the run is over")  # nothing passes from now on
                 self._limit = self._limit or now + END_S
-        elif isinstance(event, _AgentEnded):
+        elif isinstance(event, _Agent):  # it has ended
             silent_s = now - self._connection.heard
-            if event.agent is agent and self._end is None and silent_s > UNHEARD_S:
+            if event is agent and self._end is None and silent_s > UNHEARD_S:
                 self._end = Broken(f"nothing was heard of node 0 for {silent_s:.0f} s")
         elif isinstance(event, signal.Signals) and agent is not None and not agent.reported:
             if event in (signal.SIGUSR1, signal.SIGUSR2):
                 agent.inject(frame(SignalWorkers(signum=event)))
-            else:
-                self._stop(agent, now)
-
-    def _stop(self, agent: AgentProcess, now: float) -> None:
-        """End in good order; told again, at once."""
-        self._stops += 1
-        if self._stops == 1:
-            agent.terminate()
-            self._limit = now + END_S
-        else:
-            agent.kill()
-            self._limit = now + KILLED_S
+            elif len(self._signals.stops) == 1:
+                agent.terminate()
+                self._limit = now + END_S
+            else:  # the second one
+                agent.kill()
+                self._limit = now + KILLED_S
 
     def _on_time(self, now: float) -> None:
         agent = self._agent
-        if agent is None or agent.reported:
+        if agent is None or self._limit is None:
             return
-        if agent.over:  # node 0 does not take the news
-            self._limit = min(self._limit or now, now + FLUSH_S)
-        elif self._limit is not None and now >= self._limit:
+        if agent.over:
+            self._limit = min(self._limit, now + FLUSH_S)
+        if now >= self._limit:
             self._limit = now + KILLED_S
-            agent.kill()
+            if agent.over:
+                self._connection.shut("node 0 does not take the news")
+            else:
+                agent.kill()
 
     # ---- the thread that receives ----
 
     def _receive(self) -> None:
         try:
-            while True:
-                record = self._connection.receive()
-                if record.kind is Kind.RUN_END:
-                    self._events.put(read_run_end(record.data))
-                    return
+            while (record := self._connection.receive()).kind is not Kind.RUN_END:
                 self._obey(record)
+            self._events.put(RunEnd.decode(record.data))
         except JoinError as error:
             self._events.put(error)
         except ProtocolError as error:
@@ -158,7 +206,7 @@ class Relay:
             self._start()
         elif record.kind in (Kind.DATA, Kind.PART):
             if agent is not None:
-                agent.write(record.data, whole=record.kind is Kind.DATA)
+                agent.pass_on(record.data, whole=record.kind is Kind.DATA)
         elif record.kind is Kind.END:
             if agent is not None:
                 agent.end()
@@ -169,38 +217,37 @@ class Relay:
 
     def _start(self) -> None:
         if self._signals.stops:
-            self._say_ended(None, "this node was told to end")
+            self._report(Ended(None, "this node was told to end"))
             return
         try:
-            self._agent = AgentProcess(self._command, self._env)
+            self._agent = _Agent(self._command, self._env)
         except HostError as error:
-            self._say_ended(127, error.reason)
+            self._report(Ended(127, error.reason))
             raise JoinError(error.reason) from error
         threading.Thread(target=self._serve, args=(self._agent,), name="agent", daemon=True).start()
 
     # ---- the agent's threads ----
 
-    def _serve(self, agent: AgentProcess) -> None:
+    def _serve(self, agent: _Agent) -> None:
         """Carry its output, wait for its end, and report that."""
-        reader = threading.Thread(target=self._carry_output, args=(agent,), name="agent's output", daemon=True)
-        reader.start()
-        status = agent.wait(reader)
+        output = threading.Thread(target=self._carry_output, args=(agent,), name="agent's output", daemon=True)
+        output.start()
+        ended = agent.wait(output)
         try:
-            self._connection.send(Kind.END)
-            self._say_ended(status, agent.words)
+            self._report(ended)
         except OSError:  # the thread that receives says why
             pass
         finally:
             agent.reported = True
-            self._events.put(_AgentEnded(agent))
+            self._events.put(agent)
             agent.end()
 
-    def _carry_output(self, agent: AgentProcess) -> None:
+    def _carry_output(self, agent: _Agent) -> None:
         while data := agent.read():
             try:
                 self._connection.send(Kind.DATA, data, unless=lambda: agent.over)
             except OSError:  # nobody wants it any more, and it must not block the agent
                 continue
 
-    def _say_ended(self, status: int | None, words: str) -> None:
-        self._connection.send(Kind.ENDED, encode(Ended(status, words)))
+    def _report(self, ended: Ended) -> None:
+        self._connection.send(Kind.ENDED, encode(ended))

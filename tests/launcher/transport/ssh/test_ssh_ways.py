@@ -31,7 +31,7 @@ def connect(
 
 
 def says(stream: SshStream) -> bytes:
-    """Whether it is there: it says back what it is told."""
+    """Whether it is there: it says back what it gets."""
     stream.write(b"hello")
     stream.end()
     heard = b""

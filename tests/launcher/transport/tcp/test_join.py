@@ -22,7 +22,7 @@ from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, 
 from launcher.protocol import encode as frame
 from launcher.transport.tcp.joined_node import JoinedStream
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.rendezvous_file import Endpoint, publish
+from launcher.transport.tcp.rendezvous import Endpoint, publish
 
 TOKEN = "canary-0123456789-canary"
 JOINER = """
@@ -31,10 +31,10 @@ from pathlib import Path
 from launcher.errors import DtrainError
 from launcher.transport.tcp.greeting import Greeting
 from launcher.cli.run_node import join
-from launcher.transport.tcp.rendezvous_file import Endpoint, read_endpoint
+from launcher.transport.tcp.rendezvous import Endpoint, read_endpoint
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
-token = os.environ["DTRAIN_TOKEN"].encode()
+token = os.environ["DTRAIN_TOKEN"]
 host, _, port = where.rpartition(":")
 find = Endpoint(host, int(port), token) if host else functools.partial(read_endpoint, Path(where), "run")
 try:
@@ -46,7 +46,7 @@ except DtrainError as error:
     code = error.exit_code
 sys.exit(code)
 """
-# Says that it has started, then returns what it is told, and says so when that is over.
+# Says that it has started, then returns what it gets, and says so when that is over.
 ECHO = """
 import os, sys
 os.write(1, b"started %d\\n" % os.getpid())
@@ -57,6 +57,7 @@ os.write(1, b"ended\\n")
 os.write(2, b"its words")
 sys.exit(5)
 """
+FLOOD = "import os, select\nwhile not select.select([0], [], [], 0)[0]: os.write(1, bytes(1 << 16))"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
 
 
@@ -64,9 +65,9 @@ class Run:
     """Node 0 of a run: its listener, with one other slot."""
 
     def __init__(self, port: int = 0) -> None:
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.listener = Listener(
-            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.told.append
+            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.shown.append
         )
 
     def wait(self, within_s: float = 60.0) -> JoinedStream:
@@ -153,13 +154,13 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
     with joiner(where, [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
-        script = 'trap "echo told by USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
+        script = 'trap "echo got USR1; exit 3" USR1; env; echo up; while :; do sleep 0.02; done'
         agent.start(script, X="x" * 100_000)
         said = agent.output(until=b"\nup\n")
         assert f"SSH_CONNECTION=127.0.0.1 {run.listener.port} 127.0.0.1 {process_port(process.pid)}\n".encode() in said
         assert TOKEN.encode() not in said
         process.send_signal(signal.SIGUSR1)
-        agent.output(until=b"told by USR1")
+        agent.output(until=b"got USR1")
         exited = agent.await_(Exited)
         assert isinstance(exited, Exited)
         assert exited.status == 3
@@ -175,8 +176,8 @@ def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: R
     assert result.stdout.endswith("it failed on node 0\n")
 
 
-@pytest.mark.parametrize("how", ["killed", "told"])
-def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: str) -> None:
+@pytest.mark.parametrize("how", ["killed", "signalled"])
+def test_nothing_stays_of_a_node_that_is_killed_or_signalled(run: Run, how: str) -> None:
     with joiner(f"127.0.0.1:{run.listener.port}", [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
         agent = Agent(stream)
@@ -189,7 +190,7 @@ def test_nothing_stays_of_a_node_that_is_killed_or_told_to_end(run: Run, how: st
             rest = b"".join(iter(lambda: stream.read(), b""))
             assert b"somebody sent it SIGTERM" in rest
             assert stream.finish(60.0) == (0, "")
-        assert process.wait(60) == {"killed": -signal.SIGKILL, "told": 128 + signal.SIGINT}[how]
+        assert process.wait(60) == {"killed": -signal.SIGKILL, "signalled": 128 + signal.SIGINT}[how]
         wait_until(lambda: not worker.is_running(), "its worker is gone")
 
 
@@ -201,7 +202,7 @@ def process_port(pid: int) -> int:
 # ---- breaks --------------------------------------------------------------------------------------------------
 
 
-class Wire:
+class CuttableRelay:
     """A TCP connection to the listener that can be cut."""
 
     def __init__(self, port: int) -> None:
@@ -245,12 +246,12 @@ class Wire:
 
 
 def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: Run) -> None:
-    wire = Wire(run.listener.port)
+    relay = CuttableRelay(run.listener.port)
     try:
-        with joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO]) as process:
+        with joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO]) as process:
             stream = run.wait()
             first = int(read_until(stream, b"\n").split()[1])
-            wire.cut()
+            relay.cut()
             with pytest.raises(StreamError):
                 read_until(stream, b"nothing more")
             stream = run.wait()
@@ -262,25 +263,25 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
             run.listener.close(0, "")
             result = finished(process)
     finally:
-        wire.close()
+        relay.close()
     assert result.returncode == 0
     assert "dialling again for 60 s" in result.stdout
     assert "as node rank 1 again" in result.stdout
 
 
 def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
-    wire = Wire(run.listener.port)
-    with run_of(wire, rejoin_s=0.5) as process:
+    relay = CuttableRelay(run.listener.port)
+    with run_of(relay, rejoin_s=0.5) as process:
         read_until(run.wait(), b"\n")
-        wire.close()
+        relay.close()
         result = finished(process)
     assert result.returncode == 1
     assert "the connection to node 0 broke (" in result.stderr
-    assert f"nobody listens at 127.0.0.1:{wire.port}" in result.stderr
+    assert f"nobody listens at 127.0.0.1:{relay.port}" in result.stderr
 
 
-def run_of(wire: Wire, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
-    return joiner(f"127.0.0.1:{wire.port}", [sys.executable, "-c", ECHO], **how)
+def run_of(relay: CuttableRelay, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
+    return joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO], **how)
 
 
 # ---- finding node 0 ------------------------------------------------------------------------------------------
@@ -325,19 +326,19 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
                 assert why in result.stderr
                 assert "canary" not in result.stderr + result.stdout
         thread.join(60.0)
-    wait_until(lambda: run.told, "node 0 says it too")
-    assert "another token" in run.told[0]
+    wait_until(lambda: run.shown, "node 0 says it too")
+    assert "another token" in run.shown[0]
 
 
 def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign, contextlib.ExitStack() as stack:  # took a dead run's port
         foreign.settimeout(60.0)
-        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], b"the token of a run that is no more")
+        stale = Endpoint("127.0.0.1", foreign.getsockname()[1], "the token of a run that is no more")
         stack.enter_context(publish(tmp_path, "run", stale))
         process = stack.enter_context(joiner(str(tmp_path), [sys.executable, "-c", ECHO], token="-"))
         with foreign.accept()[0] as sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN.encode())))
+        stack.enter_context(publish(tmp_path, "run", Endpoint("127.0.0.1", run.listener.port, TOKEN)))
         read_until(run.wait(), b"started")
         run.listener.close(0)
         assert finished(process).returncode == 0
@@ -346,9 +347,9 @@ def test_a_stale_rendezvous_file_misleads_no_node_for_long(run: Run, tmp_path: P
 # ---- signals, and what the agent does ------------------------------------------------------------------------
 
 
-def test_a_node_that_waits_for_node_0_can_be_told_to_end() -> None:
+def test_a_node_that_waits_for_node_0_can_be_ended_by_a_signal() -> None:
     with joiner("127.0.0.1:1", ["x"]) as process:
-        wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it waits")
+        wait_until(lambda: _catches(process.pid, signal.SIGUSR2), "it waits")
         process.send_signal(signal.SIGUSR1)  # for workers, of which there are none
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
@@ -396,8 +397,7 @@ def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> N
 
 
 def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> None:
-    flood = "import os, select\nwhile not select.select([0], [], [], 0)[0]: os.write(1, bytes(1 << 16))"
-    with run.joiner(flood) as process:
+    with run.joiner(FLOOD) as process:
         stream = run.wait()
         children = psutil.Process(process.pid).children
         wait_until(children, "the agent is there")
@@ -406,6 +406,16 @@ def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> Non
         assert sum(len(stream.read()) for _ in range(200)) > 4 << 20  # and goes on when it is read
         run.listener.close(0)
         assert finished(process).returncode == 0
+
+
+def test_a_signal_ends_a_node_whose_output_nobody_reads(run: Run) -> None:
+    with run.joiner(FLOOD) as process:
+        stream = run.wait()
+        wait_until(lambda: stream.full, "no more is taken")
+        (agent,) = psutil.Process(process.pid).children()
+        wait_until(lambda: _idle(agent), "it waits for its reader")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
 
 
 def _idle(process: psutil.Process) -> bool:

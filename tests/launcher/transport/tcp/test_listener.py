@@ -19,32 +19,30 @@ from testbed.processes import wait_until
 from launcher.errors import HostError, StreamError, UsageError
 from launcher.transport.tcp import connection, listener
 from launcher.transport.tcp.connection import dead
-from launcher.transport.tcp.dial import Joined, JoinError, dial
+from launcher.transport.tcp.dial import Joined, JoinError, Signals, dial
 from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
-from launcher.transport.tcp.greeting import Greeting, RunEnd
-from launcher.transport.tcp.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
+from launcher.transport.tcp.greeting import Greeting, RunEnd, encode
+from launcher.transport.tcp.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, WRONG, Handshake, Side
 from launcher.transport.tcp.joined_node import HOLD_BYTES
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.rendezvous_file import Endpoint
-from launcher.transport.tcp.signals import Signals
+from launcher.transport.tcp.rendezvous import Endpoint
 
 TOKEN = b"a token that is long enough"
 COMMAND = {"command": "train.py --lr 1", "nnodes": "3"}
 
 
 class Lab:
-    """A listener, what it has told, and nodes that are this test."""
+    """A listener, what it has shown, and nodes that are this test."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.listener = Listener(
             "127.0.0.1",
             0,
             TOKEN,
             expected=COMMAND,
             nodes=["alpha", "beta", "gamma"],
-            tell=self.told.append,
-            typed=lambda rank: f"dtrain run --node-rank {rank}",
+            tell=self.shown.append,
         )
         self.joined: list[Joined] = []
         self.sockets: list[socket.socket] = []
@@ -52,9 +50,9 @@ class Lab:
 
     def dial(self, greeting: Greeting, *, token: bytes = TOKEN, within_s: float = 60.0) -> Joined | RunEnd:
         """Dial as a node does."""
-        endpoint = Endpoint("127.0.0.1", self.listener.port, token)
+        endpoint = Endpoint("127.0.0.1", self.listener.port, token.decode())
         deadline = time.monotonic() + within_s
-        found = dial(lambda: endpoint, greeting, certain=True, deadline=deadline, signals=self.signals)
+        found = dial(endpoint, greeting, deadline=deadline, signals=self.signals)
         if isinstance(found, Joined):
             found.connection.sock.settimeout(60.0)
             self.joined.append(found)
@@ -100,7 +98,6 @@ class Node:
         self.sock.sendall(self.encrypted(kind, data))
 
     def ended(self, status: int | None = 0, words: str = "") -> None:
-        self.send(Kind.END)
         self.send(Kind.ENDED, json.dumps({"status": status, "words": words}).encode())
 
 
@@ -149,10 +146,10 @@ def _in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> None:
-    node = lab.join(1, nproc="4")
+    node = lab.join(1)
     assert node.rank == 1
     stream = lab.wait_for("beta")
-    assert (stream.our_address, stream.greeting.nproc) == ("127.0.0.1", "4")
+    assert stream.our_address == "127.0.0.1"
     assert node.receive().kind is Kind.START
     long = os.urandom(200_000)
     stream.write(long)
@@ -179,11 +176,12 @@ def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab
     node = lab.join(2)
     assert node.receive().kind is Kind.START
     thread.join(60.0)
-    assert results[0].greeting.node_rank == 2
+    node.send(Kind.DATA, b"of gamma")
+    assert results[0].read() == b"of gamma"
 
 
 def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) -> None:
-    with pytest.raises(HostError, match=r"nobody has joined as node rank 1 .* dtrain run --node-rank 1"):
+    with pytest.raises(HostError, match=r"nobody has joined as node rank 1 .* the same command, with --node-rank 1"):
         lab.wait_for("beta", 0.05)
     node = lab.join(1)  # the one that nobody waits for any more gets no agent
     lab.wait_for("beta")
@@ -281,8 +279,8 @@ def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes:
     for _ in range(3):
         with pytest.raises(JoinError, match=why):
             lab.join(1, **changes)
-    wait_until(lambda: lab.told, "node 0 tells")
-    assert len(lab.told) == 1  # once
+    wait_until(lambda: lab.shown, "node 0 shows it")
+    assert len(lab.shown) == 1  # once
     assert lab.join(1).rank == 1  # the right one gets in
 
 
@@ -299,7 +297,7 @@ def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
     answering.join(60.0)
     assert results[0].kind is Kind.PING
     assert time.monotonic() - began < listener.CHALLENGE_S
-    assert "cannot join: node rank 1 is already taken" in lab.told[0]
+    assert "cannot join: node rank 1 is already taken" in lab.shown[0]
 
 
 def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +363,7 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
     idle.sock.close()
     began = time.monotonic()
     closing.join(60.0)
-    assert time.monotonic() - began < 40  # everybody has been told, so it does not linger
+    assert time.monotonic() - began < 40  # everybody knows it, so it does not linger
     thread.join(60.0)
     assert isinstance(results[0], HostError)
     with pytest.raises(StreamError, match="the run is over"):
@@ -390,20 +388,20 @@ def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab, monkeypatch: p
     wait_until(lambda: _peers() <= listener.JOINING + 1, "those that had to go have no thread any more")
     open_files = len(os.listdir("/proc/self/fd"))
     assert open_files < 200 + listener.JOINING + 60  # 200 are our own ends
-    assert lab.told == []
+    assert lab.shown == []
 
 
 def test_a_slow_peer_is_rejected_after_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "JOIN_S", 0.4)
     sock = lab.raw()
-    hello = Handshake(Side.JOINER, TOKEN).greeting
+    greeting = Handshake(Side.JOINER, TOKEN).greeting
     sent = 0
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        for byte in hello:
+        for byte in greeting:
             sock.sendall(bytes([byte]))
             sent += 1
             time.sleep(0.05)
-    assert sent < len(hello)
+    assert sent < len(greeting)
 
 
 def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab: Lab) -> None:
@@ -414,33 +412,33 @@ def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab:
         with pytest.raises(JoinError, match="another token"):
             lab.dial(Greeting.ours(1, COMMAND), token=b"a token of somebody else")
     assert lab.raw(b"dtrain-join 0009" + bytes(64)).recv(100) == MAGIC
-    wait_until(lambda: len(lab.told) == 3, "each is told once")
-    assert "connected to the control port" in lab.told[0]
-    assert "GET / HTTP/1.0" in lab.told[0]
-    assert "a node at 127.0.0.1 has another token" in lab.told[1]
-    assert "another way of joining" in lab.told[2]
+    wait_until(lambda: len(lab.shown) == 3, "each is shown once")
+    assert "connected to the control port" in lab.shown[0]
+    assert "GET / HTTP/1.0" in lab.shown[0]
+    assert "a node at 127.0.0.1 has another token" in lab.shown[1]
+    assert "another way of joining" in lab.shown[2]
     lab.listener.close(0, linger_s=0.0)
-    assert "2 that were no dtrain" in lab.told[3]
-    assert TOKEN.decode() not in "".join(lab.told)
+    assert "2 that were no dtrain" in lab.shown[3]
+    assert TOKEN.decode() not in "".join(lab.shown)
 
 
 def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
     handshake = Handshake(Side.JOINER, TOKEN)
     real = lab.raw(handshake.greeting)
-    proof = handshake.feed(_exactly(real, HELLO_BYTES))
+    proof = handshake.feed(_exactly(real, GREETING_BYTES))
     real.sendall(proof)
     handshake.feed(_exactly(real, PROOF_BYTES))
-    greeting = Encryptor(handshake.keys.sending).encrypt(Kind.GREETING, Greeting.ours(1, COMMAND).encode())
+    greeting = Encryptor(handshake.keys.sending).encrypt(Kind.GREETING, encode(Greeting.ours(1, COMMAND)))
     real.sendall(greeting)
     assert Decryptor(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
 
     sock = lab.raw(handshake.greeting)
-    _exactly(sock, HELLO_BYTES)
+    _exactly(sock, GREETING_BYTES)
     sock.sendall(proof + greeting)
     with contextlib.suppress(ConnectionResetError):
         assert sock.recv(1000) == b""  # too much at once
     sock = lab.raw(handshake.greeting)
-    _exactly(sock, HELLO_BYTES)
+    _exactly(sock, GREETING_BYTES)
     sock.sendall(proof)
     assert _exactly(sock, PROOF_BYTES) == WRONG
     assert sock.recv(1000) == b""
@@ -455,9 +453,9 @@ def test_a_node_that_turns_bad_loses_its_place_and_nothing_else(lab: Lab) -> Non
         if isinstance(said, Kind):
             node.send(said, b"[1]")
         elif said is None:
-            sealed = bytearray(node.encrypted(Kind.DATA, b"text"))
-            sealed[6] ^= 4
-            node.sock.sendall(sealed)
+            encrypted = bytearray(node.encrypted(Kind.DATA, b"text"))
+            encrypted[6] ^= 4
+            node.sock.sendall(encrypted)
         else:
             node.sock.sendall(said + bytes(1 << 17))
         with pytest.raises(StreamError):
@@ -504,7 +502,7 @@ def test_no_foreign_peer_harms_the_listener(lab: Lab) -> None:
     insider()
     lab.wait_for("beta")
     assert node.receive().kind is Kind.START
-    assert len(lab.told) < 40
+    assert len(lab.shown) < 40
 
 
 def test_a_listener_without_descriptors_left_accepts_again(lab: Lab) -> None:

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageError
-from launcher.transport.tcp import token as token_module
-from launcher.transport.tcp.rendezvous_file import Endpoint, local_folder, publish, read_endpoint
-from launcher.transport.tcp.token import find_token, new_token
+from launcher.transport.tcp import rendezvous
+from launcher.transport.tcp.rendezvous import (
+    Endpoint,
+    find_token,
+    local_folder,
+    new_token,
+    publish,
+    read_endpoint,
+)
 
 pytestmark = pytest.mark.ordinary_user
 
 SECRET = "canary-0123456789-canary"
-ENDPOINT = Endpoint("127.0.0.1", 4711, SECRET.encode())
+ENDPOINT = Endpoint("127.0.0.1", 4711, SECRET)
 
 
 def _token_file(path: Path, text: str = SECRET + "\n", mode: int = 0o600) -> Path:
@@ -27,7 +33,7 @@ def _token_file(path: Path, text: str = SECRET + "\n", mode: int = 0o600) -> Pat
 def no_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A default file of the test's own, which is not there at first."""
     default = tmp_path / "default"
-    monkeypatch.setattr(token_module, "DEFAULT_FILE", default)
+    monkeypatch.setattr(rendezvous, "DEFAULT_FILE", default)
     return default
 
 
@@ -109,14 +115,14 @@ def test_a_rendezvous_file_is_found_while_it_lasts_and_by_this_user_only(tmp_pat
 
 
 def test_a_stale_file_is_replaced(tmp_path: Path) -> None:
-    with publish(tmp_path, "run", Endpoint("127.0.0.1", 1, b"of a killed run")):
+    with publish(tmp_path, "run", Endpoint("127.0.0.1", 1, "of a killed run")):
         with publish(tmp_path, "run", ENDPOINT):
             assert read_endpoint(tmp_path, "run") == ENDPOINT
         assert read_endpoint(tmp_path, "run") is None
     with publish(tmp_path, "run", ENDPOINT):
-        other = publish(tmp_path, "run", Endpoint("::1", 2, b"the next run"))
+        other = publish(tmp_path, "run", Endpoint("::1", 2, "the next run"))
         other.__enter__()
-    assert read_endpoint(tmp_path, "run") == Endpoint("::1", 2, b"the next run")  # the first one left it alone
+    assert read_endpoint(tmp_path, "run") == Endpoint("::1", 2, "the next run")  # the first one left it alone
     other.__exit__(None, None, None)
 
 
