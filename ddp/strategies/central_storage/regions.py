@@ -22,13 +22,12 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.data_parallel.arguments import control_group
 from ddp.errors import ArgumentError, CollectiveError
 from ddp.monitoring.stall_report import StallReport
-from ddp.strategies.sharding.optimizer_state import NOT_HYPER
-from ddp.strategies.sharding.partition import Chunk, Partition, Piece
-from ddp.strategies.sharding.shards import Rows
+from ddp.strategies.sharding.chunk_gradient import Rows
+from ddp.strategies.sharding.optimizer_state import hyperparameters
+from ddp.strategies.sharding.partition import Chunk, Partition, Piece, aligned, view_of
 
-__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "aligned", "digest", "make_plan", "view_of"]
+__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "digest", "make_plan"]
 
-_ALIGN_BYTES = 64
 _TEXT_BYTES = 1000  # of what a rank says of its failure
 _PHASES = 3
 
@@ -74,28 +73,13 @@ def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) ->
             if not piece.begin:
                 parameters[piece.parameter] = end + piece.offset * chunk.dtype.itemsize
         end += chunk.nbytes
-    values_bytes = end = max(aligned(end), _ALIGN_BYTES)
+    values_bytes = end = aligned(max(end, 1))
     rows: dict[int, int] = {}
     for number in sparse:
         rows[number] = end
         end = aligned(end + 8 * forms[number].shape[0])
     texts = end + 8 * (RankRegion.HEADER + len(forms))
     return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
-
-
-def aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor at an offset of `memory` (bytes,), with a storage of its own: who saves it saves no more."""
-    size = torch.Size(shape)
-    if not size.numel():
-        return torch.empty(size, dtype=dtype)
-    tensor = torch.empty(0, dtype=dtype)
-    storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
-    tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
-    return tensor
 
 
 class RankRegion:
@@ -267,7 +251,7 @@ class SharedRegion:
 def digest(groups: Sequence[Mapping[str, Any]]) -> int:
     """63 bits of the hyperparameters."""
     gathered = [
-        [(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in group.items() if k not in NOT_HYPER]
-        for group in groups
+        [(name, value.tolist() if isinstance(value, torch.Tensor) else value) for name, value in group.items()]
+        for group in hyperparameters(groups)
     ]
     return int.from_bytes(hashlib.blake2b(repr(gathered).encode(), digest_size=8).digest(), "big") >> 1

@@ -13,8 +13,7 @@ import torch
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import UnsupportedError
-from ddp.strategies.central_storage.regions import aligned, view_of
-from ddp.strategies.sharding.partition import Chunk
+from ddp.strategies.sharding.partition import Chunk, aligned, view_of
 from ddp.strategies.sharding.shards import Shards
 
 __all__ = ["Published", "StateEntry"]

@@ -30,8 +30,8 @@ from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.poller import Poller
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
 from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, flatten_gradients
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, flatten_gradients, in_flat, in_parameters
 from ddp.torch_internals import foreach_copy, version_of
 
 __all__ = ["Client", "Training"]
@@ -110,7 +110,7 @@ class Client:
         parts = [plan.partition.of(server) for server in range(process.servers)]
         self._last_of = {chunks[-1].index for chunks in parts if chunks}
         self._targets = {
-            index: [view.detach() for view in in_parameters(chunk, [p.data for p in plan.parameters])]
+            index: chunk.in_parameters([parameter.data for parameter in plan.parameters])
             for index, chunk in self._chunks.items()
         }
         shares = self._settings.shared_memory and SharedSegment.available and process.role == "worker"
@@ -240,7 +240,7 @@ class Client:
     def _value_of(self, chunk: Chunk) -> Message:
         """What this replica has of a chunk."""
         flat = torch.empty(chunk.numel, dtype=chunk.dtype)
-        foreach_copy(in_flat(chunk, flat), self._targets[chunk.index])
+        foreach_copy(chunk.in_flat(flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
 
     def _is_known(self, link: _Link) -> None:
@@ -307,7 +307,7 @@ class Client:
         """Where a gradient (numel,) waits until the server has it."""
         memory = self._memories[chunk.server]
         if shared and memory is not None:
-            return memory.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
+            return chunk.in_memory(memory.tensor)
         if chunk.index not in self._buffers:
             self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
         return self._buffers[chunk.index]
@@ -517,8 +517,7 @@ class Client:
             self._training = Training(*facts["training"])
         if facts.get("shared"):
             assert link.values is not None
-            flat = link.values.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-            foreach_copy(targets, in_flat(chunk, flat))
+            foreach_copy(targets, chunk.in_flat(chunk.in_memory(link.values.tensor)))
         else:
             read_values(chunk, facts, message.tensors, targets)
 

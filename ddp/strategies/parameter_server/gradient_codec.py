@@ -14,11 +14,11 @@ import torch
 from ddp.compression.quantize import dequantize, quantize, row_bytes
 from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.parameter_server.run_plan import WireFormat
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Rows
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["Losses", "average", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
+__all__ = ["Losses", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
 
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -107,51 +107,6 @@ def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: to
     return Rows(numbers, values.to(chunk.dtype))
 
 
-def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
-    """Return the mean of several gradients of a chunk, in `out` (numel,) as far as it is dense.
-
-    A piece without a gradient counts as zeros where another has one, as in an all-reduce.
-    """
-    if len(gradients) == 1:
-        return gradients[0]
-    if all(isinstance(gradient, torch.Tensor) for gradient in gradients):
-        return _dense_mean([gradient for gradient in gradients if isinstance(gradient, torch.Tensor)], out)
-    parts = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
-    everything = range(len(chunk.pieces))
-    absent = frozenset(p for p in everything if all(p in part.absent for part in parts))
-    is_sparse = {p for p in everything if any(p in part.sparse for part in parts)}
-    sparse = {}
-    for position in is_sparse:
-        rows = [_rows(chunk, part, position) for part in parts if position not in part.absent]
-        values = torch.cat([each.values for each in rows]).div_(len(gradients))
-        sparse[position] = Rows(torch.cat([each.numbers for each in rows]), values)
-    out.zero_()
-    for part in parts:
-        if part.flat is None:
-            continue
-        for position, piece in enumerate(chunk.pieces):
-            if position not in part.absent and position not in is_sparse:
-                out[piece.offset : piece.stop].add_(part.flat[piece.offset : piece.stop])
-    flat = None if len(absent) + len(is_sparse) == len(chunk.pieces) else out.div_(len(gradients))
-    return ChunkGradient(flat, absent, sparse)
-
-
-def _rows(chunk: Chunk, part: ChunkGradient, position: int) -> Rows:
-    """The gradient of a piece as rows: all of them where it is dense."""
-    if position in part.sparse:
-        return part.sparse[position]
-    assert part.flat is not None
-    piece = chunk.pieces[position]
-    return Rows(torch.arange(piece.shape[0]), part.flat[piece.offset : piece.stop].view(piece.shape))
-
-
-def _dense_mean(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    torch.add(gradients[0], gradients[1], out=out)
-    for gradient in gradients[2:]:
-        out.add_(gradient)
-    return out.div_(len(gradients))
-
-
 def write_values(
     chunk: Chunk, values: torch.Tensor, wire: WireFormat, rows: Sequence[torch.Tensor | None] | None
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
@@ -164,7 +119,7 @@ def write_values(
     tensors: list[torch.Tensor] = []
     kinds: list[int] = []
     for piece, numbers in zip(chunk.pieces, rows, strict=True):
-        whole = values[piece.offset : piece.stop].view(piece.shape)
+        whole = piece.in_flat(values)
         kinds.append(-1 if numbers is None else len(numbers))
         if numbers is None:
             tensors.append(whole.reshape(-1).to(short))
@@ -179,8 +134,7 @@ def read_values(
     """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
     if facts.get("rows") is None:
         (flat,) = tensors
-        parts = [flat[piece.offset : piece.stop].view(piece.shape) for piece in chunk.pieces]
-        foreach_copy(list(into), parts)
+        foreach_copy(list(into), chunk.in_flat(flat))
         return
     left = list(tensors)
     for kind, piece, target in zip(facts["rows"], chunk.pieces, into, strict=True):

@@ -18,8 +18,9 @@ from ddp.comm.layout import Entry
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.messages import MalformedError
+from ddp.strategies.sharding.chunk_optimizer import splits_by_element
+from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Partition, partition
-from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
 
 __all__ = ["RunPlan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
 
@@ -160,7 +161,7 @@ def _describe(
 ) -> tuple[Entry, ...]:
     group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
     shared = ("mode", "staleness", "backup_workers", "compression", "chunk_mb")
-    own_groups = [sorted(group) for group in hyperparameters(optimizer)]
+    own_groups = [sorted(group) for group in hyperparameters(optimizer.param_groups)]
     return (
         *(Entry("setting", name, repr(getattr(settings, name))) for name in shared),
         Entry("optimizer", type(optimizer).__name__, f"{len(own_groups)} groups with {own_groups}"),
@@ -195,7 +196,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     known = (bool, int, float, list, tuple, torch.Tensor, type(None))
-    groups = hyperparameters(optimizer)
+    groups = hyperparameters(optimizer.param_groups)
     return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
 
 

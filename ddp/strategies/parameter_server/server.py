@@ -29,7 +29,7 @@ from ddp.monitoring.progress import count_step
 from ddp.strategies.parameter_server.changed_rows import ChangedRows
 from ddp.strategies.parameter_server.consistency import Consistency
 from ddp.strategies.parameter_server.gather_rounds import GatherRounds
-from ddp.strategies.parameter_server.gradient_codec import average, positions, read_gradient, write_values
+from ddp.strategies.parameter_server.gradient_codec import positions, read_gradient, write_values
 from ddp.strategies.parameter_server.message_fields import CLIENT_MESSAGES, check_fields, decode_value
 from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.poller import Poller, Wakeup
@@ -38,8 +38,9 @@ from ddp.strategies.parameter_server.run_plan import RunPlan, check_groups, plai
 from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
 from ddp.strategies.parameter_server.snapshot import Snapshots
 from ddp.strategies.parameter_server.statistics import Statistics
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, average
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Shards
+from ddp.strategies.sharding.shards import Shards
 
 __all__ = ["Server"]
 
@@ -92,7 +93,9 @@ class Server:
         self._memory = SharedSegment(size) if can_share else None
         memory = self._memory.tensor if self._memory is not None else torch.zeros(size, dtype=torch.uint8)
         self._groups = plain_groups(optimizer)
-        self._shards = Shards(optimizer, plan.parameters, list(self._chunks.values()), memory)
+        chunks = list(self._chunks.values())
+        values = {chunk.index: chunk.in_memory(memory) for chunk in chunks}
+        self._shards = Shards(optimizer, plan.parameters, chunks, values)
         self._means = {  # of one chunk at a time: memory that stays in the cache
             dtype: torch.empty(max(c.numel for c in self._chunks.values() if c.dtype == dtype), dtype=dtype)
             for dtype in {chunk.dtype for chunk in self._chunks.values()}
@@ -422,7 +425,7 @@ class Server:
 
     def _gradient(self, peer: _Peer, chunk: Chunk, message: Message) -> Gradient:
         if message.facts.get("shared") and peer.memory is not None:
-            flat = peer.memory.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
+            flat = chunk.in_memory(peer.memory.tensor)
             self.statistics.bytes_shared += chunk.nbytes
             absent = message.facts.get("absent")
             return flat if absent is None else ChunkGradient(flat, positions(chunk, absent))

@@ -30,7 +30,7 @@ from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirect
 from ddp.strategies.parameter_server.run_plan import RunPlan, Settings, WireFormat, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
 from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
-from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
+from ddp.strategies.sharding.optimizer_state import hyperparameters, split_state, whole_state
 from ddp.strategies.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy
 from ddp.world import World, choose_device, world_at
@@ -274,7 +274,7 @@ class RemoteOptimizer(StandInOptimizer):
         """Return the whole state as torch has it. Asks the servers; the other workers need not call it."""
         states = self._client.optimizer_states()
         for state in states:
-            state["groups"] = hyperparameters(self)
+            state["groups"] = hyperparameters(self.param_groups)
         return whole_state(self._client.plan.partition, self, states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -18,10 +18,11 @@ __all__ = [
     "NOT_HYPER",
     "SCALARS",
     "State",
+    "hyperparameters",
     "joined_state",
     "may_join",
-    "part_of_state",
     "split_state",
+    "state_of_piece",
     "states_of_pieces",
     "whole_state",
 ]
@@ -30,6 +31,11 @@ __all__ = [
 SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 NOT_HYPER = frozenset({"params", "param_names"})
 State = dict[str, Any]  # what an optimizer keeps of one parameter or piece
+
+
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups without their parameters: what `Shards.step(groups=...)` takes."""
+    return [{name: value for name, value in group.items() if name not in NOT_HYPER} for group in groups]
 
 
 def whole_state(
@@ -102,14 +108,12 @@ def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> list[dic
     if len(numbers) != len(shapes):
         raise ArgumentError(f"the state is of {len(numbers)} parameters, and the optimizer has {len(shapes)}")
     states = {place: state_dict["state"].get(number, {}) for place, number in enumerate(numbers)}
-    hyper = [{k: v for k, v in group.items() if k not in NOT_HYPER} for group in groups]
-    split: list[dict[str, Any]] = [{"chunks": {}, "groups": hyper} for _ in range(partition.servers)]
+    split: list[dict[str, Any]] = [{"chunks": {}, "groups": hyperparameters(groups)} for _ in range(partition.servers)]
     for chunk in partition.chunks:
         pieces: list[State] = []
         for piece in chunk.pieces:
-            shape = shapes[piece.parameter]
-            state = states[piece.parameter].items()
-            pieces.append({name: _cast(name, part(name, value, piece, shape), chunk.dtype) for name, value in state})
+            state = state_of_piece(states[piece.parameter], piece, shapes[piece.parameter])
+            pieces.append({name: _cast(name, value, chunk.dtype) for name, value in state.items()})
         split[chunk.server]["chunks"][chunk.index] = pieces
     return split
 
@@ -117,8 +121,7 @@ def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> list[dic
 def _shapes(partition: Partition) -> dict[int, tuple[int, ...]]:
     shapes: dict[int, tuple[int, ...]] = {}
     for piece in (piece for chunk in partition.chunks for piece in chunk.pieces):
-        rows = max(piece.end, shapes.get(piece.parameter, (0,))[0] if piece.shape else 0)
-        shapes[piece.parameter] = (rows, *piece.shape[1:]) if piece.shape else ()
+        shapes[piece.parameter] = (piece.end, *piece.shape[1:]) if piece.shape else ()  # the last piece counts
     return shapes
 
 
@@ -144,13 +147,12 @@ def _has_elements(name: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and name not in SCALARS and not value.is_sparse
 
 
-def part_of_state(states: Mapping[Any, State], parameter: torch.Tensor, piece: Piece) -> State:
-    """The state of a piece, of that of its parameter; views where they may be."""
-    state = states.get(parameter, {})
-    return {name: part(name, value, piece, tuple(parameter.shape)) for name, value in state.items()}
+def state_of_piece(state: State, piece: Piece, shape: tuple[int, ...]) -> State:
+    """The state of a piece, of that of its parameter, which has this shape; views where they may be."""
+    return {name: _rows_of(name, value, piece, shape) for name, value in state.items()}
 
 
-def part(name: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any:
+def _rows_of(name: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any:
     if not isinstance(value, torch.Tensor) or name in SCALARS or piece.shape == shape:
         return value
     if value.shape != shape:

@@ -7,52 +7,28 @@ and schedulers do not run here: the hyperparameters that they set come with each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ddp.errors import ArgumentError
-from ddp.strategies.sharding.chunk_gradient import (
-    ChunkGradient,
-    Gradient,
-    Rows,
-    flatten_gradients,
-    in_flat,
-    in_parameters,
-)
-from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, hyperparameters, splits_by_element
-from ddp.strategies.sharding.optimizer_state import State, part_of_state, split_state, states_of_pieces, whole_state
+from ddp.strategies.sharding.chunk_gradient import Gradient
+from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, splits_by_element
+from ddp.strategies.sharding.optimizer_state import State, hyperparameters, state_of_piece
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy
 
-__all__ = [
-    "ChunkGradient",
-    "Gradient",
-    "Rows",
-    "Shards",
-    "flatten_gradients",
-    "hyperparameters",
-    "in_flat",
-    "in_parameters",
-    "split_state",
-    "splits_by_element",
-    "states_of_pieces",
-    "whole_state",
-]
-
-Memory = torch.Tensor | Callable[[Chunk], torch.Tensor]
+__all__ = ["Shards"]
 
 
 class Shards:
     """The chunks of one server: values, and the optimizer's state for them.
 
     `parameters` are all that `optimizer` steps, in the order of its groups, and give the first values; state that the
-    optimizer has already is split over the pieces. `memory` is where the values lie: a uint8 tensor of
-    `Partition.bytes(server)`, or a function that gives the flat tensor of a chunk; None: in memory of their own. All of
-    it is in host memory, wherever the parameters are; `capturable` is off here for that reason.
-
-    `values` has the flat tensor (numel,) of each chunk by its index; `step` changes it in place.
+    optimizer has already is split over the pieces. `values` has the flat tensor (numel,) of each chunk by its index,
+    where the values are to lie; `step` changes it in place. All of it is in host memory, wherever the parameters are;
+    `capturable` is off here for that reason.
 
     Not for several threads at once. Raises UnsupportedError as `splits_by_element` does, or if the optimizer cannot be
     copied; ArgumentError if `parameters` are not those of the optimizer.
@@ -63,7 +39,7 @@ class Shards:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
         chunks: Sequence[Chunk],
-        memory: Memory | None = None,
+        values: Mapping[int, torch.Tensor],
     ) -> None:
         by_element = splits_by_element(optimizer)
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,14 +48,18 @@ class Shards:
                 f"{len(parameters)} parameters are given that are not the {len(stepped)} of the optimizer's groups, "
                 "in their order"
             )
-        self.values = {chunk.index: _flat_of(chunk, memory) for chunk in chunks}
+        self.values = values
         self._chunks = {}
         for chunk in chunks:
-            flat = self.values[chunk.index]
-            foreach_copy(in_flat(chunk, flat), in_parameters(chunk, parameters))
-            states = [part_of_state(optimizer.state, parameters[piece.parameter], piece) for piece in chunk.pieces]
-            self._chunks[chunk.index] = ChunkOptimizer(optimizer, chunk, flat, states, by_element=by_element)
-        self._groups = hyperparameters(optimizer)
+            foreach_copy(chunk.in_flat(values[chunk.index]), chunk.in_parameters(parameters))
+            states = []
+            for piece in chunk.pieces:
+                parameter = parameters[piece.parameter]
+                states.append(state_of_piece(optimizer.state.get(parameter, {}), piece, tuple(parameter.shape)))
+            self._chunks[chunk.index] = ChunkOptimizer(
+                optimizer, chunk, values[chunk.index], states, by_element=by_element
+            )
+        self._groups = hyperparameters(optimizer.param_groups)
 
     def step(
         self, gradients: Mapping[int, Gradient], *, groups: Sequence[Mapping[str, Any]] | None = None
@@ -149,14 +129,6 @@ class Shards:
         if state.get("groups"):
             pairs = zip(self._groups, state["groups"], strict=True)
             self._groups = [{**group, **loaded} for group, loaded in pairs]
-
-
-def _flat_of(chunk: Chunk, memory: Memory | None) -> torch.Tensor:
-    if memory is None:
-        return torch.empty(chunk.numel, dtype=chunk.dtype)
-    if isinstance(memory, torch.Tensor):
-        return memory[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-    return memory(chunk)
 
 
 def _is_plain(value: Any) -> bool:
