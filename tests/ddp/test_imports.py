@@ -11,6 +11,7 @@ ORDER = [
     "training",
     "callbacks",
     "strategies.parameter_server",
+    "strategies.parameter_server.transport",
     "strategies.central_storage",
     "strategies.sharding",
     "strategies.local_sgd",

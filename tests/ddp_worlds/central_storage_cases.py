@@ -163,7 +163,9 @@ def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
 
 def prepared(name: str = "mlp", maker: str = "sgd", **options: Any) -> tuple[nn.Module, CentralOptimizer]:
     model = build(name)
-    return CentralStorage(**options).prepare(model, MAKERS[maker](model.parameters()))
+    model, optimizer = CentralStorage(**options).prepare(model, MAKERS[maker](model.parameters()))
+    assert isinstance(optimizer, CentralOptimizer)
+    return model, optimizer
 
 
 def step_of(model: nn.Module, optimizer: Any, step: int = 0) -> None:

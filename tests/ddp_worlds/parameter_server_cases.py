@@ -34,8 +34,8 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
-from ddp.strategies.parameter_server import endpoint
 from ddp.strategies.parameter_server.strategy import ParameterServer
+from ddp.strategies.parameter_server.transport import endpoint
 
 T = TypeVar("T")
 KEY = "5a" * 32
@@ -48,8 +48,8 @@ def in_roles(workers: int, servers: int, body: Callable[[], T], *, evaluator: bo
     """
     rank = dist.get_rank()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    told = [None if store is None else store.port]
-    dist.broadcast_object_list(told)
+    port = [None if store is None else store.port]
+    dist.broadcast_object_list(port)
     roles = {"default": workers, "ps": servers, "evaluator": int(evaluator)}
     places = [(name, number) for name, count in roles.items() for number in range(count)]
     result = None
@@ -64,7 +64,7 @@ def in_roles(workers: int, servers: int, body: Callable[[], T], *, evaluator: bo
                 "DTRAIN_ROLES": ",".join(f"{role}:{count}" for role, count in roles.items() if count),
                 "DTRAIN_RUN_KEY": key,
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": told[0],
+                "MASTER_PORT": port[0],
             }
             for variable, value in said.items():
                 patch.setenv(variable, str(value))
@@ -356,11 +356,11 @@ def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
         return len(set(steps)), {name: value.clone() for name, value in model.state_dict().items()}
 
     seen = in_roles(2, 1, body, evaluator=True)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, seen)
-    assert told[3][0] > 2, "more than the beginning and the end"
+    ends: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, seen)
+    assert ends[3][0] > 2, "more than the beginning and the end"
     for replica in (0, 1):
-        assert_same(told[3][1], told[replica][1], f"worker {replica}")
+        assert_same(ends[3][1], ends[replica][1], f"worker {replica}")
 
 
 def sizes_have_no_limit() -> None:

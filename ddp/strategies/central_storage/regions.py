@@ -28,9 +28,6 @@ from ddp.strategies.sharding.partition import Chunk, Partition, Piece, aligned, 
 
 __all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "digest", "make_plan"]
 
-_TEXT_BYTES = 1000  # of what a rank says of its failure
-_PHASES = 3
-
 
 @dataclass(frozen=True)
 class Form:
@@ -50,7 +47,7 @@ class Form:
 class RegionPlan:
     """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
 
-    A rank's region has its gradients first, then the row numbers of sparse ones, then header and texts for the others.
+    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others.
     """
 
     chunks: Mapping[int, int]
@@ -58,15 +55,14 @@ class RegionPlan:
     values_bytes: int
     rows: Mapping[int, int]
     header: int
-    texts: int
     region_bytes: int
 
 
-def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
+def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
     chunks: dict[int, int] = {}
     parameters = [0] * len(forms)
     end = 0
-    for chunk in parts.chunks:
+    for chunk in cut.chunks:
         # The rows of a parameter go on where the last chunk ended, so that it is one tensor.
         chunks[chunk.index] = end = end if chunk.pieces[0].begin else aligned(end)
         for piece in chunk.pieces:
@@ -78,12 +74,12 @@ def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) ->
     for number in sparse:
         rows[number] = end
         end = aligned(end + 8 * forms[number].shape[0])
-    texts = end + 8 * (RankRegion.HEADER + len(forms))
-    return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
+    region_bytes = end + 8 * (RankRegion.HEADER + len(forms))
+    return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, region_bytes)
 
 
 class RankRegion:
-    """One rank's part of shared memory: it writes there what the others need in a step."""
+    """One rank's region of shared memory: it writes there what the others need in a step."""
 
     HEADER = 8
     FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes one number for each phase
@@ -123,21 +119,6 @@ class RankRegion:
 
     def _numbers(self, number: int, count: int) -> torch.Tensor:
         return view_of(self.memory, self._plan.rows[number], (count,), torch.int64)
-
-    def fail(self, phase: int, step: int, text: str) -> None:
-        data = text.encode(errors="replace")[: _TEXT_BYTES - 1]
-        place = self._text(phase)
-        place.zero_()
-        place[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        self.header[self.FAILED + phase] = step
-
-    def failure(self, phase: int, step: int) -> str | None:
-        if int(self.header[self.FAILED + phase]) != step:
-            return None
-        return bytes(self._text(phase).tolist()).rstrip(b"\0").decode(errors="replace")
-
-    def _text(self, phase: int) -> torch.Tensor:
-        return view_of(self.memory, self._plan.texts + phase * _TEXT_BYTES, (_TEXT_BYTES,), torch.uint8)
 
 
 class SharedRegion:

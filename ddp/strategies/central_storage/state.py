@@ -1,4 +1,4 @@
-"""The optimizer state of central storage: each rank keeps that of its part where all ranks can read it.
+"""The optimizer state of central storage: each rank keeps that of its chunks where all ranks can read it.
 
 So one rank can save the whole state by itself, as scripts for all-reduce do. Called by `step`.
 """

@@ -1,9 +1,8 @@
-"""One rank's part in central storage: its step, its state. Made by `CentralStorage.prepare`."""
+"""What one rank does in central storage: its step, its state. Made by `CentralStorage.prepare`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,13 +27,7 @@ from ddp.strategies.central_storage.regions import (
 from ddp.strategies.central_storage.state import Published, StateEntry
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows, average
 from ddp.strategies.sharding.chunk_optimizer import splits_by_element
-from ddp.strategies.sharding.optimizer_state import (
-    NOT_HYPER,
-    hyperparameters,
-    split_state,
-    states_of_pieces,
-    whole_state,
-)
+from ddp.strategies.sharding.optimizer_state import State, hyperparameters, split_state, states_of_pieces, whole_state
 from ddp.strategies.sharding.partition import Chunk, partition, view_of
 from ddp.strategies.sharding.shards import Shards
 from ddp.torch_internals import foreach_copy
@@ -48,7 +41,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Storage:
-    """The shared memory of one model, and this rank's part in stepping it."""
+    """The shared memory of one model, and the chunks of it that this rank steps."""
 
     def __init__(
         self,
@@ -85,7 +78,7 @@ class Storage:
         self._take_places(plan)
         chunks = self._partition.of(self._rank)
         values = {c.index: view_of(self._values, plan.chunks[c.index], (c.numel,), c.dtype) for c in chunks}
-        self._shards = Shards(optimizer, self._parameters, chunks, values)
+        self._shards = Shards(optimizer, chunks, values)
         optimizer.state.clear()
         self._chunks = {chunk.index: chunk for chunk in chunks}
         self._flats = {i: [region.flat(chunk) for region in self._regions] for i, chunk in self._chunks.items()}
@@ -172,14 +165,15 @@ class Storage:
         try:
             yield
         except Exception as error:
-            self._mine.fail(phase, self._step, f"{type(error).__name__}: {error}")
+            self._mine.header[RankRegion.FAILED + phase] = self._step
             with contextlib.suppress(DdpError):  # the cause is this rank's own error
                 self._shared.barrier(what, step=self._step)
+                self._shared.gather(f"{type(error).__name__}: {error}", what)
             raise
         self._shared.barrier(what, step=self._step)
-        gathered = {rank: region.failure(phase, self._step) for rank, region in enumerate(self._regions)}
-        failures = {rank: text for rank, text in gathered.items() if text is not None}
-        if failures:
+        if any(int(region.header[RankRegion.FAILED + phase]) == self._step for region in self._regions):
+            gathered: list[str | None] = self._shared.gather(None, what)
+            failures = {rank: text for rank, text in enumerate(gathered) if text is not None}
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise PeerFailedError(f"another rank failed in step {self._step}: {texts}", failures=failures)
 
@@ -246,7 +240,7 @@ class Storage:
             self._shards.step({index: gradient})
 
     def _average_all(self) -> float:
-        """Average the own part and keep it; return the sum of its squares."""
+        """Average the own chunks and keep them; return the sum of their squares."""
         self._averages = {
             index: self._average(chunk, torch.empty(chunk.numel, dtype=_wide(chunk.dtype)))
             for index, chunk in self._chunks.items()
@@ -279,35 +273,30 @@ class Storage:
     # State
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        states = [self._shards.state() if rank == self._rank else self._read(rank) for rank in range(self._size)]
+        states = self._shards.state()
+        for rank in range(self._size):
+            if rank != self._rank:
+                states.update(self._read(rank))
         return whole_state(self._partition, optimizer, states, like=self._like)
 
-    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-        if len(state["param_groups"]) != len(groups) or any(
-            len(mine["params"]) != len(theirs["params"])
-            for mine, theirs in zip(groups, state["param_groups"], strict=True)
-        ):
-            raise ArgumentError("the state has other param groups than the optimizer")
-        self._shards.load_state(split_state(self._partition, state)[self._rank])
-        for mine, theirs in zip(groups, state["param_groups"], strict=True):
-            mine.update({name: copy.deepcopy(value) for name, value in theirs.items() if name not in NOT_HYPER})
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        states = split_state(self._partition, state)
+        self._shards.load_state({index: states[index] for index in self._chunks})
         if self._size > 1:
             self._published.update()
             self._exchange()
 
-    def _read(self, rank: int) -> dict[str, Any]:
+    def _read(self, rank: int) -> dict[int, list[State]]:
         """The state of another rank, of what it has published; nobody writes there between two steps."""
         memory, entries = self._others.get(rank, (self._values, []))
-        states: dict[tuple[int, int, int], dict[str, Any]] = {}
+        states: dict[tuple[int, int, int], State] = {}
         for entry in entries:
             states.setdefault((entry.chunk, entry.first, entry.stop), {})[entry.name] = entry.read(memory)
-        chunks: dict[int, list[dict[str, Any]]] = {
-            chunk.index: [{} for _ in chunk.pieces] for chunk in self._partition.of(rank)
-        }
+        chunks: dict[int, list[State]] = {c.index: [{} for _ in c.pieces] for c in self._partition.of(rank)}
         for (index, first, stop), state in states.items():
             pieces = self._partition.chunks[index].pieces[first:stop]
             chunks[index][first:stop] = states_of_pieces(pieces, state, by_element=self._by_element)
-        return {"chunks": chunks}
+        return chunks
 
     def _exchange(self) -> None:
         """Learn where the others' states are now. Every rank must call it; blocks."""
@@ -356,7 +345,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _squares(gradient: Gradient, chunk: Chunk) -> float:
     if isinstance(gradient, torch.Tensor):
-        return float(torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient))) ** 2
+        dtype = torch.complex128 if gradient.is_complex() else torch.float64
+        return float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2
     total = 0.0
     for position, piece in enumerate(chunk.pieces):
         if position in gradient.sparse:
@@ -364,10 +354,6 @@ def _squares(gradient: Gradient, chunk: Chunk) -> float:
         elif position not in gradient.absent and gradient.flat is not None:
             total += _squares(piece.in_flat(gradient.flat), chunk)
     return total
-
-
-def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _scaled(gradient: Gradient, scale: float, out: torch.Tensor) -> Gradient:

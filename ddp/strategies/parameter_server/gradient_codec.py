@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from ddp.compression.quantize import dequantize, quantize, row_bytes
-from ddp.strategies.parameter_server.messages import MalformedError
-from ddp.strategies.parameter_server.run_plan import WireFormat
+from ddp.strategies.parameter_server.run_plan import Compression
+from ddp.strategies.parameter_server.transport.messages import MalformedError
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["Losses", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
+__all__ = ["Residuals", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
 
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-Losses = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
+Residuals = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
 
 
 def write_gradient(
-    chunk: Chunk, gradient: Gradient, wire: WireFormat, losses: Losses
+    chunk: Chunk, gradient: Gradient, compression: Compression, residuals: Residuals
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """Return the facts and tensors of a gradient for a message."""
     if isinstance(gradient, torch.Tensor):
@@ -37,26 +37,26 @@ def write_gradient(
     if gradient.absent:
         facts["absent"] = sorted(gradient.absent)
     if gradient.flat is not None:
-        facts["flat"] = wire
-        tensors.append(_shortened(chunk, gradient.flat, wire, losses))
+        facts["flat"] = compression
+        tensors.append(_shortened(chunk, gradient.flat, compression, residuals))
     if gradient.sparse:
         facts["sparse"] = sorted(gradient.sparse)
-        short = _SHORT.get(wire, chunk.dtype)
+        short = _SHORT.get(compression, chunk.dtype)
         for position in facts["sparse"]:
             rows = gradient.sparse[position]
             tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
     return facts, tuple(tensors)
 
 
-def _shortened(chunk: Chunk, flat: torch.Tensor, wire: WireFormat, losses: Losses) -> torch.Tensor:
-    if wire in _SHORT and chunk.dtype.itemsize > 2:
-        return flat.to(_SHORT[wire])
-    if wire != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
+def _shortened(chunk: Chunk, flat: torch.Tensor, compression: Compression, residuals: Residuals) -> torch.Tensor:
+    if compression in _SHORT and chunk.dtype.itemsize > 2:
+        return flat.to(_SHORT[compression])
+    if compression != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
         return flat
     blocks = -(-chunk.numel // _BLOCK)
-    if chunk.index not in losses:
-        losses[chunk.index] = torch.zeros(blocks, _BLOCK)
-    values = losses[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
+    if chunk.index not in residuals:
+        residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
+    values = residuals[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
     values.view(-1)[: chunk.numel].add_(flat)
     packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
     quantize(values, packed, torch.empty_like(values))
@@ -86,9 +86,9 @@ def positions(chunk: Chunk, found: Sequence[int] | None) -> frozenset[int]:
     return frozenset(found or ())
 
 
-def _flat(chunk: Chunk, wire: str, sent: torch.Tensor) -> torch.Tensor:
+def _flat(chunk: Chunk, compression: str, sent: torch.Tensor) -> torch.Tensor:
     blocks = -(-chunk.numel // _BLOCK)
-    is_packed = wire == "int8" and sent.dtype == torch.uint8
+    is_packed = compression == "int8" and sent.dtype == torch.uint8
     if sent.dim() != 1 or len(sent) != (row_bytes(blocks, _BLOCK) if is_packed else chunk.numel):
         raise MalformedError(f"a gradient of shape {tuple(sent.shape)} for the {chunk.numel} elements of {chunk.index}")
     if not is_packed:
@@ -108,10 +108,10 @@ def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: to
 
 
 def write_values(
-    chunk: Chunk, values: torch.Tensor, wire: WireFormat, rows: Sequence[torch.Tensor | None] | None
+    chunk: Chunk, values: torch.Tensor, compression: Compression, rows: Sequence[torch.Tensor | None] | None
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
-    short = _SHORT.get("bf16" if wire == "int8" else wire, chunk.dtype)
+    short = _SHORT.get("bf16" if compression == "int8" else compression, chunk.dtype)
     if chunk.dtype.itemsize <= 2:
         short = chunk.dtype
     if rows is None:

@@ -168,9 +168,8 @@ class ChunkOptimizer:
             states = list(self._states_of(unit))
             self._optimizer.state.pop(unit.tensor, None)
             for first, stop in zip(runs, [*runs[1:], unit.stop], strict=True):
-                part = self._unit(first, stop, is_flat=kinds[first] != _SPARSE)
-                self._give(part, states[first - unit.first : stop - unit.first])
-                units.append(part)
+                units.append(self._unit(first, stop, is_flat=kinds[first] != _SPARSE))
+                self._give(units[-1], states[first - unit.first : stop - unit.first])
         if units != self._units:
             self._units = units
             self._list_units()

@@ -41,11 +41,11 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def whole_state(
     partition: Partition,
     optimizer: torch.optim.Optimizer,
-    states_by_server: Sequence[Mapping[str, Any]],
+    states: Mapping[int, Sequence[State]],
     *,
     like: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Put the states of all servers together to what `state_dict()` of the user's optimizer would be.
+    """Put the states of all chunks, by their index, together to what `state_dict()` of the user's optimizer would be.
 
     Hyperparameters are those of `optimizer` now; tensors are copies in host memory, with the strides of the parameters
     (or of `like`), which torch's fused kernels need. Where the pieces of a parameter were stepped differently often,
@@ -53,8 +53,7 @@ def whole_state(
     """
     parts: dict[int, list[tuple[Piece, State]]] = {}
     for chunk in partition.chunks:
-        states = states_by_server[chunk.server]["chunks"][chunk.index]
-        for piece, state in zip(chunk.pieces, states, strict=True):
+        for piece, state in zip(chunk.pieces, states[chunk.index], strict=True):
             parts.setdefault(piece.parameter, []).append((piece, state))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = {}
@@ -96,25 +95,24 @@ def _whole(parts: Sequence[tuple[Piece, State]]) -> State:
     return whole
 
 
-def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Cut `state_dict()` of an optimizer of the same parameters into what `load_state` takes, by server.
+def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> dict[int, list[State]]:
+    """Cut `state_dict()` of an optimizer of the same parameters into what `load_state` takes, by chunk.
 
     Tensors get the dtype of their parameter, as torch's `load_state_dict` does. Raises ArgumentError if it is of
     other parameters.
     """
-    groups = state_dict["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     shapes = _shapes(partition)
     if len(numbers) != len(shapes):
         raise ArgumentError(f"the state is of {len(numbers)} parameters, and the optimizer has {len(shapes)}")
     states = {place: state_dict["state"].get(number, {}) for place, number in enumerate(numbers)}
-    split: list[dict[str, Any]] = [{"chunks": {}, "groups": hyperparameters(groups)} for _ in range(partition.servers)]
+    split = {}
     for chunk in partition.chunks:
         pieces: list[State] = []
         for piece in chunk.pieces:
             state = state_of_piece(states[piece.parameter], piece, shapes[piece.parameter])
             pieces.append({name: _cast(name, value, chunk.dtype) for name, value in state.items()})
-        split[chunk.server]["chunks"][chunk.index] = pieces
+        split[chunk.index] = pieces
     return split
 
 

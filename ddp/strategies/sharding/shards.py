@@ -2,7 +2,7 @@
 
 A server makes `Shards` of its chunks and steps them with the gradients that come. Copies of the user's optimizer do
 the steps, one a chunk; the object of the user is never changed. So hooks on it (`register_step_pre_hook` and its kin)
-and schedulers do not run here: the hyperparameters that they set come with each step. Knows no wire and no file.
+and schedulers do not run here: the hyperparameters that they set come with each step. Knows no network and no file.
 """
 
 from __future__ import annotations
@@ -25,29 +25,20 @@ __all__ = ["Shards"]
 class Shards:
     """The chunks of one server: values, and the optimizer's state for them.
 
-    `parameters` are all that `optimizer` steps, in the order of its groups, and give the first values; state that the
-    optimizer has already is split over the pieces. `values` has the flat tensor (numel,) of each chunk by its index,
+    The parameters that `optimizer` steps, in the order of its groups, give the first values; state that the optimizer
+    has already is split over the pieces. `values` has the flat tensor (numel,) of each chunk by its index,
     where the values are to lie; `step` changes it in place. All of it is in host memory, wherever the parameters are;
     `capturable` is off here for that reason.
 
     Not for several threads at once. Raises UnsupportedError as `splits_by_element` does, or if the optimizer cannot be
-    copied; ArgumentError if `parameters` are not those of the optimizer.
+    copied.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
-        chunks: Sequence[Chunk],
-        values: Mapping[int, torch.Tensor],
+        self, optimizer: torch.optim.Optimizer, chunks: Sequence[Chunk], values: Mapping[int, torch.Tensor]
     ) -> None:
         by_element = splits_by_element(optimizer)
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if [id(parameter) for parameter in stepped] != [id(parameter) for parameter in parameters]:
-            raise ArgumentError(
-                f"{len(parameters)} parameters are given that are not the {len(stepped)} of the optimizer's groups, "
-                "in their order"
-            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.values = values
         self._chunks = {}
         for chunk in chunks:
@@ -87,51 +78,30 @@ class Shards:
             changed[index] = self._chunks[index].step(gradient)
         return changed
 
-    def state(self) -> dict[str, Any]:
-        """What the optimizer keeps, for a snapshot: {"chunks": {index: [state of each piece]}, "groups": [...]}.
+    def state(self) -> dict[int, list[State]]:
+        """What the optimizer keeps of the pieces of each chunk, by its index.
 
         Made of dicts, lists, numbers and tensors, as `torch.load(weights_only=True)` reads. The tensors are the live
-        ones, which the next step changes. Values are not in it.
+        ones, which the next step changes. Values and hyperparameters are not in it.
         """
-        return {
-            "chunks": {index: chunk.states() for index, chunk in self._chunks.items()},
-            "groups": [{k: v for k, v in group.items() if _is_plain(v)} for group in self._groups],
-        }
+        return {index: self.state_of(index) for index in self._chunks}
 
     def state_of(self, index: int) -> list[State]:
         """What the optimizer keeps of the pieces of one chunk; live, as in `state`."""
         return self._chunks[index].states()
 
-    def load_state_of(self, index: int, states: Sequence[State]) -> None:
-        """Go on from such states with one chunk. Raises ArgumentError if they are of other pieces."""
-        if not self._chunks[index].fits(states):
-            raise ArgumentError(f"the state is of another chunk than {index}: cut it anew from a whole state")
-        self._chunks[index].load(states)
-
     def live(self) -> Iterator[tuple[Chunk, int, int, State]]:
         """The dicts in which the optimizer keeps its state, of the pieces at positions `first` to `stop` of a chunk."""
-        for part in self._chunks.values():
-            for first, stop, state in part.live():
-                yield part.chunk, first, stop, state
+        for chunk in self._chunks.values():
+            for first, stop, state in chunk.live():
+                yield chunk.chunk, first, stop, state
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` or `split_state` gave, for the same chunks. The tensors in it are copied.
+    def load_state(self, state: Mapping[int, Sequence[State]]) -> None:
+        """Go on from what `state` or `split_state` gave of these chunks, or of some. The tensors in it are copied.
 
         Raises ArgumentError if it is of other chunks, and changes nothing then.
         """
-        chunks = state["chunks"]
-        if chunks.keys() != self._chunks.keys() or not all(
-            self._chunks[index].fits(states) for index, states in chunks.items()
-        ):
+        if not all(index in self._chunks and self._chunks[index].fits(states) for index, states in state.items()):
             raise ArgumentError("the state is of other chunks than these: cut it anew from a whole state (split_state)")
-        for index, states in chunks.items():
+        for index, states in state.items():
             self._chunks[index].load(states)
-        if state.get("groups"):
-            pairs = zip(self._groups, state["groups"], strict=True)
-            self._groups = [{**group, **loaded} for group, loaded in pairs]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)

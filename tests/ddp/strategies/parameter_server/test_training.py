@@ -15,7 +15,7 @@ from ddp_worlds.strategy_cases import Setting
 from torch import nn
 
 import ddp
-from ddp.strategies.parameter_server.run_plan import Settings, make_plan
+from ddp.strategies.parameter_server.run_plan import Options, make_plan
 
 CASES = "ddp_worlds.parameter_server_cases"
 NETWORK = {"shared_memory": False}  # as between hosts
@@ -150,7 +150,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], me
 def test_an_optimizer_that_servers_cannot_step_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
-        make_plan(model, torch.optim.LBFGS(model.parameters()), Settings(), workers=2, servers=1)
+        make_plan(model, torch.optim.LBFGS(model.parameters()), Options(), workers=2, servers=1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ddp.errors.ArgumentError, match="leaves none to wait for"):
-        make_plan(model, optimizer, Settings(backup_workers=2), workers=2, servers=1)
+        make_plan(model, optimizer, Options(backup_workers=2), workers=2, servers=1)

@@ -20,11 +20,11 @@ import zmq
 from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.strategies.parameter_server.auth import Packet, RefusedError, RunKey, read_prefix
-from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.messages import MAX_TENSORS, MalformedError, Message, decode, encode
-from ddp.strategies.parameter_server.poller import Poller, Wakeup
-from ddp.strategies.parameter_server.server_endpoint import MAX_HALF_OPEN, ServerEndpoint
+from ddp.strategies.parameter_server.transport.auth import Packet, RefusedError, RunKey, read_prefix
+from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
+from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import MAX_TENSORS, MalformedError, Message, decode, encode
+from ddp.strategies.parameter_server.transport.server_endpoint import MAX_HALF_OPEN, ServerEndpoint
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = secrets.token_bytes(32)
@@ -35,13 +35,12 @@ MB = 1 << 20
 class Echo:
     """A server in a thread of its own that sends everything back; `seen` has what came, `peers` from whom."""
 
-    def __init__(self, key: bytes = KEY, **options: Any) -> None:
-        self.server = ServerEndpoint(key, host=options.pop("host", "127.0.0.1"), **options)
+    def __init__(self, key: bytes = KEY, host: str = "127.0.0.1", **options: Any) -> None:
+        self.server = ServerEndpoint(EndpointOptions(key, **options), host=host)
         self.seen: list[Message] = []
         self.peers: list[bytes] = []
         self._requests: list[Callable[[ServerEndpoint], object]] = []
         self._sent: list[bool] = []
-        self._wakeup = Wakeup()
         self._is_over = False
         self._thread = threading.Thread(target=self._serve)
 
@@ -51,9 +50,7 @@ class Echo:
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
-        self._wakeup.set()
         self._thread.join()
-        self._wakeup.close()
 
     @property
     def address(self) -> str:
@@ -66,7 +63,6 @@ class Echo:
     def do(self, request: Callable[[ServerEndpoint], object]) -> None:
         """Have the server's thread do something."""
         self._requests.append(request)
-        self._wakeup.set()
 
     def send(self, peer: bytes, kind: str) -> list[bool]:
         """Have the server's thread send something; return whether each one so far was sent."""
@@ -75,12 +71,10 @@ class Echo:
 
     def _serve(self) -> None:
         with self.server as server:
-            poller = Poller(server, self._wakeup)
             while not self._is_over:
-                poller.wait(DEADLINE_S)
                 while self._requests:
                     self._requests.pop(0)(server)
-                while (got := server.receive()) is not None:
+                if (got := server.receive(0.02)) is not None:
                     peer, message = got
                     self.peers.append(peer)
                     self.seen.append(message)
@@ -155,9 +149,13 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
 
+def endpoint_of(address: str, name: str, *, key: bytes = KEY, **options: Any) -> ClientEndpoint:
+    return ClientEndpoint(EndpointOptions(key, **options), address, name=name)
+
+
 @contextlib.contextmanager
-def client_of(address: str, key: bytes = KEY, **options: Any) -> Iterator[ClientEndpoint]:
-    with ClientEndpoint(key, address, name=options.pop("name", "worker 0"), **options) as client:
+def client_of(address: str, name: str = "worker 0", **options: Any) -> Iterator[ClientEndpoint]:
+    with endpoint_of(address, name, **options) as client:
         client.connect(DEADLINE_S)
         yield client
 
@@ -246,7 +244,7 @@ def test_a_copied_message_may_be_changed_at_once() -> None:
 def test_a_wrong_key_is_refused_at_once_and_the_others_are_served(encrypt: bool) -> None:
     wrong = secrets.token_bytes(32)
     with Echo(encrypt=encrypt) as echo, client_of(echo.address, encrypt=encrypt) as good:
-        with ClientEndpoint(wrong, echo.address, name="worker 7", encrypt=encrypt) as bad:
+        with endpoint_of(echo.address, "worker 7", key=wrong, encrypt=encrypt) as bad:
             began = time.monotonic()
             with pytest.raises(KeyRefusedError, match=r"refused the key of worker 7.*one `dtrain run`") as refused:
                 bad.connect(DEADLINE_S)
@@ -261,7 +259,7 @@ def test_a_wrong_key_is_refused_at_once_and_the_others_are_served(encrypt: bool)
 @pytest.mark.parametrize("theirs", [False, True])
 def test_encryption_on_one_side_only_is_said_so(theirs: bool) -> None:
     said = "does not encrypt and .* does:" if theirs else "encrypts and .* does not:"
-    with Echo(encrypt=theirs) as echo, ClientEndpoint(KEY, echo.address, name="w", encrypt=not theirs) as client:
+    with Echo(encrypt=theirs) as echo, endpoint_of(echo.address, "w", encrypt=not theirs) as client:
         with pytest.raises(ParameterServerError, match=said):
             client.connect(DEADLINE_S)
         with client_of(echo.address, encrypt=theirs) as good:
@@ -272,7 +270,7 @@ def test_another_version_is_told_both_versions() -> None:
     said = r"runs dtrain 1\.2\.3 and worker 2 runs 1\.2\.4: install"
     with Echo(version="1.2.3") as echo:
         with (
-            ClientEndpoint(KEY, echo.address, name="worker 2", version="1.2.4") as client,
+            endpoint_of(echo.address, "worker 2", version="1.2.4") as client,
             pytest.raises(VersionMismatchError, match=said),
         ):
             client.connect(DEADLINE_S)
@@ -283,15 +281,15 @@ def test_another_version_is_told_both_versions() -> None:
 
 def test_wrong_arguments_and_places_are_said_so() -> None:
     with pytest.raises(ArgumentError, match="31 bytes, not 32") as wrong_key:
-        ServerEndpoint(b"k" * 31, host="127.0.0.1")
+        ServerEndpoint(EndpointOptions(b"k" * 31), host="127.0.0.1")
     assert "kkk" not in str(wrong_key.value)
     with pytest.raises(ParameterServerError, match=r"no parameter server can listen at '?192\.0\.2\.1"):
-        ServerEndpoint(KEY, host="192.0.2.1")
+        ServerEndpoint(EndpointOptions(KEY), host="192.0.2.1")
     with pytest.raises(ParameterServerError, match="is no address of a parameter server"):
-        ClientEndpoint(KEY, "tcp://nowhere", name="w")
+        endpoint_of("tcp://nowhere", "w")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        with ClientEndpoint(KEY, address, name="w") as client:
+        with endpoint_of(address, "w") as client:
             assert not client.send(Message("early"))
             with pytest.raises(ParameterServerError, match=r"no answer from .* within 0\.2 s"):
                 client.connect(0.2)
@@ -534,9 +532,11 @@ def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
 
 _CLIENT = """
 import sys, time, torch
-from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.messages import Message
-client = ClientEndpoint(bytes.fromhex(sys.stdin.readline()), sys.argv[1], name="worker 3")
+from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
+from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import Message
+options = EndpointOptions(bytes.fromhex(sys.stdin.readline()))
+client = ClientEndpoint(options, sys.argv[1], name="worker 3")
 client.connect(30)
 while True:
     client.send(Message("echo", {"n": 1}, (torch.ones(1 << 18),)))
@@ -564,33 +564,20 @@ def test_a_client_that_was_killed_comes_back_with_a_new_session() -> None:
             assert echoed(successor, 3).kind == "echo"
 
 
-def test_one_poll_waits_for_several_servers_and_for_another_thread() -> None:
-    wakeup = Wakeup()
+def test_one_poll_waits_for_several_servers() -> None:
     with Echo() as one, Echo() as two, client_of(one.address) as first, client_of(two.address) as second:
-        poller = Poller(first, second, wakeup)
-        while poller.wait(0):  # what the handshakes have left
+        sockets = [*first.sockets, *second.sockets]
+        while zmq.select(sockets, [], [], 0)[0]:  # what the handshakes have left
             assert first.receive() is None
             assert second.receive() is None
         began = time.monotonic()
-        assert poller.wait(0.05) == []
+        assert zmq.select(sockets, [], [], 0.05)[0] == []
         assert time.monotonic() - began >= 0.05
-        waker = threading.Timer(0.05, wakeup.set)
-        waker.start()
-        assert poller.wait(DEADLINE_S) == [wakeup]
-        waker.join()
-        for _ in range(100_000):
-            wakeup.set()  # more than its buffer holds
-        assert poller.wait(DEADLINE_S) == [wakeup]
-        assert poller.wait(0) == []
         second.send(Message("echo"))
-        assert poller.wait(DEADLINE_S) == [second]
+        ready, _, _ = zmq.select(sockets, [], [], DEADLINE_S)
+        assert ready
+        assert {*ready} <= {*second.sockets}
         assert second.receive() is not None
-        poller.remove(second)
-        second.send(Message("echo"))
-        assert poller.wait(0.2) == []
-        assert time.monotonic() - began < 2 * DEADLINE_S
-    wakeup.close()
-    wakeup.set()
 
 
 def test_every_byte_of_an_authenticated_packet_counts() -> None:

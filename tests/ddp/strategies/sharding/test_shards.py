@@ -126,7 +126,7 @@ class Servers:
         for server, memory in enumerate(self.memories):
             chunks = self.partition.of(server)
             values = {chunk.index: chunk.in_memory(memory) for chunk in chunks}
-            self.shards.append(Shards(optimizer, parameters, chunks, values))
+            self.shards.append(Shards(optimizer, chunks, values))
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for server, shards in enumerate(self.shards):
@@ -136,8 +136,9 @@ class Servers:
     def load(self, state: dict[str, Any]) -> None:
         for group, loaded in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
-        for shards, part in zip(self.shards, split_state(self.partition, state), strict=True):
-            shards.load_state(part)
+        states = split_state(self.partition, state)
+        for server, shards in enumerate(self.shards):
+            shards.load_state({chunk.index: states[chunk.index] for chunk in self.partition.of(server)})
 
     def values(self) -> list[torch.Tensor]:
         found = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
@@ -148,7 +149,8 @@ class Servers:
         return found
 
     def state(self) -> dict[str, Any]:
-        return whole_state(self.partition, self.optimizer, [shards.state() for shards in self.shards])
+        states = {index: state for shards in self.shards for index, state in shards.state().items()}
+        return whole_state(self.partition, self.optimizer, states)
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "", *, rtol: float = 1e-14) -> None:
@@ -214,7 +216,7 @@ def test_a_step_of_one_chunk_leaves_the_others_alone() -> None:
     assert shards.step({first.index: torch.ones(first.numel, dtype=F64)}) == {first.index: None}
     assert not torch.equal(shards.values[first.index], before[first.index])
     assert all(torch.equal(shards.values[i], before[i]) for i in before if i != first.index)
-    assert [bool(state) for state in shards.state()["chunks"][second.index]] == [False] * len(second.pieces)
+    assert [bool(state) for state in shards.state()[second.index]] == [False] * len(second.pieces)
     for _ in range(2):  # a parameter whose chunks were stepped differently often
         shards.step({chunk.index: torch.ones(chunk.numel) for chunk in there.partition.of(0)})  # of another dtype
     state = there.state()
@@ -240,7 +242,7 @@ def test_stepping_neighbours_as_one_is_left_and_taken_up_again() -> None:
     assert units == [[(0, 1), (1, 2), (2, 5)]] + 5 * [[(0, 1), (1, 2), (2, 4), (4, 5)]]
     assert_same(there.values(), [p.detach() for p in whole])
     assert_same(there.state(), optimizer.state_dict())
-    fresh = Shards(theirs, parameters, there.partition.chunks, own_memory(there.partition.chunks))
+    fresh = Shards(theirs, there.partition.chunks, own_memory(there.partition.chunks))
     fresh.load_state(there.shards[0].state())
     assert len(list(fresh.live())) == 3, "by now all of the last group have made four steps"
     with pytest.raises(ArgumentError, match="not absent"):
@@ -374,7 +376,7 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in made]
     optimizer, theirs = O.AdamW(whole, capturable=False), O.AdamW(parameters)
     cut = partition(shapes, dtypes, servers=1)
-    shards = Shards(theirs, parameters, cut.chunks, own_memory(cut.chunks))
+    shards = Shards(theirs, cut.chunks, own_memory(cut.chunks))
     for _ in range(3):
         gradients = [torch.randn_like(p) for p in whole]
         for p, gradient in zip(whole, gradients, strict=True):
@@ -387,7 +389,7 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
     for group in theirs.param_groups:  # as on a device; the copies are in host memory, where that cannot be
         group["capturable"] = True
-    again = Shards(theirs, parameters, cut.chunks, own_memory(cut.chunks))
+    again = Shards(theirs, cut.chunks, own_memory(cut.chunks))
     again.step({0: torch.ones(24)}, groups=hyperparameters(theirs.param_groups))
 
 
@@ -407,7 +409,7 @@ def test_what_no_server_can_step_is_an_error() -> None:
     locked.all = open("/dev/null")  # type: ignore[assignment]  # noqa: SIM115
     chunks = partition([(2,)], [torch.float32], servers=1, splits=False).chunks
     with locked.all, pytest.raises(UnsupportedError, match="cannot be copied"):  # type: ignore[attr-defined]
-        Shards(locked, parameters, chunks, own_memory(chunks))
+        Shards(locked, chunks, own_memory(chunks))
 
 
 def test_states_and_groups_of_another_model_are_errors() -> None:
@@ -426,5 +428,3 @@ def test_states_and_groups_of_another_model_are_errors() -> None:
         shards.step({}, groups=hyperparameters(optimizer.param_groups)[:1])
     with pytest.raises(ArgumentError, match="chunk 999 is not here"):
         shards.step({999: torch.ones(1)})
-    with pytest.raises(ArgumentError, match="not the 9"):
-        Shards(optimizer, parameters[:3], there.partition.of(0), own_memory(there.partition.of(0)))
