@@ -38,16 +38,13 @@ class Form:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class RegionPlan:
     """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
 
-    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others.
+    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others. That of
+    rank 0 has the values behind all this.
     """
 
     chunks: Mapping[int, int]
@@ -55,7 +52,7 @@ class RegionPlan:
     values_bytes: int
     rows: Mapping[int, int]
     header: int
-    region_bytes: int
+    region_bytes: int  # without the values
 
 
 def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
@@ -74,7 +71,7 @@ def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> R
     for number in sparse:
         rows[number] = end
         end = aligned(end + 8 * forms[number].shape[0])
-    region_bytes = end + 8 * (RankRegion.HEADER + len(forms))
+    region_bytes = aligned(end + 8 * (RankRegion.HEADER + len(forms)))
     return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, region_bytes)
 
 
@@ -169,29 +166,21 @@ class SharedRegion:
                 torch.device("cpu"),
             )
 
-    def open(self, plan: RegionPlan) -> tuple[torch.Tensor, list[RankRegion]]:
-        """Make the segments and find those of the others: the values, and every rank's region."""
+    def open(self, plan: RegionPlan) -> list[RankRegion]:
+        """Make the own region and find those of the others."""
         if self._group is None:
-            values = torch.zeros(plan.values_bytes, dtype=torch.uint8)
-            return values, [RankRegion(torch.zeros(plan.region_bytes, dtype=torch.uint8), plan, self._forms)]
+            memory = torch.zeros(plan.region_bytes + plan.values_bytes, dtype=torch.uint8)
+            return [RankRegion(memory, plan, self._forms)]
         rank = self._group.rank()
-        own = [SharedSegment(plan.region_bytes), *([SharedSegment(plan.values_bytes)] if rank == 0 else [])]
-        gathered = self.gather(([segment.ticket for segment in own], platform.node()), "places of shared memory")
-        memories = [own if other == rank else self._open_all(tickets) for other, (tickets, _) in enumerate(gathered)]
+        own = SharedSegment(plan.region_bytes + (plan.values_bytes if rank == 0 else 0))
+        gathered = self.gather((own.ticket, platform.node()), "places of shared memory")
+        found = [own if other == rank else SharedSegment.open(ticket) for other, (ticket, _) in enumerate(gathered)]
         self._check_same_host(
-            [host for _, host in gathered], [other for other, found in enumerate(memories) if not found]
+            [host for _, host in gathered], [other for other, segment in enumerate(found) if segment is None]
         )
-        regions = [RankRegion(found[0].tensor, plan, self._forms) for found in memories]
-        values = memories[0][1].tensor
-        for segment in own:
-            segment.close()  # to newcomers; the memory stays
-        return values, regions
-
-    def _open_all(self, tickets: Sequence[Mapping[str, Any]]) -> list[SharedSegment]:
-        """The segments of another rank, or none if one of them cannot be had here."""
-        opened = [SharedSegment.open(ticket) for ticket in tickets]
-        found = [segment for segment in opened if segment is not None]
-        return found if len(found) == len(tickets) else []
+        regions = [RankRegion(segment.tensor, plan, self._forms) for segment in found if segment is not None]
+        own.close()  # to newcomers; the memory stays
+        return regions
 
     def _check_same_host(self, hosts: Sequence[str], hidden: Sequence[int]) -> None:
         for rank, unseen in enumerate(self.gather(list(hidden), "who can open it")):

@@ -71,13 +71,15 @@ class Storage:
         )
         self._with_rows = self._sparse(model, optimizer)
         plan = make_plan(self._partition, self._forms, self._with_rows)
-        self._values, self._regions = self._shared.open(plan)
+        self._regions = self._shared.open(plan)
         self._mine = self._regions[self._rank]
         # How the user's parameters lay in memory: saved states lie so too.
         self._like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
         self._take_places(plan)
         chunks = self._partition.of(self._rank)
-        values = {c.index: view_of(self._values, plan.chunks[c.index], (c.numel,), c.dtype) for c in chunks}
+        values = {
+            chunk.index: self._value(plan, plan.chunks[chunk.index], (chunk.numel,), chunk.dtype) for chunk in chunks
+        }
         self._shards = Shards(optimizer, chunks, values)
         optimizer.state.clear()
         self._chunks = {chunk.index: chunk for chunk in chunks}
@@ -103,12 +105,15 @@ class Storage:
             if form.shape and (takes_only_sparse or form.name in names)
         ]
 
+    def _value(self, plan: RegionPlan, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The view of some of the values."""
+        return view_of(self._regions[0].memory, plan.region_bytes + at, shape, dtype)
+
     @torch.no_grad()
     def _take_places(self, plan: RegionPlan) -> None:
         """Let the parameters lie in shared memory, with rank 0's values, and their gradients too."""
         self._places = [
-            view_of(self._values, at, form.shape, form.dtype)
-            for at, form in zip(plan.parameters, self._forms, strict=True)
+            self._value(plan, at, form.shape, form.dtype) for at, form in zip(plan.parameters, self._forms, strict=True)
         ]
         if self._rank == 0:
             foreach_copy(self._places, [parameter.detach() for parameter in self._parameters])
@@ -288,7 +293,7 @@ class Storage:
 
     def _read(self, rank: int) -> dict[int, list[State]]:
         """The state of another rank, of what it has published; nobody writes there between two steps."""
-        memory, entries = self._others.get(rank, (self._values, []))
+        memory, entries = self._others.get(rank, (self._regions[rank].memory, []))
         states: dict[tuple[int, int, int], State] = {}
         for entry in entries:
             states.setdefault((entry.chunk, entry.first, entry.stop), {})[entry.name] = entry.read(memory)

@@ -83,7 +83,7 @@ class LocalSGD:
         self._settings = _Settings(every, after, outer_lr, outer_momentum, nesterov)
         wrapper: Any = model
         _check(wrapper, optimizer)
-        self._model = weakref.ref(model)
+        self._model: Callable[[], Any] = weakref.ref(model)  # a wrapper of either class, or None
         self._step = 0
         self._own_steps = 0  # of this rank alone, since the replicas were last equal
         self._round = _Round()
@@ -167,14 +167,14 @@ class LocalSGD:
                 "replicas stay different; call sync() on every rank before close()",
                 stacklevel=2,
             )
-        if (model := self._alive()) is not None:
+        if (model := self._model()) is not None:
             model.steps_alone = False
         self._finalizer()
 
     # Where a step begins and ends
 
     def _before_forward(self, model: Any, _: object) -> None:
-        if model is not self._alive():
+        if model is not self._model():
             return
         if not torch.is_grad_enabled():
             self._warn_if_evaluated()
@@ -203,7 +203,7 @@ class LocalSGD:
             self._is_off = True
 
     def _after_forward(self, model: Any, *_: object) -> None:
-        if self._is_off and model is self._alive():
+        if self._is_off and model is self._model():
             model.require_backward_grad_sync = True
             self._is_off = False
 
@@ -248,7 +248,7 @@ class LocalSGD:
     # What must not happen unnoticed
 
     def _before_state_dict(self, module: nn.Module, *_: object) -> None:
-        model = self._alive()
+        model = self._model()
         if model is not None and module is model.module:
             self._refuse_if_diverged()
 
@@ -273,12 +273,8 @@ class LocalSGD:
 
     # Averaging
 
-    def _alive(self) -> Any:
-        """The wrapper, of either class, or None."""
-        return self._model()
-
     def _wrapper(self) -> Any:
-        model = self._alive()
+        model = self._model()
         if model is None or not self._finalizer.alive:
             raise ArgumentError("LocalSGD is closed, or the wrapped model is gone: make a new one for the new wrapper")
         return model

@@ -41,18 +41,20 @@ def write_gradient(
         tensors.append(_shortened(chunk, gradient.flat, compression, residuals))
     if gradient.sparse:
         facts["sparse"] = sorted(gradient.sparse)
-        short = _SHORT.get(compression, chunk.dtype)
+        short = _sent_dtype(chunk, compression)
         for position in facts["sparse"]:
             rows = gradient.sparse[position]
             tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
     return facts, tuple(tensors)
 
 
+def _sent_dtype(chunk: Chunk, compression: Compression) -> torch.dtype:
+    return chunk.dtype if chunk.dtype.itemsize <= 2 else _SHORT.get(compression, chunk.dtype)
+
+
 def _shortened(chunk: Chunk, flat: torch.Tensor, compression: Compression, residuals: Residuals) -> torch.Tensor:
-    if compression in _SHORT and chunk.dtype.itemsize > 2:
-        return flat.to(_SHORT[compression])
     if compression != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
-        return flat
+        return flat.to(_sent_dtype(chunk, compression))
     blocks = -(-chunk.numel // _BLOCK)
     if chunk.index not in residuals:
         residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
@@ -111,9 +113,7 @@ def write_values(
     chunk: Chunk, values: torch.Tensor, compression: Compression, rows: Sequence[torch.Tensor | None] | None
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
-    short = _SHORT.get("bf16" if compression == "int8" else compression, chunk.dtype)
-    if chunk.dtype.itemsize <= 2:
-        short = chunk.dtype
+    short = _sent_dtype(chunk, "bf16" if compression == "int8" else compression)
     if rows is None:
         return {}, (values.to(short),)
     tensors: list[torch.Tensor] = []

@@ -129,14 +129,10 @@ class ServerDirectory:
     def find(self, server: int, life: int, *, wait_s: float = 0.0) -> str | None:
         """Return where a server listens in a life, None if it has not said so within `wait_s` seconds."""
         name = f"server/{server}/{life}"
-        if not self._store.check([name]):
-            if wait_s <= 0:
-                return None
+        if wait_s > 0:
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait([name], timedelta(seconds=wait_s))
-            if not self._store.check([name]):
-                return None
-        return self._store.get(name).decode()
+        return self._store.get(name).decode() if self._store.check([name]) else None
 
     def agree_on_step(self, server: int, servers: Sequence[int], steps: Sequence[int]) -> int | None:
         """Return the last step of which all of `servers` have a snapshot, None if none of them has any.

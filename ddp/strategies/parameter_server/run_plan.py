@@ -7,6 +7,7 @@ join.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,10 +149,7 @@ def _chunk_bytes(options: Options, parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _describe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: Options,
-    extras: dict[str, torch.Tensor],
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, extras: Mapping[str, torch.Tensor]
 ) -> tuple[Entry, ...]:
     group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
     shared = ("mode", "staleness", "backup_workers", "compression", "chunk_mb")
@@ -170,14 +168,12 @@ def _describe(
 
 def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int, me: str, other: str) -> None:
     """Raise the LayoutMismatchError that names the first difference between the models of two processes."""
-    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    ours, others = (str(side[place]) if place < len(side) else "nothing more" for side in (mine, theirs))
-    entry = (mine[place] if place < len(mine) else theirs[place]).name
+    ours, others = next(pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1])
     raise LayoutMismatchError(
-        f"{me} has another model than {other}: where {other} has {others}, {me} has {ours}; every process of the run "
-        "must make the same model, optimizer and strategy",
+        f"{me} has another model than {other}: where {other} has {others or 'nothing more'}, {me} has "
+        f"{ours or 'nothing more'}; every process of the run must make the same model, optimizer and strategy",
         rank=rank,
-        entry=entry,
+        entry=(ours or others).name,
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from ddp.comm.codec import encode
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
+from ddp.strategies.parameter_server.changed_rows import ChangedRows
 from ddp.strategies.parameter_server.message_fields import CLIENT_MESSAGES, check_fields
 from ddp.strategies.parameter_server.rendezvous import ServerDirectory
 from ddp.strategies.parameter_server.requests import Requests
@@ -189,7 +190,7 @@ class Server:
             self._endpoint.send(address, Message("refused", {}, entries))
             return
         if address in self._peers:  # it says so again, because it has not heard the answer
-            self._peers[address].rows.forget()
+            self._peers[address].rows = ChangedRows()
             if any(peer.address == address for peer, _ in self._waiting_to_join):
                 self._endpoint.send(address, Message("wait"))
             else:
@@ -247,7 +248,7 @@ class Server:
         if self._snapshots is not None:
             self._snapshot(self._snapshots, self._consistency.step)
         for other in self._peers.values():
-            other.rows.forget()
+            other.rows = ChangedRows()
         self._endpoint.send(peer.address, Message("filled"))
         waiting, self._waiting_to_join = self._waiting_to_join, []
         for other, message in waiting:

@@ -27,8 +27,7 @@ _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_...
 class ClientEndpoint(Endpoint):
     """A client's end for one server; connects by itself, and again whenever the connection breaks.
 
-    `session` is what the server calls this client (empty before there is one). `connections` counts the connections
-    made: when it goes up, what was under way may be lost.
+    `connections` counts the connections made: when it goes up, what was under way may be lost.
     """
 
     def __init__(self, options: EndpointOptions, address: str, *, name: str) -> None:
@@ -60,26 +59,12 @@ class ClientEndpoint(Endpoint):
         except zmq.ZMQError as error:
             raise ParameterServerError(f"{self.address!r} is no address of a parameter server: {error}") from error
 
-    @property
-    def session(self) -> bytes:
-        """The name of the session, which another session does not share; empty before there is one."""
-        return b"" if self._session is None else self._session.id
-
-    def connect(self, timeout_s: float) -> None:
-        """Wait until there is a session. Raises KeyRefusedError, VersionMismatchError or, when the time is over or the
-        two do not agree about encryption, ParameterServerError."""
-        deadline = time.monotonic() + timeout_s
-        while self._session is None:
-            now = time.monotonic()
-            if now >= deadline:
-                raise ParameterServerError(
-                    f"no answer from the parameter server at {self.address} within {timeout_s:g} s: "
-                    + ("it is connected but busy or stopped" if self._is_up else "no connection could be made")
-                )
-            self._step(deadline - now)
-
     def receive(self, timeout_s: float = 0.0) -> Message | None:
-        """Return the next message, or None after `timeout_s`; raises as `connect` if the server lets this one go."""
+        """Return the next message, or None after `timeout_s`; connects meanwhile.
+
+        Raises KeyRefusedError, VersionMismatchError or, when the two do not agree about encryption or the other end is
+        no parameter server, ParameterServerError.
+        """
         now = time.monotonic()
         deadline = now + timeout_s
         while True:

@@ -51,7 +51,6 @@ class ServerEndpoint(Endpoint):
 
     def __init__(self, options: EndpointOptions, *, host: str) -> None:
         super().__init__(options, zmq.ROUTER)
-        self.dropped = 0  # messages for a client that is away or does not read
         self._peers: dict[bytes, Peer] = {}
         self._half_open: dict[bytes, tuple[Session, str, float]] = {}
         try:
@@ -119,9 +118,7 @@ class ServerEndpoint(Endpoint):
         Without `copy`, large tensors must stay unchanged until the peer has answered.
         """
         known = self._peers.get(peer)
-        sent = known is not None and self._put([known.route, *self._signed(known.session, message, copy=copy)])
-        self.dropped += not sent
-        return sent
+        return known is not None and self._put([known.route, *self._signed(known.session, message, copy=copy)])
 
     def _taken(self, frames: list[zmq.Frame], now: float) -> tuple[bytes, Message] | None:
         route, head = frames[0].bytes, frames[1].buffer if len(frames) > 1 else memoryview(b"")

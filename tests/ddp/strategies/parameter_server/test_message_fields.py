@@ -51,7 +51,6 @@ def served(send: Any) -> Iterator[None]:
     def client(address: str) -> None:
         with ClientEndpoint(EndpointOptions(KEY), address, name="worker 0") as endpoint:
             try:
-                endpoint.connect(DEADLINE_S)
                 ask(endpoint, Message("join", {**JOIN, "digest": plan.digest}), "joined")
                 send(endpoint, plain_groups(optimizer))
             except BaseException as error:
@@ -74,8 +73,10 @@ JOIN = {"role": "worker", "replica": 0, "done": 0, "gathers": 0, "memory": None}
 
 
 def ask(endpoint: ClientEndpoint, message: Message, *kinds: str) -> Message:
-    assert endpoint.send(message, copy=True)
     deadline = time.monotonic() + DEADLINE_S
+    while not endpoint.send(message, copy=True):
+        assert endpoint.receive(0.05) is None  # it connects
+        assert time.monotonic() < deadline
     while time.monotonic() < deadline:
         answer = endpoint.receive(1.0)
         if answer is not None and answer.kind in kinds:
