@@ -63,8 +63,7 @@ class Storage:
         self._shared = SharedRegion(group, model, self._forms, stall_timeout_s)
         self._shared.compare(model, optimizer, {"max_grad_norm": max_grad_norm})
         self._partition = partition(
-            [form.shape for form in self._forms],
-            [form.dtype for form in self._forms],
+            self._parameters,
             servers=self._size,
             chunk_bytes=_CHUNK_BYTES,
             splits=self._by_element,

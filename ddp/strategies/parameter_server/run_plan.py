@@ -120,12 +120,11 @@ def make_plan(
     sparse = sparse_names(model)
     alone = {number for number, name in enumerate(names) if name in sparse}
     cut = partition(
-        [tuple(parameter.shape) for parameter in parameters],
-        [parameter.dtype for parameter in parameters],
+        parameters,
         servers=servers,
         chunk_bytes=_chunk_bytes(options, parameters),
         splits=splits,
-        alone=sorted(alone),
+        alone=alone,
     )
     return RunPlan(
         options=options,

@@ -110,15 +110,14 @@ class Partition:
 
 
 def partition(
-    shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[torch.dtype],
+    parameters: Sequence[torch.Tensor],
     *,
     servers: int,
     chunk_bytes: int = 4 << 20,
     splits: bool = True,
     alone: Collection[int] = (),
 ) -> Partition:
-    """Cut parameters of these shapes and dtypes into chunks over `servers`, about as many bytes on each.
+    """Cut parameters into chunks over `servers`, about as many bytes on each.
 
     A chunk has one dtype and at most `chunk_bytes`, unless a single row has more. With `splits`, parameters are cut
     between any two rows, and no server has more than the mean and one chunk. Without, each lies in one piece, and the
@@ -130,12 +129,9 @@ def partition(
     """
     if servers < 1 or chunk_bytes < 1:
         raise ArgumentError(f"servers={servers}, chunk_bytes={chunk_bytes}: both must be at least 1")
-    if len(shapes) != len(dtypes):
-        raise ArgumentError(f"{len(shapes)} shapes, but {len(dtypes)} dtypes")
-    kinds = {dtype: place for place, dtype in enumerate(dict.fromkeys(dtypes))}
-    order = sorted(range(len(shapes)), key=lambda number: kinds[dtypes[number]])
-    lonely = frozenset(alone)
-    sources = [_source(number, shapes[number], dtypes[number], is_alone=number in lonely) for number in order]
+    kinds = {dtype: place for place, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
+    order = sorted(range(len(parameters)), key=lambda number: kinds[parameters[number].dtype])
+    sources = [_source(number, parameters[number], is_alone=number in alone) for number in order]
     if splits:
         stripes = _stripes(sources, servers=servers, chunk_bytes=chunk_bytes)
         homes = _homes([sum(map(_nbytes, stripe)) for stripe in stripes], servers)
@@ -161,11 +157,10 @@ class _Source(NamedTuple):
     row_bytes: int
 
 
-def _source(number: int, shape: Sequence[int], dtype: torch.dtype, *, is_alone: bool) -> _Source:
+def _source(number: int, parameter: torch.Tensor, *, is_alone: bool) -> _Source:
+    shape, dtype = tuple(parameter.shape), parameter.dtype
     row_numel = math.prod(shape[1:])
-    return _Source(
-        number, tuple(shape), dtype, is_alone, shape[0] if shape else 1, row_numel, row_numel * dtype.itemsize
-    )
+    return _Source(number, shape, dtype, is_alone, shape[0] if shape else 1, row_numel, row_numel * dtype.itemsize)
 
 
 _Cut = tuple[_Source, int, int]  # rows begin to end of a parameter

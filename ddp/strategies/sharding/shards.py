@@ -61,7 +61,7 @@ class Shards:
         Of a chunk, None stands for all rows, else there is an entry for each piece: None for all of its rows, or their
         numbers (n,), ascending.
 
-        Raises what the optimizer's own step raises; ArgumentError for a chunk that is not here.
+        Raises what the optimizer's own step raises; ArgumentError for another number of param groups.
         """
         if groups is not None:
             if len(groups) != len(self._groups):
@@ -72,8 +72,6 @@ class Shards:
             self._groups = [dict(group) for group in groups]
         changed = {}
         for index, gradient in gradients.items():
-            if index not in self._chunks:
-                raise ArgumentError(f"chunk {index} is not here: these are {sorted(self._chunks)}")
             self._chunks[index].use(self._groups)
             changed[index] = self._chunks[index].step(gradient)
         return changed

@@ -115,8 +115,7 @@ class Servers:
     def __init__(self, optimizer: Any, parameters: Sequence[torch.Tensor], servers: int, chunk_bytes: int) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.partition: Partition = partition(
-            [p.shape for p in parameters],
-            [p.dtype for p in parameters],
+            parameters,
             servers=servers,
             chunk_bytes=chunk_bytes,
             splits=splits_by_element(optimizer),
@@ -315,8 +314,7 @@ def test_several_workers_rows_of_one_piece_are_added_up() -> None:
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
 def test_the_average_of_dense_absent_and_sparse_gradients(dtype: torch.dtype) -> None:
     """For every kind that three replicas may have of one parameter: none, dense, or rows."""
-    shapes = [(6, 2)] * 27
-    (chunk,) = partition(shapes, [dtype] * 27, servers=1).chunks
+    (chunk,) = partition([torch.empty(6, 2, dtype=dtype)] * 27, servers=1).chunks
     torch.manual_seed(3)
     wide = F64 if dtype == F64 else torch.float32
     every: list[list[torch.Tensor | None]] = [[], [], []]
@@ -375,7 +373,7 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
     whole = [torch.nn.Parameter(tensor.clone()) for tensor in made]
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in made]
     optimizer, theirs = O.AdamW(whole, capturable=False), O.AdamW(parameters)
-    cut = partition(shapes, dtypes, servers=1)
+    cut = partition(parameters, servers=1)
     shards = Shards(theirs, cut.chunks, own_memory(cut.chunks))
     for _ in range(3):
         gradients = [torch.randn_like(p) for p in whole]
@@ -407,7 +405,7 @@ def test_what_no_server_can_step_is_an_error() -> None:
     assert not splits_by_element(type("Mine", (O.Adam,), {})(parameters)), "who knows what it does"
     locked = Trust(parameters)
     locked.all = open("/dev/null")  # type: ignore[assignment]  # noqa: SIM115
-    chunks = partition([(2,)], [torch.float32], servers=1, splits=False).chunks
+    chunks = partition(parameters, servers=1, splits=False).chunks
     with locked.all, pytest.raises(UnsupportedError, match="cannot be copied"):  # type: ignore[attr-defined]
         Shards(locked, chunks, own_memory(chunks))
 
@@ -420,11 +418,9 @@ def test_states_and_groups_of_another_model_are_errors() -> None:
     with pytest.raises(ArgumentError, match="other chunks"):
         shards.load_state(there.shards[1].state())
     with pytest.raises(ArgumentError, match="9 parameters, and the optimizer has 1"):
-        split_state(partition([(3,)], [F64], servers=1), state)
+        split_state(partition([torch.empty(3)], servers=1), state)
     swapped = {**state, "state": {**state["state"], 4: state["state"][8]}}
     with pytest.raises(ArgumentError, match=r"parameter 4 has 'exp_avg' of shape \(6, 6\)"):
         split_state(there.partition, swapped)
     with pytest.raises(ArgumentError, match="param groups now"):
         shards.step({}, groups=hyperparameters(optimizer.param_groups)[:1])
-    with pytest.raises(ArgumentError, match="chunk 999 is not here"):
-        shards.step({999: torch.ones(1)})
