@@ -127,21 +127,21 @@ def loose_modes_reach_the_loss(modes: Sequence[dict[str, Any]], factor: float) -
 def short_numbers_reach_the_loss(factor: float) -> None:
     """Half and quarter of the bytes; the loss is that of the oracle within a factor."""
     sent: dict[str | None, float] = {}
-    for wire in (None, "fp16", "bf16", "int8"):
-        options = {"compression": wire, "shared_memory": False}
+    for compression in (None, "fp16", "bf16", "int8"):
+        options = {"compression": compression, "shared_memory": False}
         setting = Setting("mlp", "adamw", epochs=4, dtype=torch.float32, options=options)
 
-        def body(setting: Setting = setting, wire: str | None = wire) -> None:
+        def body(setting: Setting = setting, compression: str | None = compression) -> None:
             strategy = start(setting)
             model, _, _ = train(strategy, setting)
             expected, _, _ = oracle(setting, strategy.replicas)
             loss, its_loss = whole_loss(model), whole_loss(expected)
-            assert 1 / factor < loss / its_loss < factor, (wire, loss, its_loss)
-            if wire is None:
+            assert 1 / factor < loss / its_loss < factor, (compression, loss, its_loss)
+            if compression is None:
                 assert_close = torch.testing.assert_close
                 assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=1e-3, atol=1e-4)
             if not strategy.is_main:  # replica 0 has sent its values as well
-                sent[wire] = strategy.statistics()["worker"]["bytes_out"]
+                sent[compression] = strategy.statistics()["worker"]["bytes_out"]
             strategy.close()
 
         in_roles(2, 1, body)
@@ -239,7 +239,7 @@ def nobody_waits_for_a_backup_worker(folder: str) -> None:
 
 
 def strangers_are_refused() -> None:
-    """A worker with another key, version or model is told so, and may come again when that is mended."""
+    """A worker with another key, version or model is refused, and may come again when that is mended."""
 
     def body() -> None:
         setting = Setting("mlp", "sgd", epochs=1)

@@ -67,10 +67,10 @@ def flatten_gradients(
     if len(rows) == 1:
         return flat.copy_(rows[0].reshape(-1))
     # Measured for 1000 small pieces: half the time of copying each to its place.
-    parts = [each.reshape(-1) for each in rows]
-    if all(part.device == flat.device for part in parts):
-        return torch.cat(parts, out=flat)
-    return flat.copy_(torch.cat(parts))  # one transfer
+    rows = [each.reshape(-1) for each in rows]
+    if all(each.device == flat.device for each in rows):
+        return torch.cat(rows, out=flat)
+    return flat.copy_(torch.cat(rows))  # one transfer
 
 
 def _rows_of(gradient: torch.Tensor, piece: Piece) -> Rows:
@@ -88,32 +88,32 @@ def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> G
     """
     if len(gradients) == 1:
         return gradients[0]
-    parts = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
-    flats = [part.flat for part in parts if part.flat is not None and not part.absent and not part.sparse]
-    if len(flats) == len(parts):
+    given = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
+    flats = [each.flat for each in given if each.flat is not None and not each.absent and not each.sparse]
+    if len(flats) == len(given):
         if out.dtype == chunk.dtype:
             torch.add(flats[0], flats[1], out=out)
         else:
             out.copy_(flats[0]).add_(flats[1])
         for flat in flats[2:]:
             out.add_(flat)
-        return out.div_(len(parts))
+        return out.div_(len(given))
     absent, sparse = set(), {}
     for position, piece in enumerate(chunk.pieces):
-        present = [part for part in parts if position not in part.absent]
-        rows = [part.sparse[position] for part in present if position in part.sparse]
+        present = [each for each in given if position not in each.absent]
+        rows = [each.sparse[position] for each in present if position in each.sparse]
         if not present:
             absent.add(position)
         elif len(rows) == len(present):
-            sparse[position] = _mean_rows(rows, len(parts), out.dtype)
+            sparse[position] = _mean_rows(rows, len(given), out.dtype)
         else:
             total = piece.in_flat(out).zero_()
-            for each in rows:
-                total.index_add_(0, each.numbers, each.values.to(total.dtype))
-            for part in present:
-                if part.flat is not None and position not in part.sparse:
-                    total.add_(piece.in_flat(part.flat))
-            total.div_(len(parts))
+            for numbers, values in rows:
+                total.index_add_(0, numbers, values.to(total.dtype))
+            for each in present:
+                if each.flat is not None and position not in each.sparse:
+                    total.add_(piece.in_flat(each.flat))
+            total.div_(len(given))
     return ChunkGradient(out, frozenset(absent), sparse)
 
 

@@ -51,14 +51,14 @@ def whole_state(
     (or of `like`), which torch's fused kernels need. Where the pieces of a parameter were stepped differently often,
     numbers are those of the one with most steps, and pieces that were never stepped have zeros.
     """
-    parts: dict[int, list[tuple[Piece, State]]] = {}
+    of_parameter: dict[int, list[tuple[Piece, State]]] = {}
     for chunk in partition.chunks:
         for piece, state in zip(chunk.pieces, states[chunk.index], strict=True):
-            parts.setdefault(piece.parameter, []).append((piece, state))
+            of_parameter.setdefault(piece.parameter, []).append((piece, state))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = {}
     for number, parameter in enumerate(parameters if like is None else like):
-        state = _whole(sorted(parts[number], key=lambda part: part[0].begin))
+        state = _whole(sorted(of_parameter[number], key=lambda pair: pair[0].begin))
         if state:
             whole[number] = {name: _strided(value, parameter) for name, value in state.items()}
     groups, count = [], 0
@@ -76,19 +76,19 @@ def _strided(value: Any, parameter: torch.Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def _whole(parts: Sequence[tuple[Piece, State]]) -> State:
+def _whole(pairs: Sequence[tuple[Piece, State]]) -> State:
     """The state of a parameter, of those of its pieces in order."""
-    newest = parts[0][1]
-    if len(parts) > 1:
-        newest = max((state for _, state in parts), key=lambda state: float(state.get("step", bool(state))))
+    newest = pairs[0][1]
+    if len(pairs) > 1:
+        newest = max((state for _, state in pairs), key=lambda state: float(state.get("step", bool(state))))
     whole = {}
     for name, value in newest.items():
         if not isinstance(value, torch.Tensor):
             whole[name] = copy.deepcopy(value)
-        elif len(parts) == 1 or name in SCALARS:
+        elif len(pairs) == 1 or name in SCALARS:
             whole[name] = value.detach().clone()
         else:
-            pieces = [state[name] if name in state else torch.zeros(piece.shape) for piece, state in parts]
+            pieces = [state[name] if name in state else torch.zeros(piece.shape) for piece, state in pairs]
             if any(each.is_sparse for each in pieces):
                 pieces = [each if each.is_sparse else each.to_sparse(1) for each in pieces]
             whole[name] = torch.cat([each.to(value.dtype) for each in pieces])

@@ -52,7 +52,7 @@ def test_modes_that_do_not_wait_for_all_reach_the_same_loss_within_a_fourth(nurs
     nursery.run(4, f"{CASES}:loose_modes_reach_the_loss", modes=modes, factor=1.25)
 
 
-def test_short_numbers_on_the_wire_reach_the_same_loss_within_a_tenth(nursery: Nursery) -> None:
+def test_short_numbers_between_hosts_reach_the_same_loss_within_a_tenth(nursery: Nursery) -> None:
     nursery.run(3, f"{CASES}:short_numbers_reach_the_loss", factor=1.1)
 
 

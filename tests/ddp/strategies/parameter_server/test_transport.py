@@ -1,4 +1,4 @@
-"""The parameter server's wire between real sockets: what it carries, whom it refuses, and what it survives."""
+"""The parameter server's transport between real sockets: what it carries, whom it refuses, and what it survives."""
 
 import contextlib
 import os
@@ -279,7 +279,7 @@ def test_encryption_on_one_side_only_is_said_so(theirs: bool) -> None:
             assert echoed(good, 1).kind == "echo"
 
 
-def test_another_version_is_told_both_versions() -> None:
+def test_another_version_is_refused_with_both_versions() -> None:
     said = r"runs dtrain 1\.2\.3 and worker 2 runs 1\.2\.4: install"
     with Echo(version="1.2.3") as echo:
         with (
@@ -616,7 +616,7 @@ def test_every_byte_of_an_authenticated_packet_counts() -> None:
             bent[index] = part[:at] + bytes([part[at] ^ 0x10]) + part[at + 1 :]
             with contextlib.suppress(RefusedError):
                 opened(bent[0], bent[1:])
-                # Only the wire version is left to the endpoint, which refuses it; the tags cover it too.
+                # Only the version of the protocol is left to the endpoint, which refuses it; the tags cover it too.
                 pytest.fail(f"byte {at} of frame {index} may be changed")
     for wrong in (bodies[::-1], bodies[:1], [*bodies, b""], []):
         with pytest.raises(RefusedError):
