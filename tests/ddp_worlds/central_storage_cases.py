@@ -340,6 +340,8 @@ def the_users_optimizer_steps_no_more() -> None:
         users.step()
     with pytest.raises(ddp.errors.ArgumentError, match="before"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
     with pytest.raises(ddp.errors.UnsupportedError):
         CentralStorage().prepare(model, torch.optim.LBFGS(model.parameters()))
     x, y = batch(0)

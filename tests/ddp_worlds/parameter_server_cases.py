@@ -309,6 +309,12 @@ def changes_after_prepare_are_refused() -> None:
             assert "after prepare()" in str(refused.value)
             undo()
         optimizer.step()  # nothing was sent before
+        hooked: list[object] = []
+        optimizer.register_state_dict_pre_hook(hooked.append)
+        state = optimizer.state_dict()
+        assert len(hooked) == 1
+        with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+            optimizer.load_state_dict({**state, "param_groups": []})
         strategy.close()
 
     in_roles(1, 1, body)

@@ -133,8 +133,7 @@ class SharedRegion:
         self._stall_report = StallReport(self._control, timeout_s=stall_timeout_s)
         self._stall_report.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
-        self._collect = buffer_collector(model, frozenset())
-        self._buffers = BufferSync(self._group, self._collect, self._stall_report.wait)
+        self._buffers = BufferSync(self._group, buffer_collector(model, frozenset()), self._stall_report.wait)
 
     def barrier(self, what: str, *, step: int = 0) -> None:
         """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
@@ -208,7 +207,7 @@ class SharedRegion:
                 broadcast_tensors(self._group, tensors)
 
     def broadcast_buffers(self) -> None:
-        if self._buffers is not None and self._collect():
+        if self._buffers is not None:
             self._buffers.run()
 
     def close(self) -> None:
