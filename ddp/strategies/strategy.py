@@ -46,7 +46,7 @@ __all__ = ["Strategy", "strategy"]
 _CLASSES = {  # imported when they are asked for: not everybody has what a parameter server needs
     "all_reduce": "ddp.strategies.all_reduce:AllReduce",
     "parameter_server": "ddp.strategies.parameter_server.strategy:ParameterServer",
-    "central_storage": "ddp.strategies.central_storage.strategy:CentralStorageStrategy",
+    "central_storage": "ddp.strategies.central_storage.strategy:CentralStorage",
     "local_sgd": "ddp.strategies.local_sgd.strategy:LocalSteps",
 }
 _VARIABLE = "DTRAIN_STRATEGY"

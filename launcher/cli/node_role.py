@@ -72,7 +72,6 @@ def find_node_role(options: Options, *, nproc: int | str | None, has_source: boo
 
 
 def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
-
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"
     if node_rank is None and not any_rank:

@@ -163,7 +163,9 @@ def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
 
 def prepared(name: str = "mlp", maker: str = "sgd", **options: Any) -> tuple[nn.Module, CentralOptimizer]:
     model = build(name)
-    return CentralStorage(**options).prepare(model, MAKERS[maker](model.parameters()))
+    model, optimizer = CentralStorage(**options).prepare(model, MAKERS[maker](model.parameters()))
+    assert isinstance(optimizer, CentralOptimizer)
+    return model, optimizer
 
 
 def step_of(model: nn.Module, optimizer: Any, step: int = 0) -> None:
@@ -338,6 +340,8 @@ def the_users_optimizer_steps_no_more() -> None:
         users.step()
     with pytest.raises(ddp.errors.ArgumentError, match="before"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
     with pytest.raises(ddp.errors.UnsupportedError):
         CentralStorage().prepare(model, torch.optim.LBFGS(model.parameters()))
     x, y = batch(0)

@@ -34,8 +34,8 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
-from ddp.strategies.parameter_server import endpoint
 from ddp.strategies.parameter_server.strategy import ParameterServer
+from ddp.strategies.parameter_server.transport import endpoint
 
 T = TypeVar("T")
 KEY = "5a" * 32
@@ -48,8 +48,8 @@ def in_roles(workers: int, servers: int, body: Callable[[], T], *, evaluator: bo
     """
     rank = dist.get_rank()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    told = [None if store is None else store.port]
-    dist.broadcast_object_list(told)
+    port = [None if store is None else store.port]
+    dist.broadcast_object_list(port)
     roles = {"default": workers, "ps": servers, "evaluator": int(evaluator)}
     places = [(name, number) for name, count in roles.items() for number in range(count)]
     result = None
@@ -64,7 +64,7 @@ def in_roles(workers: int, servers: int, body: Callable[[], T], *, evaluator: bo
                 "DTRAIN_ROLES": ",".join(f"{role}:{count}" for role, count in roles.items() if count),
                 "DTRAIN_RUN_KEY": key,
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": told[0],
+                "MASTER_PORT": port[0],
             }
             for variable, value in said.items():
                 patch.setenv(variable, str(value))
@@ -127,21 +127,21 @@ def loose_modes_reach_the_loss(modes: Sequence[dict[str, Any]], factor: float) -
 def short_numbers_reach_the_loss(factor: float) -> None:
     """Half and quarter of the bytes; the loss is that of the oracle within a factor."""
     sent: dict[str | None, float] = {}
-    for wire in (None, "fp16", "bf16", "int8"):
-        options = {"compression": wire, "shared_memory": False}
+    for compression in (None, "fp16", "bf16", "int8"):
+        options = {"compression": compression, "shared_memory": False}
         setting = Setting("mlp", "adamw", epochs=4, dtype=torch.float32, options=options)
 
-        def body(setting: Setting = setting, wire: str | None = wire) -> None:
+        def body(setting: Setting = setting, compression: str | None = compression) -> None:
             strategy = start(setting)
             model, _, _ = train(strategy, setting)
             expected, _, _ = oracle(setting, strategy.replicas)
             loss, its_loss = whole_loss(model), whole_loss(expected)
-            assert 1 / factor < loss / its_loss < factor, (wire, loss, its_loss)
-            if wire is None:
+            assert 1 / factor < loss / its_loss < factor, (compression, loss, its_loss)
+            if compression is None:
                 assert_close = torch.testing.assert_close
                 assert_close(dict(model.state_dict()), dict(expected.state_dict()), rtol=1e-3, atol=1e-4)
             if not strategy.is_main:  # replica 0 has sent its values as well
-                sent[wire] = strategy.statistics()["worker"]["bytes_out"]
+                sent[compression] = strategy.statistics()["worker"]["bytes_out"]
             strategy.close()
 
         in_roles(2, 1, body)
@@ -239,7 +239,7 @@ def nobody_waits_for_a_backup_worker(folder: str) -> None:
 
 
 def another_key_version_or_model_is_refused() -> None:
-    """A worker with another key, version or model is told so, and may come again when that is mended."""
+    """A worker with another key, version or model is refused, and may come again when that is mended."""
 
     def body() -> None:
         setting = Setting("mlp", "sgd", epochs=1)
@@ -309,6 +309,12 @@ def changes_after_prepare_are_refused() -> None:
             assert "after prepare()" in str(refused.value)
             undo()
         optimizer.step()  # nothing was sent before
+        hooked: list[object] = []
+        optimizer.register_state_dict_pre_hook(hooked.append)
+        state = optimizer.state_dict()
+        assert len(hooked) == 1
+        with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+            optimizer.load_state_dict({**state, "param_groups": []})
         strategy.close()
 
     in_roles(1, 1, body)
@@ -356,11 +362,11 @@ def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
         return len(set(steps)), {name: value.clone() for name, value in model.state_dict().items()}
 
     seen = in_roles(2, 1, body, evaluator=True)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, seen)
-    assert told[3][0] > 2, "more than the beginning and the end"
+    ends: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, seen)
+    assert ends[3][0] > 2, "more than the beginning and the end"
     for replica in (0, 1):
-        assert_same(told[3][1], told[replica][1], f"worker {replica}")
+        assert_same(ends[3][1], ends[replica][1], f"worker {replica}")
 
 
 def no_size_is_too_large_for_a_message() -> None:

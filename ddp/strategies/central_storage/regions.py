@@ -22,15 +22,11 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.data_parallel.arguments import control_group
 from ddp.errors import ArgumentError, CollectiveError
 from ddp.monitoring.stall_report import StallReport
-from ddp.strategies.sharding.optimizer_state import NOT_HYPER
-from ddp.strategies.sharding.partition import Chunk, Partition, Piece
-from ddp.strategies.sharding.shards import Rows
+from ddp.strategies.sharding.chunk_gradient import Rows
+from ddp.strategies.sharding.optimizer_state import hyperparameters
+from ddp.strategies.sharding.partition import Chunk, Partition, Piece, aligned, view_of
 
-__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "aligned", "digest", "make_plan", "view_of"]
-
-_ALIGN_BYTES = 64
-_TEXT_BYTES = 1000  # of what a rank says of its failure
-_PHASES = 3
+__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "digest", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -42,16 +38,13 @@ class Form:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class RegionPlan:
     """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
 
-    A rank's region has its gradients first, then the row numbers of sparse ones, then header and texts for the others.
+    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others. That of
+    rank 0 has the values behind all this.
     """
 
     chunks: Mapping[int, int]
@@ -59,47 +52,31 @@ class RegionPlan:
     values_bytes: int
     rows: Mapping[int, int]
     header: int
-    texts: int
-    region_bytes: int
+    region_bytes: int  # without the values
 
 
-def make_plan(parts: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
+def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> RegionPlan:
     chunks: dict[int, int] = {}
     parameters = [0] * len(forms)
     end = 0
-    for chunk in parts.chunks:
+    for chunk in cut.chunks:
         # The rows of a parameter go on where the last chunk ended, so that it is one tensor.
         chunks[chunk.index] = end = end if chunk.pieces[0].begin else aligned(end)
         for piece in chunk.pieces:
             if not piece.begin:
                 parameters[piece.parameter] = end + piece.offset * chunk.dtype.itemsize
         end += chunk.nbytes
-    values_bytes = end = max(aligned(end), _ALIGN_BYTES)
+    values_bytes = end = aligned(max(end, 1))
     rows: dict[int, int] = {}
     for number in sparse:
         rows[number] = end
         end = aligned(end + 8 * forms[number].shape[0])
-    texts = end + 8 * (RankRegion.HEADER + len(forms))
-    return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, texts, texts + _PHASES * _TEXT_BYTES)
-
-
-def aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor at an offset of `memory` (bytes,), with a storage of its own: who saves it saves no more."""
-    size = torch.Size(shape)
-    if not size.numel():
-        return torch.empty(size, dtype=dtype)
-    tensor = torch.empty(0, dtype=dtype)
-    storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
-    tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
-    return tensor
+    region_bytes = aligned(end + 8 * (RankRegion.HEADER + len(forms)))
+    return RegionPlan(chunks, tuple(parameters), values_bytes, rows, end, region_bytes)
 
 
 class RankRegion:
-    """One rank's part of shared memory: it writes there what the others need in a step."""
+    """One rank's region of shared memory: it writes there what the others need in a step."""
 
     HEADER = 8
     FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes one number for each phase
@@ -140,21 +117,6 @@ class RankRegion:
     def _numbers(self, number: int, count: int) -> torch.Tensor:
         return view_of(self.memory, self._plan.rows[number], (count,), torch.int64)
 
-    def fail(self, phase: int, step: int, text: str) -> None:
-        data = text.encode(errors="replace")[: _TEXT_BYTES - 1]
-        place = self._text(phase)
-        place.zero_()
-        place[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        self.header[self.FAILED + phase] = step
-
-    def failure(self, phase: int, step: int) -> str | None:
-        if int(self.header[self.FAILED + phase]) != step:
-            return None
-        return bytes(self._text(phase).tolist()).rstrip(b"\0").decode(errors="replace")
-
-    def _text(self, phase: int) -> torch.Tensor:
-        return view_of(self.memory, self._plan.texts + phase * _TEXT_BYTES, (_TEXT_BYTES,), torch.uint8)
-
 
 class SharedRegion:
     """The memory that the ranks share: its segments, and barriers between those who write and read."""
@@ -171,8 +133,7 @@ class SharedRegion:
         self._stall_report = StallReport(self._control, timeout_s=stall_timeout_s)
         self._stall_report.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
-        self._collect = buffer_collector(model, frozenset())
-        self._buffers = BufferSync(self._group, self._collect, self._stall_report.wait)
+        self._buffers = BufferSync(self._group, buffer_collector(model, frozenset()), self._stall_report.wait)
 
     def barrier(self, what: str, *, step: int = 0) -> None:
         """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
@@ -204,29 +165,21 @@ class SharedRegion:
                 torch.device("cpu"),
             )
 
-    def open(self, plan: RegionPlan) -> tuple[torch.Tensor, list[RankRegion]]:
-        """Make the segments and find those of the others: the values, and every rank's region."""
+    def open(self, plan: RegionPlan) -> list[RankRegion]:
+        """Make the own region and find those of the others."""
         if self._group is None:
-            values = torch.zeros(plan.values_bytes, dtype=torch.uint8)
-            return values, [RankRegion(torch.zeros(plan.region_bytes, dtype=torch.uint8), plan, self._forms)]
+            memory = torch.zeros(plan.region_bytes + plan.values_bytes, dtype=torch.uint8)
+            return [RankRegion(memory, plan, self._forms)]
         rank = self._group.rank()
-        own = [SharedSegment(plan.region_bytes), *([SharedSegment(plan.values_bytes)] if rank == 0 else [])]
-        gathered = self.gather(([segment.ticket for segment in own], platform.node()), "places of shared memory")
-        memories = [own if other == rank else self._open_all(tickets) for other, (tickets, _) in enumerate(gathered)]
+        own = SharedSegment(plan.region_bytes + (plan.values_bytes if rank == 0 else 0))
+        gathered = self.gather((own.ticket, platform.node()), "places of shared memory")
+        found = [own if other == rank else SharedSegment.open(ticket) for other, (ticket, _) in enumerate(gathered)]
         self._check_same_host(
-            [host for _, host in gathered], [other for other, found in enumerate(memories) if not found]
+            [host for _, host in gathered], [other for other, segment in enumerate(found) if segment is None]
         )
-        regions = [RankRegion(found[0].tensor, plan, self._forms) for found in memories]
-        values = memories[0][1].tensor
-        for segment in own:
-            segment.close()  # to newcomers; the memory stays
-        return values, regions
-
-    def _open_all(self, tickets: Sequence[Mapping[str, Any]]) -> list[SharedSegment]:
-        """The segments of another rank, or none if one of them cannot be had here."""
-        opened = [SharedSegment.open(ticket) for ticket in tickets]
-        found = [segment for segment in opened if segment is not None]
-        return found if len(found) == len(tickets) else []
+        regions = [RankRegion(segment.tensor, plan, self._forms) for segment in found if segment is not None]
+        own.close()  # to newcomers; the memory stays
+        return regions
 
     def _check_same_host(self, hosts: Sequence[str], hidden: Sequence[int]) -> None:
         for rank, unseen in enumerate(self.gather(list(hidden), "who can open it")):
@@ -254,7 +207,7 @@ class SharedRegion:
                 broadcast_tensors(self._group, tensors)
 
     def broadcast_buffers(self) -> None:
-        if self._buffers is not None and self._collect():
+        if self._buffers is not None:
             self._buffers.run()
 
     def close(self) -> None:
@@ -267,7 +220,7 @@ class SharedRegion:
 def digest(groups: Sequence[Mapping[str, Any]]) -> int:
     """63 bits of the hyperparameters."""
     gathered = [
-        [(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in group.items() if k not in NOT_HYPER]
-        for group in groups
+        [(name, value.tolist() if isinstance(value, torch.Tensor) else value) for name, value in group.items()]
+        for group in hyperparameters(groups)
     ]
     return int.from_bytes(hashlib.blake2b(repr(gathered).encode(), digest_size=8).digest(), "big") >> 1

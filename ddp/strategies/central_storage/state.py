@@ -1,4 +1,4 @@
-"""The optimizer state of central storage: each rank keeps that of its part where all ranks can read it.
+"""The optimizer state of central storage: each rank keeps that of its chunks where all ranks can read it.
 
 So one rank can save the whole state by itself, as scripts for all-reduce do. Called by `step`.
 """
@@ -13,8 +13,7 @@ import torch
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import UnsupportedError
-from ddp.strategies.central_storage.regions import aligned, view_of
-from ddp.strategies.sharding.partition import Chunk
+from ddp.strategies.sharding.partition import Chunk, aligned, view_of
 from ddp.strategies.sharding.shards import Shards
 
 __all__ = ["Published", "StateEntry"]

@@ -1,9 +1,8 @@
-"""One rank's part in central storage: its step, its state. Made by `CentralStorage.prepare`."""
+"""What one rank does in central storage: its step, its state. Made by `CentralStorage.prepare`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,22 +23,13 @@ from ddp.strategies.central_storage.regions import (
     SharedRegion,
     digest,
     make_plan,
-    view_of,
 )
 from ddp.strategies.central_storage.state import Published, StateEntry
-from ddp.strategies.sharding.optimizer_state import NOT_HYPER
-from ddp.strategies.sharding.partition import Chunk, Piece, partition
-from ddp.strategies.sharding.shards import (
-    ChunkGradient,
-    Gradient,
-    Rows,
-    Shards,
-    hyperparameters,
-    split_state,
-    splits_by_element,
-    states_of_pieces,
-    whole_state,
-)
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows, average
+from ddp.strategies.sharding.chunk_optimizer import splits_by_element
+from ddp.strategies.sharding.optimizer_state import State, hyperparameters, split_state, states_of_pieces, whole_state
+from ddp.strategies.sharding.partition import Chunk, partition, view_of
+from ddp.strategies.sharding.shards import Shards
 from ddp.torch_internals import foreach_copy
 
 __all__ = ["Storage"]
@@ -51,7 +41,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Storage:
-    """The shared memory of one model, and this rank's part in stepping it."""
+    """The shared memory of one model, and the chunks of it that this rank steps."""
 
     def __init__(
         self,
@@ -73,28 +63,25 @@ class Storage:
         self._shared = SharedRegion(group, model, self._forms, stall_timeout_s)
         self._shared.compare(model, optimizer, {"max_grad_norm": max_grad_norm})
         self._partition = partition(
-            [form.shape for form in self._forms],
-            [form.dtype for form in self._forms],
+            self._parameters,
             servers=self._size,
             chunk_bytes=_CHUNK_BYTES,
             splits=self._by_element,
         )
         self._with_rows = self._sparse(model, optimizer)
         plan = make_plan(self._partition, self._forms, self._with_rows)
-        self._values, self._regions = self._shared.open(plan)
+        self._regions = self._shared.open(plan)
         self._mine = self._regions[self._rank]
         # How the user's parameters lay in memory: saved states lie so too.
         self._like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
         self._take_places(plan)
-        self._shards = Shards(
-            optimizer,
-            self._parameters,
-            self._partition.of(self._rank),
-            lambda chunk: view_of(self._values, plan.chunks[chunk.index], (chunk.numel,), chunk.dtype),
-        )
+        chunks = self._partition.of(self._rank)
+        values = {
+            chunk.index: self._value(plan, plan.chunks[chunk.index], (chunk.numel,), chunk.dtype) for chunk in chunks
+        }
+        self._shards = Shards(optimizer, chunks, values)
         optimizer.state.clear()
-        self._groups = hyperparameters(optimizer)
-        self._chunks = {chunk.index: chunk for chunk in self._partition.of(self._rank)}
+        self._chunks = {chunk.index: chunk for chunk in chunks}
         self._flats = {i: [region.flat(chunk) for region in self._regions] for i, chunk in self._chunks.items()}
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
         self._kinds: list[list[int]] = []  # of every rank's gradients in this step
@@ -117,12 +104,15 @@ class Storage:
             if form.shape and (takes_only_sparse or form.name in names)
         ]
 
+    def _value(self, plan: RegionPlan, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The view of some of the values."""
+        return view_of(self._regions[0].memory, plan.region_bytes + at, shape, dtype)
+
     @torch.no_grad()
     def _take_places(self, plan: RegionPlan) -> None:
         """Let the parameters lie in shared memory, with rank 0's values, and their gradients too."""
         self._places = [
-            view_of(self._values, at, form.shape, form.dtype)
-            for at, form in zip(plan.parameters, self._forms, strict=True)
+            self._value(plan, at, form.shape, form.dtype) for at, form in zip(plan.parameters, self._forms, strict=True)
         ]
         if self._rank == 0:
             foreach_copy(self._places, [parameter.detach() for parameter in self._parameters])
@@ -160,7 +150,7 @@ class Storage:
             self.grad_norm = sum(float(region.squares) for region in self._regions) ** 0.5
             scale = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))  # as torch's clip_grad_norm_
         with self._phase(_STEP, "parameters of the others"):
-            self._step_own(scale)
+            self._step_own(groups, scale)
             if self._size > 1 and self._published.update():
                 self._mine.header[RankRegion.MOVED] = self._step
         if any(int(region.header[RankRegion.MOVED]) == self._step for region in self._regions):
@@ -179,14 +169,15 @@ class Storage:
         try:
             yield
         except Exception as error:
-            self._mine.fail(phase, self._step, f"{type(error).__name__}: {error}")
+            self._mine.header[RankRegion.FAILED + phase] = self._step
             with contextlib.suppress(DdpError):  # the cause is this rank's own error
                 self._shared.barrier(what, step=self._step)
+                self._shared.gather(f"{type(error).__name__}: {error}", what)
             raise
         self._shared.barrier(what, step=self._step)
-        gathered = {rank: region.failure(phase, self._step) for rank, region in enumerate(self._regions)}
-        failures = {rank: text for rank, text in gathered.items() if text is not None}
-        if failures:
+        if any(int(region.header[RankRegion.FAILED + phase]) == self._step for region in self._regions):
+            gathered: list[str | None] = self._shared.gather(None, what)
+            failures = {rank: text for rank, text in enumerate(gathered) if text is not None}
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise PeerFailedError(f"another rank failed in step {self._step}: {texts}", failures=failures)
 
@@ -241,69 +232,43 @@ class Storage:
                     f"rank {rank} steps with other hyperparameters than rank 0 in step {self._step} (rank {self._rank} "
                     f"has lr {rates}): set them from what is equal on all ranks, such as strategy.reduce() of a loss"
                 )
-        self._groups = [{k: v for k, v in group.items() if k not in NOT_HYPER} for group in groups]
 
-    def _step_own(self, scale: float | None) -> None:
-        self._shards.step({}, groups=self._groups)
+    def _step_own(self, groups: Sequence[Mapping[str, Any]], scale: float | None) -> None:
+        self._shards.step({}, groups=hyperparameters(groups))
         for index, chunk in self._chunks.items():
             # One by one: a chunk is stepped while its average is in the cache.
-            gradient = self._average(chunk) if scale is None else _scaled(self._averages.pop(index), scale)
+            if scale is None:
+                gradient = self._average(chunk, self._scratch(chunk))
+            else:
+                gradient = _scaled(self._averages.pop(index), scale, self._scratch(chunk))
             self._shards.step({index: gradient})
 
     def _average_all(self) -> float:
-        """Average the own part and keep it; return the sum of its squares."""
-        self._averages = {index: self._average(chunk, keep=True) for index, chunk in self._chunks.items()}
+        """Average the own chunks and keep them; return the sum of their squares."""
+        self._averages = {
+            index: self._average(chunk, torch.empty(chunk.numel, dtype=_wide(chunk.dtype)))
+            for index, chunk in self._chunks.items()
+        }
         return sum(_squares(self._averages[index], chunk) for index, chunk in self._chunks.items())
 
-    def _average(self, chunk: Chunk, *, keep: bool = False) -> Gradient:
-        """The mean over the ranks of one chunk's gradients; unless `keep`, only until the next call."""
-        kinds = self._kinds
-        numbers = [piece.parameter for piece in chunk.pieces]
-        flats = self._flats[chunk.index]
-        is_plain = self._is_plain or all(each[number] == _DENSE for each in kinds for number in numbers)
-        if is_plain and self._size == 1 and not keep:
-            return flats[0]
-        total = self._scratch(chunk, keep=keep)
-        if is_plain:
-            in_one = self._size > 1 and total.dtype == chunk.dtype  # else it would be rounded before it is written
-            torch.add(flats[0], flats[1], out=total) if in_one else total.copy_(flats[0])
-            for flat in flats[1 + in_one :]:
-                total.add_(flat)
-            return total.div_(self._size)
-        absent, sparse = set(), {}
-        for position, piece in enumerate(chunk.pieces):
-            ranks = [rank for rank in range(self._size) if kinds[rank][piece.parameter] != _NONE]
-            if not ranks:
-                absent.add(position)
-            elif all(kinds[rank][piece.parameter] >= 0 for rank in ranks):
-                sparse[position] = self._mean_rows(piece, ranks)
-            else:
-                self._add_up(piece, ranks, flats, total[piece.offset : piece.stop])
-        return ChunkGradient(total.div_(self._size), frozenset(absent), sparse)
+    def _average(self, chunk: Chunk, out: torch.Tensor) -> Gradient:
+        """The mean over the ranks of one chunk's gradients, in `out` where it is needed."""
+        return average(chunk, [self._gradient(rank, chunk) for rank in range(self._size)], out)
 
-    def _add_up(self, piece: Piece, ranks: Sequence[int], flats: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-        """Write the sum over `ranks` of the gradients of a piece to `total` (numel,)."""
-        total.zero_()
-        for rank in ranks:
-            count = self._kinds[rank][piece.parameter]
-            if count == _DENSE:
-                total.add_(flats[rank][piece.offset : piece.stop])
-            else:
-                rows = self._regions[rank].rows(piece, count)
-                total.view(piece.shape).index_add_(0, rows.numbers, rows.values.to(total.dtype))
+    def _gradient(self, rank: int, chunk: Chunk) -> Gradient:
+        """What a rank has written of a chunk's gradients."""
+        flat, kinds = self._flats[chunk.index][rank], self._kinds[rank]
+        if self._is_plain:
+            return flat
+        of_pieces = [kinds[piece.parameter] for piece in chunk.pieces]
+        absent = frozenset(position for position, kind in enumerate(of_pieces) if kind == _NONE)
+        region = self._regions[rank]
+        sparse = {p: region.rows(chunk.pieces[p], kind) for p, kind in enumerate(of_pieces) if kind >= 0}
+        return ChunkGradient(flat, absent, sparse) if absent or sparse else flat
 
-    def _mean_rows(self, piece: Piece, ranks: Sequence[int]) -> Rows:
-        every = [self._regions[rank].rows(piece, self._kinds[rank][piece.parameter]) for rank in ranks]
-        numbers, places = torch.unique(torch.cat([rows.numbers for rows in every]), return_inverse=True)
-        values = torch.cat([rows.values for rows in every])
-        total = torch.zeros(len(numbers), *values.shape[1:], dtype=_wide(values.dtype))
-        return Rows(numbers, total.index_add_(0, places, values.to(total.dtype)).div_(self._size))
-
-    def _scratch(self, chunk: Chunk, *, keep: bool) -> torch.Tensor:
-        """Memory for an average, wide enough that it is rounded once."""
+    def _scratch(self, chunk: Chunk) -> torch.Tensor:
+        """Memory for an average until the next call, wide enough that it is rounded once."""
         dtype = _wide(chunk.dtype)
-        if keep:
-            return torch.empty(chunk.numel, dtype=dtype)
         held = self._scratches.get(dtype)
         if held is None or len(held) < chunk.numel:
             held = self._scratches[dtype] = torch.empty(chunk.numel, dtype=dtype)
@@ -312,35 +277,30 @@ class Storage:
     # State
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        states = [self._shards.state() if rank == self._rank else self._read(rank) for rank in range(self._size)]
+        states = self._shards.state()
+        for rank in range(self._size):
+            if rank != self._rank:
+                states.update(self._read(rank))
         return whole_state(self._partition, optimizer, states, like=self._like)
 
-    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-        if len(state["param_groups"]) != len(groups) or any(
-            len(mine["params"]) != len(theirs["params"])
-            for mine, theirs in zip(groups, state["param_groups"], strict=True)
-        ):
-            raise ArgumentError("the state has other param groups than the optimizer")
-        self._shards.load_state(split_state(self._partition, state)[self._rank])
-        for mine, theirs in zip(groups, state["param_groups"], strict=True):
-            mine.update({name: copy.deepcopy(value) for name, value in theirs.items() if name not in NOT_HYPER})
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        states = split_state(self._partition, state)
+        self._shards.load_state({index: states[index] for index in self._chunks})
         if self._size > 1:
             self._published.update()
             self._exchange()
 
-    def _read(self, rank: int) -> dict[str, Any]:
+    def _read(self, rank: int) -> dict[int, list[State]]:
         """The state of another rank, of what it has published; nobody writes there between two steps."""
-        memory, entries = self._others.get(rank, (self._values, []))
-        states: dict[tuple[int, int, int], dict[str, Any]] = {}
+        memory, entries = self._others.get(rank, (self._regions[rank].memory, []))
+        states: dict[tuple[int, int, int], State] = {}
         for entry in entries:
             states.setdefault((entry.chunk, entry.first, entry.stop), {})[entry.name] = entry.read(memory)
-        chunks: dict[int, list[dict[str, Any]]] = {
-            chunk.index: [{} for _ in chunk.pieces] for chunk in self._partition.of(rank)
-        }
+        chunks: dict[int, list[State]] = {c.index: [{} for _ in c.pieces] for c in self._partition.of(rank)}
         for (index, first, stop), state in states.items():
             pieces = self._partition.chunks[index].pieces[first:stop]
             chunks[index][first:stop] = states_of_pieces(pieces, state, by_element=self._by_element)
-        return {"chunks": chunks}
+        return chunks
 
     def _exchange(self) -> None:
         """Learn where the others' states are now. Every rank must call it; blocks."""
@@ -389,29 +349,24 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _squares(gradient: Gradient, chunk: Chunk) -> float:
     if isinstance(gradient, torch.Tensor):
-        return float(torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient))) ** 2
+        dtype = torch.complex128 if gradient.is_complex() else torch.float64
+        return float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2
     total = 0.0
     for position, piece in enumerate(chunk.pieces):
         if position in gradient.sparse:
             total += _squares(gradient.sparse[position].values, chunk)
         elif position not in gradient.absent and gradient.flat is not None:
-            total += _squares(gradient.flat[piece.offset : piece.stop], chunk)
+            total += _squares(piece.in_flat(gradient.flat), chunk)
     return total
 
 
-def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
-def _scaled(gradient: Gradient, scale: float) -> Gradient:
-    """Scale an average that was kept, in place."""
+def _scaled(gradient: Gradient, scale: float, out: torch.Tensor) -> Gradient:
+    """An average times `scale`, in `out` as far as it is dense: it may be a rank's own gradient."""
     if isinstance(gradient, torch.Tensor):
-        return gradient.mul_(scale)
-    if gradient.flat is not None:
-        gradient.flat.mul_(scale)
-    for rows in gradient.sparse.values():
-        rows.values.mul_(scale)
-    return gradient
+        return torch.mul(gradient, scale, out=out)
+    flat = None if gradient.flat is None else torch.mul(gradient.flat, scale, out=out)
+    sparse = {position: Rows(rows.numbers, rows.values * scale) for position, rows in gradient.sparse.items()}
+    return ChunkGradient(flat, gradient.absent, sparse)
 
 
 def _forms(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[Form]:

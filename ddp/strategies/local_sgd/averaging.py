@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,23 +23,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import gather_values
-from ddp.errors import (
-    ArgumentError,
-    DdpError,
-    DriftError,
-    LayoutMismatchError,
-    UnsupportedError,
-)
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.strategies.local_sgd.rank_state import RankState, average, compare
 from ddp.torch_internals import call_after_backward, is_in_join
 
 __all__ = ["LocalSGD"]
 
-_CHUNK_BYTES = 64 << 20
 _UNSEEN_STEPS = 2  # of the optimizer, without a backward pass between them that the wrapper knows of
 
 
@@ -90,7 +83,7 @@ class LocalSGD:
         self._settings = _Settings(every, after, outer_lr, outer_momentum, nesterov)
         wrapper: Any = model
         _check(wrapper, optimizer)
-        self._model = weakref.ref(model)
+        self._model: Callable[[], Any] = weakref.ref(model)  # a wrapper of either class, or None
         self._step = 0
         self._own_steps = 0  # of this rank alone, since the replicas were last equal
         self._round = _Round()
@@ -174,14 +167,14 @@ class LocalSGD:
                 "replicas stay different; call sync() on every rank before close()",
                 stacklevel=2,
             )
-        if (model := self._alive()) is not None:
+        if (model := self._model()) is not None:
             model.steps_alone = False
         self._finalizer()
 
     # Where a step begins and ends
 
     def _before_forward(self, model: Any, _: object) -> None:
-        if model is not self._alive():
+        if model is not self._model():
             return
         if not torch.is_grad_enabled():
             self._warn_if_evaluated()
@@ -210,7 +203,7 @@ class LocalSGD:
             self._is_off = True
 
     def _after_forward(self, model: Any, *_: object) -> None:
-        if self._is_off and model is self._alive():
+        if self._is_off and model is self._model():
             model.require_backward_grad_sync = True
             self._is_off = False
 
@@ -255,7 +248,7 @@ class LocalSGD:
     # What must not happen unnoticed
 
     def _before_state_dict(self, module: nn.Module, *_: object) -> None:
-        model = self._alive()
+        model = self._model()
         if model is not None and module is model.module:
             self._refuse_if_diverged()
 
@@ -280,12 +273,8 @@ class LocalSGD:
 
     # Averaging
 
-    def _alive(self) -> Any:
-        """The wrapper, of either class, or None."""
-        return self._model()
-
     def _wrapper(self) -> Any:
-        model = self._alive()
+        model = self._model()
         if model is None or not self._finalizer.alive:
             raise ArgumentError("LocalSGD is closed, or the wrapped model is gone: make a new one for the new wrapper")
         return model
@@ -298,25 +287,25 @@ class LocalSGD:
             if self._settings.has_outer and not self._anchors:
                 self._anchors = _copies(model)
             named = [*_parameters(model), *_buffers(model)]
-            mine = self._rank_state(named, is_waiting=is_waiting)
-            states = [mine] if group.size() == 1 else _exchange(mine, group)
-            _compare(states)
+            mine = RankState(
+                is_waiting=is_waiting,
+                step=self._step,
+                own_steps=self._own_steps,
+                settings=asdict(self._settings),
+                values=fingerprints(dict(named)),
+                anchors=fingerprints(self._anchors),
+                momenta=fingerprints(self._momenta),
+            )
+            states = [mine]
+            if group.size() > 1:
+                with waiting_for_peers("exchange of LocalSGD's states", group):
+                    states = [RankState(**state) for state in gather_values(asdict(mine), group=group)]
+            compare(states)
             if any(state.own_steps for state in states):
-                _average(group, [tensor for name, tensor in named if len({state.values[name] for state in states}) > 1])
+                average(group, [tensor for name, tensor in named if len({state.values[name] for state in states}) > 1])
                 self._step_outside(model)
             self._step, self._own_steps, self._anchors = max(state.step for state in states), 0, {}
             everybody_waits = not is_waiting or all(state.is_waiting for state in states)
-
-    def _rank_state(self, named: Sequence[tuple[str, torch.Tensor]], *, is_waiting: bool) -> _RankState:
-        return _RankState(
-            is_waiting=is_waiting,
-            step=self._step,
-            own_steps=self._own_steps,
-            settings=asdict(self._settings),
-            values=fingerprints(dict(named)),
-            anchors=fingerprints(self._anchors),
-            momenta=fingerprints(self._momenta),
-        )
 
     def _step_outside(self, model: Any) -> None:
         """Step from the anchors by SGD as torch's: momentum * velocity + gradient, looked ahead with Nesterov."""
@@ -373,19 +362,6 @@ class _Round:
     is_complete: bool = False
 
 
-@dataclass(frozen=True)
-class _RankState:
-    """What a rank tells the others before they average, with a fingerprint of each tensor by its name."""
-
-    is_waiting: bool
-    step: int
-    own_steps: int
-    settings: Mapping[str, Any]
-    values: Mapping[str, int]
-    anchors: Mapping[str, int]
-    momenta: Mapping[str, int]
-
-
 class _Attached:
     """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
 
@@ -395,12 +371,8 @@ class _Attached:
     def __call__(self, *arguments: Any) -> None:
         self._method(*arguments)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _detached, ()
-
-
-def _detached() -> Callable[..., None]:
-    return _do_nothing
+    def __reduce__(self) -> tuple[type[_Attached], tuple[Callable[..., None]]]:
+        return _Attached, (_do_nothing,)
 
 
 def _do_nothing(*_: object) -> None:
@@ -441,72 +413,3 @@ def _remove(*lists: list[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
-
-
-# Between the ranks
-
-
-def _exchange(mine: _RankState, group: dist.ProcessGroup) -> list[_RankState]:
-    with waiting_for_peers("exchange of LocalSGD's states", group):
-        return [_RankState(**state) for state in gather_values(asdict(mine), group=group)]
-
-
-def _compare(states: Sequence[_RankState]) -> None:
-    """Raise an error if the ranks cannot become equal by averaging."""
-    may_differ = any(state.is_waiting for state in states)  # in their steps: data that ended on some ranks
-    first = states[0]
-    for rank, state in enumerate(states):
-        for what, theirs, expected in (
-            ("settings", state.settings, first.settings),
-            ("steps of its own", state.own_steps, state.own_steps if may_differ else first.own_steps),
-            ("tensors", list(state.values), list(first.values)),
-        ):
-            if theirs != expected:
-                raise LayoutMismatchError(
-                    f"LocalSGD has other {what} on rank {rank} than on rank 0: {theirs} instead of {expected}; make it "
-                    "with the same arguments on every rank, and call sync() on all after the same step",
-                    rank=rank,
-                    entry=what,
-                )
-        for what, theirs, expected in (
-            ("starting point of the last steps", state.anchors, first.anchors),
-            ("outer momentum", state.momenta, first.momenta),
-        ):
-            for name in (*expected, *theirs):
-                if theirs.get(name) != expected.get(name):
-                    raise DriftError(
-                        f"the {what} of {name!r} is another on rank {rank} than on rank 0, so averaging would leave "
-                        f"the replicas different at step {state.step}: change weights on every rank alike, and load "
-                        "the same state into the model and into LocalSGD on all",
-                        parameter=name,
-                        step=state.step,
-                        ranks=(rank,),
-                    )
-
-
-def _average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
-    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
-    for chunk in _chunks(floating):
-        # Divided before the sum, float16 does not overflow in it.
-        flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
-        with waiting_for_peers("averaging of the replicas", group):
-            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
-        for tensor, average in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
-            tensor.copy_(average.view(tensor.shape))
-
-
-def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype and device, up to about 64 MB each."""
-    chunks: list[list[torch.Tensor]] = []
-    open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        key = tensor.dtype, tensor.device
-        chunk, size = open_chunks.get(key, ([], 0))
-        if not chunk or size + tensor.nbytes > _CHUNK_BYTES:
-            chunk, size = [], 0
-            chunks.append(chunk)
-        chunk.append(tensor)
-        open_chunks[key] = chunk, size + tensor.nbytes
-    return chunks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,24 +20,18 @@ class LocalSteps(Strategy):
 
     name = "local_sgd"
 
-    def __init__(
-        self,
-        *,
-        every: int = 8,
-        after: int = 0,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        nesterov: bool = True,
-        communication: str = "auto",
-    ) -> None:
+    def __init__(self, *, every: int = 8, communication: str = "auto", **options: Any) -> None:
         super().__init__(join(communication))
-        self._settings = {"every": every, "after": after, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        self._nesterov = nesterov
+        self._options = {"every": every, **options}
         self._averages: list[LocalSGD] = []
+
+    @classmethod
+    def passes_on(cls) -> set[str]:
+        return {*signature(LocalSGD.__init__).parameters} - {"model", "optimizer"}
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapper = DistributedDataParallel(model)
-        self._averages.append(LocalSGD(wrapper, optimizer, **self._settings, nesterov=self._nesterov))  # type: ignore[arg-type]
+        self._averages.append(LocalSGD(wrapper, optimizer, **self._options))
         return wrapper, optimizer
 
     def sync(self) -> None:

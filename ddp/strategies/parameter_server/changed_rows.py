@@ -19,12 +19,9 @@ class ChangedRows:
     def __init__(self) -> None:
         self._masks: dict[int, _Masks] = {}
 
-    def forget(self, chunk: int | None = None) -> None:
-        """Count all rows of a chunk, or of every chunk, as changed."""
-        if chunk is None:
-            self._masks.clear()
-        else:
-            self._masks.pop(chunk, None)
+    def forget(self, chunk: int) -> None:
+        """Count all rows of a chunk as changed."""
+        self._masks.pop(chunk, None)
 
     def begin(self, chunk: Chunk) -> None:
         """Count from now on: the peer has all values of the chunk."""

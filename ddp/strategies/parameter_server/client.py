@@ -12,89 +12,43 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import zmq
 
 from ddp.comm.codec import encode
 from ddp.comm.layout import Entry
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
-from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.gradient_codec import Losses, read_values, write_gradient
+from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
 from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
-from ddp.strategies.parameter_server.messages import MalformedError, Message
-from ddp.strategies.parameter_server.poller import Poller
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
 from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch
+from ddp.strategies.parameter_server.server_link import HEARTBEAT_S, QUIET_S, ServerLink
+from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
+from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
+from ddp.strategies.sharding.optimizer_state import State
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, flatten_gradients, in_flat, in_parameters
 from ddp.torch_internals import foreach_copy, version_of
 
-__all__ = ["Client", "Training"]
+__all__ = ["Client"]
 
-_HEARTBEAT_S = 1.0
-_ASK_S = 2.0  # after so long without a message, a server that owes an answer is asked for its state
-_QUIET_S = 3.0  # after so long without a message, the store is asked whether the server has a new life
 _LEAVE_S = 2.0
 _SMALL_BYTES = 1 << 20
-_PART_BYTES = 32 << 20
-_WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
-_WINDOW_BYTES = 32 << 20
+_PAYLOAD_BYTES = 32 << 20  # of a tensor that is gathered, in one message
 _NAMES = 256  # tensors beside the parameters in one message
-
-
-@dataclass(frozen=True)
-class Training:
-    """Where the training stands: steps made so far, and whether all workers are through."""
-
-    step: int
-    is_over: bool
-
-
-@dataclass(frozen=True)
-class _Extra:
-    """What was sent of a buffer or frozen parameter: its version and place, and its value if that is small."""
-
-    version: tuple[int, int]
-    value: torch.Tensor
-
-
-@dataclass
-class _Link:
-    """The way to one server in its present life. `outstanding` has what was not answered, by chunk and step."""
-
-    index: int
-    life: int
-    endpoint: ClientEndpoint
-    values: SharedSegment | None = None
-    has_joined: bool = False
-    is_ready: bool = False  # and has its values
-    step: int = 0
-    joins: int = 0
-    may_share: bool = False  # gradients by memory
-    connections: int = 0
-    outstanding: dict[tuple[int, int], Message] = field(default_factory=dict)
-    unsent: deque[Message] = field(default_factory=deque)
-    arrived: deque[Message] = field(default_factory=deque)
-    answers: dict[str, Message] = field(default_factory=dict)
-    heard: float = field(default_factory=time.monotonic)
-    touched: float = 0.0
-    is_asking: bool = False
-
-    @property
-    def contact(self) -> tuple[int, int, int]:
-        """Changes whenever something that was sent before may have been lost."""
-        return self.life, self.joins, self.endpoint.connections
 
 
 class Client:
     """See the module. `step` is the number of the next step; `statistics` what this side has counted.
 
-    All methods may block until the servers have answered, at most `timeout_s` of the settings without any progress;
+    For the evaluator, `trained` is the number of steps that were made at the last `pull`, and `is_over` says whether
+    all workers were through.
+
+    All methods may block until the servers have answered, at most `timeout_s` of the options without any progress;
     they raise ParameterServerError then.
     """
 
@@ -102,38 +56,32 @@ class Client:
         self.plan = plan
         self.process = process
         self.step = 0
+        self.trained = 0
+        self.is_over = False
         self.statistics: dict[str, float] = {"steps": 0, "wait_s": 0.0, "bytes_out": 0, "bytes_in": 0}
         self._directory = directory
-        self._settings = plan.settings
+        self._options = plan.options
         self._name = f"{process.role} {process.index}" if process.role == "worker" else process.role
-        self._chunks = {chunk.index: chunk for chunk in plan.partition.chunks}
-        parts = [plan.partition.of(server) for server in range(process.servers)]
-        self._last_of = {chunks[-1].index for chunks in parts if chunks}
-        self._targets = {
-            index: [view.detach() for view in in_parameters(chunk, [p.data for p in plan.parameters])]
-            for index, chunk in self._chunks.items()
-        }
-        shares = self._settings.shared_memory and SharedSegment.available and process.role == "worker"
+        owned = [plan.partition.of(server) for server in range(process.servers)]
+        self._last_of = {chunks[-1].index for chunks in owned if chunks}
+        values = [parameter.data for parameter in plan.parameters]
+        self._targets = [chunk.in_parameters(values) for chunk in plan.partition.chunks]
+        shares = self._options.shared_memory and SharedSegment.available and process.role == "worker"
         sizes = [plan.partition.bytes(server) for server in range(process.servers)]
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
-        largest = max((chunk.nbytes for chunk in plan.partition.chunks), default=1)
-        self._window = min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))  # where tensors go by the network
-        self._losses: Losses = {}
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._residuals: Residuals = {}
         self._failure: DdpError | None = None
-        self._known_extras: dict[str, _Extra] = {}  # what of them the first server has
+        # What the first server has of them: version and place, and the value if that is small.
+        self._known_extras: dict[str, tuple[tuple[int, int], torch.Tensor | None]] = {}
         self._made = -1  # the last step that a server has answered
         self._has_made = 0  # steps of this life
         self._pulls = 0
         self._gathers = 0
         self._has_filled = False
         self._requests = 0
-        self._training = Training(0, False)
-        self._waits_for: dict[int, list[int]] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._links: list[_Link] = []
-        self._poller = Poller()
+        self._links: list[ServerLink] = []
         self._heartbeats: threading.Thread | None = None
 
     # ---- coming and going ----
@@ -146,17 +94,17 @@ class Client:
         """
         with self._lock:
             for server in range(self.process.servers):
-                address = self._directory.find(server, 1, wait_s=self._settings.timeout_s)
+                address = self._directory.find(server, 1, wait_s=self._options.timeout_s)
                 if address is None:
                     raise ParameterServerError(
-                        f"{self._name}: parameter server {server} has not come within {self._settings.timeout_s:g} s"
+                        f"{self._name}: parameter server {server} has not come within {self._options.timeout_s:g} s"
                     )
                 life = 1
                 while (newer := self._directory.find(server, life + 1)) is not None:
                     life, address = life + 1, newer
                 self._links.append(self._open(server, life, address))
             for link in self._links:
-                self._send_join(link)
+                self._join(link)
             self._wait(lambda: all(link.is_ready for link in self._links))
             # A server without a chunk, where there are more servers than elements, counts no steps.
             self.step = min(link.step for link in self._links if self.plan.partition.of(link.index))
@@ -182,81 +130,50 @@ class Client:
                 while time.monotonic() < deadline and not all("left" in link.answers for link in self._links):
                     self._pump(0.1)
             for link in self._links:
-                self._close(link)
+                link.close()
             for memory in self._memories:
                 if memory is not None:
                     memory.close()
         if self._heartbeats is not None:
-            self._heartbeats.join(timeout=2 * _HEARTBEAT_S)
+            self._heartbeats.join(timeout=2 * HEARTBEAT_S)
 
-    def _open(self, server: int, life: int, address: str) -> _Link:
-        endpoint = ClientEndpoint(
-            self.process.key,
-            address,
-            name=self._name,
-            encrypt=self._settings.encrypt,
-            max_frame_bytes=self.plan.frame_bytes,
-        )
-        self._poller.add(endpoint)
-        return _Link(server, life, endpoint)
+    def _open(self, server: int, life: int, address: str) -> ServerLink:
+        key, encrypt = self.process.key, self._options.encrypt
+        options = EndpointOptions(key, encrypt=encrypt, max_frame_bytes=self.plan.frame_bytes)
+        endpoint = ClientEndpoint(options, address, name=self._name)
+        return ServerLink(server, life, endpoint, self.plan, self.statistics, self._memories[server])
 
-    def _send_join(self, link: _Link) -> None:
-        """Tell a server who this is; it answers "joined". May be said again."""
-        memory = self._memories[link.index]
-        link.has_joined = link.is_ready = False
-        link.connections = link.endpoint.connections
+    def _join(self, link: ServerLink) -> None:
         facts = {
             "role": self.process.role,
             "replica": self.process.index,
             "digest": self.plan.digest,
             "done": self.step if self._has_made else 0,
             "gathers": self._gathers,
-            "memory": None if memory is None else memory.ticket,
         }
-        link.endpoint.send(Message("join", facts))
+        link.join(facts)
 
-    def _joined(self, link: _Link, facts: Mapping[str, Any]) -> None:
+    def _on_joined(self, link: ServerLink, facts: Mapping[str, Any]) -> None:
         """A server knows this worker now. If it has nothing yet, this is the first replica, and gives it its values."""
-        link.has_joined = True
-        link.may_share = self._memories[link.index] is not None and facts["reads_gradients"]
-        link.step = facts["step"]
-        if link.values is None and facts["memory"] is not None and self._settings.shared_memory:
-            link.values = SharedSegment.open(facts["memory"])
-        if link.values is not None:
-            link.endpoint.send(Message("memory"))
+        link.on_joined(facts)
         if link.index == 0:
             self._gathers = max(self._gathers, facts["gathered"])
         if facts["is_filled"]:
-            self._is_known(link)
+            link.on_ready()
             return
         self._has_filled = True
         if link.index == 0:
             self._known_extras = {}
             self.give_extras()
         for chunk in self.plan.partition.of(link.index):
-            self._send(link, self._value_of(chunk))
-        self._send(link, Message("ready"))
+            link.send(self._value_of(chunk))
+        link.send(Message("ready"))
 
     def _value_of(self, chunk: Chunk) -> Message:
         """What this replica has of a chunk."""
         flat = torch.empty(chunk.numel, dtype=chunk.dtype)
-        foreach_copy(in_flat(chunk, flat), self._targets[chunk.index])
+        foreach_copy(chunk.in_flat(flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
-
-    def _is_known(self, link: _Link) -> None:
-        """Go on with a server that has what it needs: give it what its earlier life has not answered."""
-        link.is_ready = True
-        link.joins += 1
-        for key, message in list(link.outstanding.items()):
-            link.outstanding[key] = message if link.may_share else self._without_memory(message)
-            self._send(link, link.outstanding[key])
-
-    def _close(self, link: _Link) -> None:
-        self._poller.remove(link.endpoint)
-        link.endpoint.close()
-        if link.values is not None:
-            link.values.close()
-            link.values = None
 
     # ---- steps ----
 
@@ -267,50 +184,20 @@ class Client:
         """
         with self._lock:
             for chunk in self.plan.partition.chunks:
-                self._make_room(chunk.server)
-                self._push(self._links[chunk.server], chunk, gradients, groups)
+                link = self._with_room(chunk.server)
+                facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
+                if chunk.index in self._last_of:
+                    facts["is_last"] = True
+                more, tensors = link.write(chunk, gradients, self._residuals)
+                link.request_values(Message("push", {**facts, **more}, tensors))
                 self._pump(0.0)
             self.statistics["steps"] += 1
 
-    def _push(
-        self, link: _Link, chunk: Chunk, gradients: Sequence[torch.Tensor | None], groups: list[dict[str, Any]]
-    ) -> None:
-        facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
-        if chunk.index in self._last_of:
-            facts["is_last"] = True
-        gradient = flatten_gradients(chunk, gradients, self._staging(chunk, shared=link.may_share))
-        tensors: tuple[torch.Tensor, ...] = ()
-        is_rows = isinstance(gradient, ChunkGradient) and (bool(gradient.sparse) or gradient.flat is None)
-        if link.may_share and not is_rows:
-            facts["shared"] = True
-            if isinstance(gradient, ChunkGradient):
-                facts["absent"] = sorted(gradient.absent)
-        else:
-            more, tensors = write_gradient(chunk, gradient, self._settings.compression or "float32", self._losses)
-            facts.update(more)
-        message = Message("push", facts, tensors)
-        link.outstanding[chunk.index, self.step] = message
-        self._send(link, message)
-
-    def _make_room(self, server: int) -> None:
-        """Wait while so much is under way that a server's answers would be dropped, or come late for all else."""
-
-        def has_room() -> bool:
-            link = self._links[server]
-            is_near = link.may_share and link.values is not None
-            return len(link.outstanding) < (_WINDOW if is_near else self._window)
-
-        if not has_room():
-            self._wait(has_room)
-
-    def _staging(self, chunk: Chunk, *, shared: bool) -> torch.Tensor:
-        """Where a gradient (numel,) waits until the server has it."""
-        memory = self._memories[chunk.server]
-        if shared and memory is not None:
-            return memory.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-        if chunk.index not in self._buffers:
-            self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
-        return self._buffers[chunk.index]
+    def _with_room(self, server: int) -> ServerLink:
+        """Return the way to a server, once so little is under way there that more may be sent."""
+        if not self._links[server].has_room:
+            self._wait(lambda: self._links[server].has_room)
+        return self._links[server]
 
     def finish(self) -> None:
         """Wait until all values have come that were asked for, and put them in place."""
@@ -330,18 +217,10 @@ class Client:
             self.finish()
             self._pulls -= 1  # no step has a negative number
             for chunk in self.plan.partition.chunks:
-                self._make_room(chunk.server)
-                link = self._links[chunk.server]
-                message = Message("pull", {"chunk": chunk.index, "step": self._pulls})
-                link.outstanding[chunk.index, self._pulls] = message
-                self._send(link, message)
+                link = self._with_room(chunk.server)
+                link.request_values(Message("pull", {"chunk": chunk.index, "step": self._pulls}))
                 self._pump(0.0)
             self.finish()
-
-    @property
-    def training(self) -> Training:
-        """Where the training stood at the last `pull`; for the evaluator."""
-        return self._training
 
     # ---- things beside the parameters ----
 
@@ -349,22 +228,16 @@ class Client:
         """Give the first server the buffers and frozen parameters of this replica, the first, that have changed."""
         changed = {}
         for name, tensor in self.plan.extras.items():
-            known = self._known_extras.get(name)
+            known, value = self._known_extras.get(name, (None, None))
             version = version_of(tensor), tensor.data_ptr()
             # Normalisation layers change their statistics without counting versions: small ones are compared.
-            is_small = tensor.nbytes <= _SMALL_BYTES
-            if (
-                known is None
-                or known.version != version
-                or (is_small and not torch.equal(known.value, tensor.detach().cpu()))
-            ):
-                value = tensor.detach().to("cpu", copy=True).contiguous()
-                self._known_extras[name] = _Extra(version, value if is_small else torch.empty(0))
-                changed[name] = value
+            if known != version or (value is not None and not torch.equal(value, tensor.detach().cpu())):
+                changed[name] = value = tensor.detach().to("cpu", copy=True).contiguous()
+                self._known_extras[name] = version, value if tensor.nbytes <= _SMALL_BYTES else None
         with self._lock:
             for names in _batches(list(changed)):
                 tensors = tuple(changed[name] for name in names)
-                self._send(self._links[0], Message("extras", {"names": names}, tensors))
+                self._links[0].send(Message("extras", {"names": names}, tensors))
 
     def fetch_extras(self) -> None:
         """Take over the buffers and frozen parameters of the first replica."""
@@ -385,31 +258,31 @@ class Client:
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes that each replica gives, of those that train, in their order. Every one must call it."""
         with self._lock:
-            parts = torch.split(payload, _PART_BYTES)
-            answer = self._request(0, Message("gather", {"number": self._gathers}, parts), "gathered")
+            tensors = torch.split(payload, _PAYLOAD_BYTES)
+            answer = self._request(0, Message("gather", {"number": self._gathers}, tensors), "gathered")
             if answer.facts["is_lost"]:
                 raise ParameterServerError(f"{self._name}: the result of a reduce() was lost with parameter server 0")
             self._gathers = answer.facts["number"] + 1
             every = iter(answer.tensors)
-            return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["parts"]]
+            return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["lengths"]]
 
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        """Return what each server's optimizer keeps, as `ddp.strategies.sharding.shards.whole_state` takes it."""
+    def optimizer_states(self) -> dict[int, list[State]]:
+        """Return what the servers' optimizers keep of each chunk."""
         with self._lock:
             self.finish()
-            states: list[dict[str, Any]] = [{"chunks": {}, "groups": []} for _ in self._links]
+            states = {}
             for chunk in self.plan.partition.chunks:
                 message = self._request(chunk.server, Message("state", {"chunk": chunk.index}), "state")
-                states[chunk.server]["chunks"][chunk.index] = decode_value(message, list[dict[str, Any]])
+                states[chunk.index] = decode_value(message, list[dict[str, Any]])
             return states
 
-    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Give each server's optimizer a state, of `ddp.strategies.sharding.shards.split_state`."""
+    def load_optimizer_states(self, states: Mapping[int, list[State]]) -> None:
+        """Give the servers' optimizers the states of each chunk."""
         with self._lock:
             self.finish()
-            for server, state in enumerate(states):
-                for index, chunk_state in state["chunks"].items():
-                    self._request(server, Message("load", {"chunk": index}, (encode(chunk_state),)), "loaded")
+            for chunk in self.plan.partition.chunks:
+                message = Message("load", {"chunk": chunk.index}, (encode(states[chunk.index]),))
+                self._request(chunk.server, message, "loaded")
 
     def server_statistics(self) -> list[dict[str, Any]]:
         """Return what each server has counted in its present life."""
@@ -424,7 +297,7 @@ class Client:
         self._requests += 1
         number = self._requests
         message = Message(message.kind, {**message.facts, "request": number}, message.tensors)
-        self._send(self._links[server], message)
+        self._links[server].send(message)
         asked = self._links[server].contact
 
         def has_come() -> bool:
@@ -432,7 +305,7 @@ class Client:
             link = self._links[server]
             if link.is_ready and asked != link.contact:
                 asked = link.contact
-                self._send(link, message)
+                link.send(message)
             answer = link.answers.get(kind)
             return answer is not None and answer.facts.get("request") == number
 
@@ -441,25 +314,15 @@ class Client:
 
     # ---- what goes out and comes in ----
 
-    def _send(self, link: _Link, message: Message) -> None:
-        if self._closing.is_set():
-            raise ParameterServerError(f"{self._name} has left the parameter servers (strategy.close())")
-        if not link.has_joined:
-            return  # what matters is said again when it has
-        self.statistics["bytes_out"] += sum(tensor.nbytes for tensor in message.tensors)
-        if link.unsent or not link.endpoint.send(message):
-            link.unsent.append(message)
-
     def _pump(self, wait_s: float) -> None:
         """Take what has come, waiting at most so long for the first of it; send what could not go before."""
         if self._failure is not None:
             raise self._failure
         if wait_s > 0 and not any(link.arrived for link in self._links):
-            self._poller.wait(wait_s)
+            zmq.select([socket for link in self._links for socket in link.endpoint.sockets], [], [], wait_s)
         for link in list(self._links):
-            while link.unsent and link.endpoint.send(link.unsent[0]):
-                link.unsent.popleft()
-            while (message := link.arrived.popleft() if link.arrived else link.endpoint.receive()) is not None:
+            link.send_unsent()
+            while (message := link.next_message()) is not None:
                 try:
                     check_fields(message, SERVER_MESSAGES)
                     self._take(link, message)
@@ -468,38 +331,27 @@ class Client:
                         f"{self._name}: a message of parameter server {link.index} is malformed: {error}"
                     ) from error
 
-    def _take(self, link: _Link, message: Message) -> None:
-        link.heard = time.monotonic()
-        self.statistics["bytes_in"] += sum(tensor.nbytes for tensor in message.tensors)
+    def _take(self, link: ServerLink, message: Message) -> None:
         facts = message.facts
         if message.kind == "pushed":
             if link.outstanding.pop((facts["chunk"], facts["step"]), None) is not None:
                 self._install(link, message)
         elif message.kind == "asked":
-            link.is_asking = False
-            self._waits_for[link.index] = facts["waits_for"]
-            # What the server has answered came before this, or never comes.
-            for index, step in facts["missing"]:
-                again = link.outstanding.get((index, step))
-                if again is not None:
-                    self._send(link, again)
-            for index, step in facts["answered"]:
-                if (index, step) in link.outstanding:
-                    self._send(link, Message("again", {"chunk": index, "step": step}))
+            link.on_asked(facts)
         elif message.kind == "joined":
-            self._joined(link, facts)
+            self._on_joined(link, facts)
         elif message.kind == "filled":
-            self._is_known(link)
+            link.on_ready()
         elif message.kind == "unknown":
             if link.has_joined:  # else it is about an earlier message
                 link.unsent.clear()
-                self._send_join(link)
+                self._join(link)
         elif message.kind == "malformed":
             raise ParameterServerError(
                 f"parameter server {link.index} refused a message of {self._name}: {facts['problem']}"
             )
         elif message.kind == "wait":
-            self._waits_for[link.index] = [0]
+            link.waits_for = [0]
         elif message.kind == "refused":
             entries = [Entry(*entry) for entry in decode_value(message, list[tuple[str, str, str]])]
             me, other = self._name, f"parameter server {link.index}"
@@ -507,18 +359,17 @@ class Client:
         else:
             link.answers[message.kind] = message
 
-    def _install(self, link: _Link, message: Message) -> None:
+    def _install(self, link: ServerLink, message: Message) -> None:
         facts = message.facts
-        chunk = self._chunks[facts["chunk"]]
+        chunk = self.plan.partition.chunks[facts["chunk"]]
         targets = self._targets[chunk.index]
         if facts.get("made") is not None:
             self._made = max(self._made, facts["made"])
         if facts.get("training") is not None:
-            self._training = Training(*facts["training"])
+            self.trained, self.is_over = facts["training"]
         if facts.get("shared"):
             assert link.values is not None
-            flat = link.values.tensor[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-            foreach_copy(targets, in_flat(chunk, flat))
+            foreach_copy(targets, chunk.in_flat(chunk.in_memory(link.values.tensor)))
         else:
             read_values(chunk, facts, message.tensors, targets)
 
@@ -534,56 +385,30 @@ class Client:
             if (still := sum(len(link.outstanding) for link in self._links)) != left:
                 left, moved = still, now
             for link in list(self._links):
-                self._keep_in_touch(link, now)
-            if now - moved > self._settings.timeout_s:
+                if link.keep_in_touch(now):
+                    self._join(link)
+                if now - link.heard > QUIET_S:
+                    address = self._directory.find(link.index, link.life + 1)
+                    if address is not None:
+                        self._reconnect(link, address)
+            if now - moved > self._options.timeout_s:
                 raise ParameterServerError(self._why(now, now - moved))
 
-    def _keep_in_touch(self, link: _Link, now: float) -> None:
-        """Once a second, say that this worker lives; when a server is quiet, ask for what it has not answered.
-
-        One question at a time: on a slow network, answers to several would be in the way of what they ask for.
-        """
-        if link.connections != link.endpoint.connections:  # what was under way may be lost, the question too
-            link.connections = link.endpoint.connections
-            link.is_asking = False
-            link.has_joined = link.has_joined and link.is_ready
-        if now - link.touched >= _HEARTBEAT_S:
-            link.touched = now
-            if not link.has_joined:
-                self._send_join(link)
-            elif link.outstanding and not link.is_asking and now - link.heard > _ASK_S:
-                outstanding = [list(key) for key in link.outstanding]
-                link.is_asking = link.endpoint.send(Message("ask", {"outstanding": outstanding}))
-            else:
-                link.endpoint.send(Message("heartbeat"))
-        if now - link.heard > _QUIET_S:
-            address = self._directory.find(link.index, link.life + 1)
-            if address is not None:
-                self._reconnect(link, address)
-
-    def _reconnect(self, link: _Link, address: str) -> None:
+    def _reconnect(self, link: ServerLink, address: str) -> None:
         """Go over to the next life of a server."""
-        self._close(link)
+        link.close()
         fresh = self._open(link.index, link.life + 1, address)
         fresh.outstanding = link.outstanding
         self._links[link.index] = fresh
-        self._send_join(fresh)
-
-    def _without_memory(self, message: Message) -> Message:
-        """A message that carries the gradient that lies in shared memory."""
-        if not message.facts.get("shared"):
-            return message
-        chunk = self._chunks[message.facts["chunk"]]
-        facts = {key: value for key, value in message.facts.items() if key != "shared"}
-        return Message(message.kind, {**facts, "flat": "float32"}, (self._staging(chunk, shared=True),))
+        self._join(fresh)
 
     def _why(self, now: float, waited_s: float) -> str:
-        quiet = [link for link in self._links if now - link.heard > 2 * _QUIET_S]
+        quiet = [link for link in self._links if now - link.heard > 2 * QUIET_S]
         start = f"{self._name}: nothing came back of step {self.step} for {waited_s:.0f} s"
         if quiet:
             servers = ", ".join(f"parameter server {link.index} at {link.endpoint.address}" for link in quiet)
             return f"{start}: {servers} did not answer for {now - quiet[0].heard:.0f} s"
-        others = sorted({replica for waits in self._waits_for.values() for replica in waits})
+        others = sorted({replica for link in self._links for replica in link.waits_for})
         if others:
             what = (
                 "has not made this step" if self._heartbeats is not None else "has not given its first values (prepare)"
@@ -593,15 +418,13 @@ class Client:
 
     def _send_heartbeats(self) -> None:
         """Say that this worker lives, while its own thread computes."""
-        while not self._closing.wait(_HEARTBEAT_S):
-            if self._lock.acquire(timeout=_HEARTBEAT_S):
+        while not self._closing.wait(HEARTBEAT_S):
+            if self._lock.acquire(timeout=HEARTBEAT_S):
                 try:
                     if self._closing.is_set():
                         return
                     for link in self._links:
-                        link.endpoint.send(Message("heartbeat"))
-                        while (message := link.endpoint.receive()) is not None:
-                            link.arrived.append(message)
+                        link.heartbeat()
                 except DdpError as error:  # the thread that trains raises it
                     self._failure = error
                     return

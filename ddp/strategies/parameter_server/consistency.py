@@ -49,10 +49,6 @@ class Consistency:
         self.workers = [WorkerProgress() for _ in range(replicas)]
 
     @property
-    def replicas(self) -> int:
-        return len(self.workers)
-
-    @property
     def waits_for_all(self) -> bool:
         """Whether no step is made without every replica that has not finished."""
         return self.mode == "sync" and not self.backup_workers

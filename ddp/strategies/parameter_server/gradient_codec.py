@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from ddp.compression.quantize import dequantize, quantize, row_bytes
-from ddp.strategies.parameter_server.messages import MalformedError
-from ddp.strategies.parameter_server.run_plan import WireFormat
+from ddp.strategies.parameter_server.run_plan import Compression
+from ddp.strategies.parameter_server.transport.messages import MalformedError
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.partition import Chunk
-from ddp.strategies.sharding.shards import ChunkGradient, Gradient, Rows
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["Losses", "average", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
+__all__ = ["Residuals", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
 
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-Losses = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
+Residuals = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
 
 
 def write_gradient(
-    chunk: Chunk, gradient: Gradient, wire: WireFormat, losses: Losses
+    chunk: Chunk, gradient: Gradient, compression: Compression, residuals: Residuals
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """Return the facts and tensors of a gradient for a message."""
     if isinstance(gradient, torch.Tensor):
@@ -37,26 +37,28 @@ def write_gradient(
     if gradient.absent:
         facts["absent"] = sorted(gradient.absent)
     if gradient.flat is not None:
-        facts["flat"] = wire
-        tensors.append(_shortened(chunk, gradient.flat, wire, losses))
+        facts["flat"] = compression
+        tensors.append(_shortened(chunk, gradient.flat, compression, residuals))
     if gradient.sparse:
         facts["sparse"] = sorted(gradient.sparse)
-        short = _SHORT.get(wire, chunk.dtype)
+        short = _sent_dtype(chunk, compression)
         for position in facts["sparse"]:
             rows = gradient.sparse[position]
             tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
     return facts, tuple(tensors)
 
 
-def _shortened(chunk: Chunk, flat: torch.Tensor, wire: WireFormat, losses: Losses) -> torch.Tensor:
-    if wire in _SHORT and chunk.dtype.itemsize > 2:
-        return flat.to(_SHORT[wire])
-    if wire != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
-        return flat
+def _sent_dtype(chunk: Chunk, compression: Compression) -> torch.dtype:
+    return chunk.dtype if chunk.dtype.itemsize <= 2 else _SHORT.get(compression, chunk.dtype)
+
+
+def _shortened(chunk: Chunk, flat: torch.Tensor, compression: Compression, residuals: Residuals) -> torch.Tensor:
+    if compression != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
+        return flat.to(_sent_dtype(chunk, compression))
     blocks = -(-chunk.numel // _BLOCK)
-    if chunk.index not in losses:
-        losses[chunk.index] = torch.zeros(blocks, _BLOCK)
-    values = losses[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
+    if chunk.index not in residuals:
+        residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
+    values = residuals[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
     values.view(-1)[: chunk.numel].add_(flat)
     packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
     quantize(values, packed, torch.empty_like(values))
@@ -86,9 +88,9 @@ def positions(chunk: Chunk, found: Sequence[int] | None) -> frozenset[int]:
     return frozenset(found or ())
 
 
-def _flat(chunk: Chunk, wire: str, sent: torch.Tensor) -> torch.Tensor:
+def _flat(chunk: Chunk, compression: str, sent: torch.Tensor) -> torch.Tensor:
     blocks = -(-chunk.numel // _BLOCK)
-    is_packed = wire == "int8" and sent.dtype == torch.uint8
+    is_packed = compression == "int8" and sent.dtype == torch.uint8
     if sent.dim() != 1 or len(sent) != (row_bytes(blocks, _BLOCK) if is_packed else chunk.numel):
         raise MalformedError(f"a gradient of shape {tuple(sent.shape)} for the {chunk.numel} elements of {chunk.index}")
     if not is_packed:
@@ -107,64 +109,17 @@ def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: to
     return Rows(numbers, values.to(chunk.dtype))
 
 
-def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
-    """Return the mean of several gradients of a chunk, in `out` (numel,) as far as it is dense.
-
-    A piece without a gradient counts as zeros where another has one, as in an all-reduce.
-    """
-    if len(gradients) == 1:
-        return gradients[0]
-    if all(isinstance(gradient, torch.Tensor) for gradient in gradients):
-        return _dense_mean([gradient for gradient in gradients if isinstance(gradient, torch.Tensor)], out)
-    parts = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
-    everything = range(len(chunk.pieces))
-    absent = frozenset(p for p in everything if all(p in part.absent for part in parts))
-    is_sparse = {p for p in everything if any(p in part.sparse for part in parts)}
-    sparse = {}
-    for position in is_sparse:
-        rows = [_rows(chunk, part, position) for part in parts if position not in part.absent]
-        values = torch.cat([each.values for each in rows]).div_(len(gradients))
-        sparse[position] = Rows(torch.cat([each.numbers for each in rows]), values)
-    out.zero_()
-    for part in parts:
-        if part.flat is None:
-            continue
-        for position, piece in enumerate(chunk.pieces):
-            if position not in part.absent and position not in is_sparse:
-                out[piece.offset : piece.stop].add_(part.flat[piece.offset : piece.stop])
-    flat = None if len(absent) + len(is_sparse) == len(chunk.pieces) else out.div_(len(gradients))
-    return ChunkGradient(flat, absent, sparse)
-
-
-def _rows(chunk: Chunk, part: ChunkGradient, position: int) -> Rows:
-    """The gradient of a piece as rows: all of them where it is dense."""
-    if position in part.sparse:
-        return part.sparse[position]
-    assert part.flat is not None
-    piece = chunk.pieces[position]
-    return Rows(torch.arange(piece.shape[0]), part.flat[piece.offset : piece.stop].view(piece.shape))
-
-
-def _dense_mean(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    torch.add(gradients[0], gradients[1], out=out)
-    for gradient in gradients[2:]:
-        out.add_(gradient)
-    return out.div_(len(gradients))
-
-
 def write_values(
-    chunk: Chunk, values: torch.Tensor, wire: WireFormat, rows: Sequence[torch.Tensor | None] | None
+    chunk: Chunk, values: torch.Tensor, compression: Compression, rows: Sequence[torch.Tensor | None] | None
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
-    short = _SHORT.get("bf16" if wire == "int8" else wire, chunk.dtype)
-    if chunk.dtype.itemsize <= 2:
-        short = chunk.dtype
+    short = _sent_dtype(chunk, "bf16" if compression == "int8" else compression)
     if rows is None:
         return {}, (values.to(short),)
     tensors: list[torch.Tensor] = []
     kinds: list[int] = []
     for piece, numbers in zip(chunk.pieces, rows, strict=True):
-        whole = values[piece.offset : piece.stop].view(piece.shape)
+        whole = piece.in_flat(values)
         kinds.append(-1 if numbers is None else len(numbers))
         if numbers is None:
             tensors.append(whole.reshape(-1).to(short))
@@ -179,8 +134,7 @@ def read_values(
     """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
     if facts.get("rows") is None:
         (flat,) = tensors
-        parts = [flat[piece.offset : piece.stop].view(piece.shape) for piece in chunk.pieces]
-        foreach_copy(list(into), parts)
+        foreach_copy(list(into), chunk.in_flat(flat))
         return
     left = list(tensors)
     for kind, piece, target in zip(facts["rows"], chunk.pieces, into, strict=True):

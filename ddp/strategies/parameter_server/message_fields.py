@@ -25,7 +25,7 @@ from typing import Any, get_args, get_origin
 import torch
 
 from ddp.comm.codec import decode
-from ddp.strategies.parameter_server.messages import MalformedError, Message
+from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
 
 __all__ = ["CLIENT_MESSAGES", "SERVER_MESSAGES", "check_fields", "decode_value"]
 
@@ -83,7 +83,7 @@ SERVER_MESSAGES: Mapping[str, _Fields] = {
         "rows": list[int] | None,
     },
     "asked": {"missing": _ChunkSteps, "answered": _ChunkSteps, "waits_for": list[int]},
-    "gathered": {"number": int, "is_lost": bool, "parts": list[int], **_REQUEST},
+    "gathered": {"number": int, "is_lost": bool, "lengths": list[int], **_REQUEST},
     "extras": {"names": list[str], **_REQUEST},
     "state": _REQUEST,
     "loaded": _REQUEST,

@@ -124,19 +124,15 @@ class ServerDirectory:
 
     def announce(self, server: int, life: int, address: str) -> None:
         """Say where a server listens in this life."""
-        self._store.set(f"server/{server}/{life}", json.dumps({"address": address}))
+        self._store.set(f"server/{server}/{life}", address)
 
     def find(self, server: int, life: int, *, wait_s: float = 0.0) -> str | None:
         """Return where a server listens in a life, None if it has not said so within `wait_s` seconds."""
         name = f"server/{server}/{life}"
-        if not self._store.check([name]):
-            if wait_s <= 0:
-                return None
+        if wait_s > 0:
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait([name], timedelta(seconds=wait_s))
-            if not self._store.check([name]):
-                return None
-        return str(json.loads(self._store.get(name))["address"])
+        return self._store.get(name).decode() if self._store.check([name]) else None
 
     def agree_on_step(self, server: int, servers: Sequence[int], steps: Sequence[int]) -> int | None:
         """Return the last step of which all of `servers` have a snapshot, None if none of them has any.

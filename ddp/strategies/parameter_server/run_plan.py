@@ -1,4 +1,4 @@
-"""What all processes of a run with parameter servers have in common: the model's layout, its partition, the settings.
+"""What all processes of a run with parameter servers have in common: the model's layout, its partition, the options.
 
 Every process makes the same plan of its own model and optimizer; a server compares the workers' with its own when they
 join.
@@ -7,6 +7,8 @@ join.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,36 +17,34 @@ import torch
 from torch import nn
 
 from ddp.comm.layout import Entry
+from ddp.data_parallel.module_watch import sparse_names
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
-from ddp.strategies.parameter_server.messages import MalformedError
+from ddp.strategies.parameter_server.transport.messages import MalformedError
+from ddp.strategies.sharding.chunk_optimizer import splits_by_element
+from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Partition, partition
-from ddp.strategies.sharding.shards import hyperparameters, splits_by_element
 
-__all__ = ["RunPlan", "Settings", "WireFormat", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
+__all__ = ["Compression", "Options", "RunPlan", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
 
-WireFormat = Literal["float32", "fp16", "bf16", "int8"]
+Compression = Literal["float32", "fp16", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the user has chosen; the same in every process of the run.
-
-    `snapshot_every` counts steps; without `snapshots`, a folder, none are written. All other times are in seconds:
-    `lost_after_s` without a message, a worker is not waited for; `timeout_s` limits every wait for a server.
-    """
+class Options:
+    """What `ParameterServer` is given, which says what each of them means; the same in every process of the run."""
 
     mode: Mode = "sync"
     staleness: int = 2
     backup_workers: int = 0
     overlap: bool = False
-    compression: WireFormat | None = None
+    compression: Compression | None = None
     encrypt: bool = False
     shared_memory: bool = True
-    snapshots: str | None = None
+    snapshots: str | os.PathLike[str] | None = None
     snapshot_every: int = 100
     chunk_mb: float | None = None
     lost_after_s: float = 10.0
@@ -53,8 +53,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ArgumentError(f"mode={self.mode!r}; it must be one of {', '.join(map(repr, get_args(Mode)))}")
-        if self.compression not in (None, *get_args(WireFormat)):
-            known = ", ".join(map(repr, get_args(WireFormat)))
+        if self.compression not in (None, *get_args(Compression)):
+            known = ", ".join(map(repr, get_args(Compression)))
             raise ArgumentError(f"compression={self.compression!r}; it must be one of {known}, or None")
         if self.staleness < 0 or self.backup_workers < 0 or self.snapshot_every < 1:
             raise ArgumentError(
@@ -81,7 +81,7 @@ class RunPlan:
     `extras` are the model's other tensors, buffers and frozen parameters, by name: they are replica 0's.
     """
 
-    settings: Settings
+    options: Options
     workers: int
     partition: Partition
     entries: tuple[Entry, ...]
@@ -102,67 +102,59 @@ class RunPlan:
 
 
 def make_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, *, workers: int, servers: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, *, workers: int, servers: int
 ) -> RunPlan:
     """Describe a model and its optimizer, and cut its parameters for the servers.
 
     Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError for backup workers that are all.
     """
-    if settings.backup_workers >= workers:
-        raise ArgumentError(f"backup_workers={settings.backup_workers} of {workers} workers leaves none to wait for")
+    if options.backup_workers >= workers:
+        raise ArgumentError(f"backup_workers={options.backup_workers} of {workers} workers leaves none to wait for")
     splits = splits_by_element(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)}
     stepped = {id(parameter) for parameter in parameters}
     extras: dict[str, torch.Tensor] = {n: each for n, each in model.named_parameters() if id(each) not in stepped}
     extras.update(model.named_buffers())
-    sparse = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
-    alone = {number for number, parameter in enumerate(parameters) if id(parameter) in sparse}
-    parts = partition(
-        [tuple(parameter.shape) for parameter in parameters],
-        [parameter.dtype for parameter in parameters],
+    names = tuple(name_of[id(parameter)] for parameter in parameters)
+    sparse = sparse_names(model)
+    alone = {number for number, name in enumerate(names) if name in sparse}
+    cut = partition(
+        parameters,
         servers=servers,
-        chunk_bytes=_chunk_bytes(settings, parameters),
+        chunk_bytes=_chunk_bytes(options, parameters),
         splits=splits,
-        alone=sorted(alone),
+        alone=alone,
     )
     return RunPlan(
-        settings=settings,
+        options=options,
         workers=workers,
-        partition=parts,
-        entries=_describe(model, optimizer, settings, parameters, extras),
+        partition=cut,
+        entries=_describe(model, optimizer, options, extras),
         parameters=tuple(parameters),
-        names=tuple(name_of[id(parameter)] for parameter in parameters),
+        names=names,
         extras=extras,
-        sparse=frozenset(c.index for c in parts.chunks if any(piece.parameter in alone for piece in c.pieces)),
+        sparse=frozenset(c.index for c in cut.chunks if any(piece.parameter in alone for piece in c.pieces)),
     )
 
 
-def _chunk_bytes(settings: Settings, parameters: Sequence[torch.Tensor]) -> int:
+def _chunk_bytes(options: Options, parameters: Sequence[torch.Tensor]) -> int:
     """How much travels at once: few messages, as each costs 0.1 to 0.3 ms of processor time over both ends, but enough
     of them that servers step some while others are on their way.
     """
-    if settings.chunk_mb is not None:
-        return int(settings.chunk_mb * (1 << 20))
+    if options.chunk_mb is not None:
+        return int(options.chunk_mb * (1 << 20))
     return min(max(_LEAST_CHUNK_BYTES, sum(each.nbytes for each in parameters) // 8), _MOST_CHUNK_BYTES)
 
 
 def _describe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    parameters: Sequence[torch.Tensor],
-    extras: dict[str, torch.Tensor],
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, extras: Mapping[str, torch.Tensor]
 ) -> tuple[Entry, ...]:
     group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
     shared = ("mode", "staleness", "backup_workers", "compression", "chunk_mb")
-    own_groups = [sorted(group) for group in hyperparameters(optimizer)]
+    own_groups = [sorted(group) for group in hyperparameters(optimizer.param_groups)]
     return (
-        *(Entry("setting", name, repr(getattr(settings, name))) for name in shared),
+        *(Entry("setting", name, repr(getattr(options, name))) for name in shared),
         Entry("optimizer", type(optimizer).__name__, f"{len(own_groups)} groups with {own_groups}"),
         *(
             Entry("parameter", name, f"shape {tuple(each.shape)}, {each.dtype}, group {group_of[id(each)]}")
@@ -175,14 +167,12 @@ def _describe(
 
 def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int, me: str, other: str) -> None:
     """Raise the LayoutMismatchError that names the first difference between the models of two processes."""
-    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    ours, others = (str(side[place]) if place < len(side) else "nothing more" for side in (mine, theirs))
-    entry = (mine[place] if place < len(mine) else theirs[place]).name
+    ours, others = next(pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1])
     raise LayoutMismatchError(
-        f"{me} has another model than {other}: where {other} has {others}, {me} has {ours}; every process of the run "
-        "must make the same model, optimizer and strategy",
+        f"{me} has another model than {other}: where {other} has {others or 'nothing more'}, {me} has "
+        f"{ours or 'nothing more'}; every process of the run must make the same model, optimizer and strategy",
         rank=rank,
-        entry=entry,
+        entry=(ours or others).name,
     )
 
 
@@ -195,7 +185,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     known = (bool, int, float, list, tuple, torch.Tensor, type(None))
-    groups = hyperparameters(optimizer)
+    groups = hyperparameters(optimizer.param_groups)
     return [{name: plain(value) for name, value in group.items() if isinstance(value, known)} for group in groups]
 
 

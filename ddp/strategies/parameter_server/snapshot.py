@@ -5,6 +5,7 @@ Called by the server. A snapshot is copied at once and written by a thread: the 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import file as checkpoint_file
-from ddp.errors import CheckpointError
+from ddp.errors import CheckpointError, ParameterServerError
 from ddp.monitoring.progress import count_checkpoint
+from ddp.torch_internals import tree_map_only
 
 __all__ = ["Snapshots"]
 
@@ -23,10 +25,15 @@ _KEEP = 2
 
 
 class Snapshots:
-    """The snapshots of one server in `folder`/server-N. One thread writes; a new one waits for the last."""
+    """The snapshots of one server in `folder`/server-N, of the same `layout`. One thread writes, one after the other.
 
-    def __init__(self, folder: str, server: int) -> None:
-        self.folder = Path(folder) / f"server-{server}"
+    `step` is that of the last one, 0 if there is none.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], server: int, layout: str) -> None:
+        self.step = 0
+        self._folder = Path(folder) / f"server-{server}"
+        self._layout = layout
         self._server = server
         self._writer: threading.Thread | None = None
         self._broken: set[str] = set()
@@ -34,7 +41,7 @@ class Snapshots:
     def whole_steps(self) -> list[int]:
         """Read all snapshots; return the steps of those that are whole. Says what it passes over."""
         steps = []
-        for step, path in checkpoint_file.newest_first(self.folder):
+        for step, path in checkpoint_file.newest_first(self._folder):
             try:
                 with open(path, "rb") as file:
                     checkpoint_file.verify(file)
@@ -44,25 +51,35 @@ class Snapshots:
                 print(f"parameter server {self._server}: passing over {path}: {error}", file=sys.stderr, flush=True)
         return steps
 
-    def load(self, step: int) -> dict[str, Any] | None:
-        """Return the snapshot of `step`; None if there is none."""
-        for found, path in checkpoint_file.newest_first(self.folder):
+    def load(self, step: int) -> dict[str, Any]:
+        """Return the snapshot of `step`. Raises ParameterServerError if there is none, or it is of another layout."""
+        problem = "cannot be read"
+        for found, path in checkpoint_file.newest_first(self._folder):
             if found == step:
                 state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-                return state
-        return None
+                if state["digest"] == self._layout:
+                    self.step = step
+                    return state
+                problem = "is of another model, number of servers or settings"
+        raise ParameterServerError(
+            f"parameter server {self._server}: the snapshot of step {step} in {self._folder} {problem}: choose another "
+            "folder, or remove it"
+        )
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy `state` and have it written; blocks only while the last one is still being written."""
         self.wait()
-        copied = _copied(state)
+        self.step = step
+        copied = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.detach().clone(), {"step": step, "digest": self._layout, **state}
+        )
         self._writer = threading.Thread(target=self._write, args=(step, copied), name="snapshot")
         self._writer.start()
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         try:
-            checkpoint_file.write(self.folder, step, state)
-            checkpoint_file.prune(self.folder, _KEEP, self._broken)
+            checkpoint_file.write(self._folder, step, state)
+            checkpoint_file.prune(self._folder, _KEEP, self._broken)
             count_checkpoint()
         except OSError as error:  # a full disk, say: training goes on, and the snapshots before are still there
             message = f"parameter server {self._server}: no snapshot of step {step}: {error}"
@@ -73,13 +90,3 @@ class Snapshots:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value

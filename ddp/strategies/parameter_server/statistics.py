@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,15 +71,12 @@ def histogram(staleness: Counter[int]) -> str:
     """
     total = sum(staleness.values())
     shares = []
-    for low, high in zip(_BINS, [*(b - 1 for b in _BINS[1:]), None], strict=True):
-        count = sum(c for steps, c in staleness.items() if steps >= low and (high is None or steps <= high))
+    for low, end in itertools.pairwise([*_BINS, math.inf]):
+        count = sum(c for steps, c in staleness.items() if low <= steps < end)
         if count:
-            shares.append(f"{_range(low, high)}: {count / total:.0%}".replace("%", " %"))
+            name = f"{low}+" if end == math.inf else f"{low}" if end == low + 1 else f"{low}-{end - 1}"
+            shares.append(f"{name}: {100 * count / total:.0f} %")
     return ", ".join(shares)
-
-
-def _range(low: int, high: int | None) -> str:
-    return f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}"
 
 
 def _size(count: int) -> str:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +26,13 @@ from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
 from ddp.monitoring.progress import count_step, stand_alone
 from ddp.strategies.parameter_server.client import Client
-from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
-from ddp.strategies.parameter_server.run_plan import RunPlan, Settings, WireFormat, make_plan, plain_groups
+from ddp.strategies.parameter_server.run_plan import Options, RunPlan, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
-from ddp.strategies.sharding.shards import hyperparameters, split_state, whole_state
-from ddp.strategies.stand_in_optimizer import StandInOptimizer
+from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
+from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
+from ddp.strategies.sharding.optimizer_state import split_state, whole_state
+from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy
 from ddp.world import World, choose_device, world_at
 
@@ -48,7 +49,7 @@ class ParameterServer(Strategy):
       waits. `backup_workers=b`: "sync" that waits for all but b, and drops what comes later.
     - `overlap`: `step()` returns while the gradient is on its way, and the values that it takes over are those of the
       step before: communication runs beside the next step, at the price of one more step of staleness.
-    - `compression`: "fp16", "bf16" or "int8" on the wire between hosts. int8 is for gradients, with what rounding lost
+    - `compression`: "fp16", "bf16" or "int8" between hosts. int8 is for gradients, with what rounding lost
       added to the next one; values come back in bf16 then. Within a host values travel through shared memory in full.
     - `snapshots`: a folder, shared by the hosts of the servers, into which each server writes what it holds every
       `snapshot_every` steps. With it, a server that dies is started again by dtrain (`--max-restarts`) and goes on from
@@ -69,42 +70,18 @@ class ParameterServer(Strategy):
     collective = False
     averages_in_step = True
 
-    def __init__(
-        self,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 2,
-        backup_workers: int = 0,
-        overlap: bool = False,
-        compression: WireFormat | None = None,
-        encrypt: bool = False,
-        shared_memory: bool = True,
-        snapshots: str | os.PathLike[str] | None = None,
-        snapshot_every: int = 100,
-        chunk_mb: float | None = None,
-        lost_after_s: float = 10.0,
-        timeout_s: float = 300.0,
-    ) -> None:
-        self.settings = Settings(
-            mode=mode,
-            staleness=staleness,
-            backup_workers=backup_workers,
-            overlap=overlap,
-            compression=compression,
-            encrypt=encrypt,
-            shared_memory=shared_memory,
-            snapshots=None if snapshots is None else os.fspath(snapshots),
-            snapshot_every=snapshot_every,
-            chunk_mb=chunk_mb,
-            lost_after_s=lost_after_s,
-            timeout_s=timeout_s,
-        )
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(**options)
         self.process = read_role(os.environ)
         self.role = self.process.role
         super().__init__(_world_of(self.process))
-        self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=timeout_s)
+        self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=self.options.timeout_s)
         self._client: Client | None = None
         self._joined_at = 0
+
+    @classmethod
+    def passes_on(cls) -> set[str]:
+        return {option.name for option in fields(Options)}
 
     @property
     def goes_on(self) -> bool:
@@ -123,7 +100,7 @@ class ParameterServer(Strategy):
                 "prepare() was called twice, but the servers of a run hold one model: put all in one module and one "
                 "optimizer with several param groups, or use 'all_reduce'"
             )
-        plan = make_plan(model, optimizer, self.settings, workers=self.process.workers, servers=self.process.servers)
+        plan = make_plan(model, optimizer, self.options, workers=self.process.workers, servers=self.process.servers)
         if self.role == "ps":
             _serve(plan, optimizer, self.process, self._directory)
             sys.exit(0)
@@ -140,7 +117,7 @@ class ParameterServer(Strategy):
             stand_alone(_OTHERS_GO_ON)
             return model, optimizer
         _watch_exit()
-        goes_on = self.settings.mode != "sync" or self.settings.backup_workers > 0
+        goes_on = self.options.mode != "sync" or self.options.backup_workers > 0
         stand_alone(_OTHERS_GO_ON if goes_on else _OTHERS_WAIT)
         return model, RemoteOptimizer(model, optimizer, client)
 
@@ -192,11 +169,11 @@ class ParameterServer(Strategy):
         while True:
             self._client.fetch_extras()
             self._client.pull()
-            training = self._client.training
-            if training.step > seen or training.is_over:
-                seen = training.step
+            is_over = self._client.is_over
+            if self._client.trained > seen or is_over:
+                seen = self._client.trained
                 yield seen
-            if training.is_over:
+            if is_over:
                 return
             time.sleep(every_s)
 
@@ -217,8 +194,8 @@ class RemoteOptimizer(StandInOptimizer):
 
     `step()` gives the gradients to the servers and takes over the new values; it blocks as the mode says. It raises
     BackwardError if the model was changed after `prepare()`, ParameterServerError if a server is gone for good or the
-    others do not come. The optimizer's state is the servers': `state_dict()` asks for it and is in torch's format;
-    `load_state_dict()` gives it to them, on replica 0 (elsewhere it only sets the rates).
+    others do not come. The optimizer's state is the servers': `state_dict()` asks for it, and the other workers need
+    not call it; `load_state_dict()` gives it to them, on replica 0 (elsewhere it only sets the rates).
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then leaves to step() what to do about an inf
@@ -231,14 +208,14 @@ class RemoteOptimizer(StandInOptimizer):
 
     def _make_step(self) -> None:
         self._check_model()
-        client, settings = self._client, self._client.plan.settings
+        client, options = self._client, self._client.plan.options
         gradients = self._gradients()
-        if settings.overlap:
+        if options.overlap:
             client.finish()
         if client.process.index == 0:
             client.give_extras()
         client.push(gradients, plain_groups(self))
-        if not settings.overlap:
+        if not options.overlap:
             client.finish()
         client.next_step()
         count_step()
@@ -270,19 +247,12 @@ class RemoteOptimizer(StandInOptimizer):
                     parameter=name,
                 )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as torch has it. Asks the servers; the other workers need not call it."""
-        states = self._client.optimizer_states()
-        for state in states:
-            state["groups"] = hyperparameters(self)
-        return whole_state(self._client.plan.partition, self, states)
+    def _whole_state(self) -> dict[str, Any]:
+        return whole_state(self._client.plan.partition, self, self._client.optimizer_states())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole state, perhaps saved by torch or under another strategy."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    def _load_whole_state(self, state: Mapping[str, Any]) -> None:
         if self._client.process.index == 0:
-            self._client.load_optimizer_states(split_state(self._client.plan.partition, dict(state_dict)))
+            self._client.load_optimizer_states(split_state(self._client.plan.partition, state))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("this optimizer stands for parameter servers and cannot be copied or pickled: use state_dict()")
@@ -298,17 +268,13 @@ def _refuse_training(*_: Any) -> None:
 def _serve(plan: RunPlan, optimizer: torch.optim.Optimizer, process: ProcessRole, directory: ServerDirectory) -> None:
     """Be a parameter server until the workers are through."""
     life = directory.begin_life(process.index)
-    with ServerEndpoint(
-        process.key,
-        host=directory.host,
-        encrypt=plan.settings.encrypt,
-        max_frame_bytes=plan.frame_bytes,
-    ) as endpoint:
+    options = EndpointOptions(process.key, encrypt=plan.options.encrypt, max_frame_bytes=plan.frame_bytes)
+    with ServerEndpoint(options, host=directory.host) as endpoint:
         server = Server(plan, optimizer, endpoint, index=process.index, life=life)
         try:
             server.begin(directory)
             directory.announce(process.index, life, endpoint.address)
-            if plan.settings.snapshots is not None:
+            if plan.options.snapshots is not None:
                 stand_alone(_OTHERS_WAIT)
             server.serve()
         finally:

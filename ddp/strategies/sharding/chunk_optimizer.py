@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ import torch
 from ddp.errors import ArgumentError, UnsupportedError
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.optimizer_state import NOT_HYPER, SCALARS, State, joined_state, may_join, states_of_pieces
-from ddp.strategies.sharding.partition import Chunk
+from ddp.strategies.sharding.partition import Chunk, view_of
 
-__all__ = ["Changed", "ChunkOptimizer", "hyperparameters", "splits_by_element"]
+__all__ = ["Changed", "ChunkOptimizer", "splits_by_element"]
 
 # Every element is stepped by itself in these classes of torch; a class derived from one may do anything.
 _BY_ELEMENT = frozenset(
@@ -62,11 +62,7 @@ def splits_by_element(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _BY_ELEMENT
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The param groups without their parameters: what `Shards.step(groups=...)` takes."""
-    return [{k: v for k, v in group.items() if k not in NOT_HYPER} for group in optimizer.param_groups]
-
-
+@dataclass(frozen=True, eq=False)
 class _Unit:
     """Pieces of one param group, neighbours in a chunk, that the optimizer steps as one parameter.
 
@@ -74,10 +70,9 @@ class _Unit:
     as long as for one.
     """
 
-    def __init__(self, first: int, stop: int, tensor: torch.Tensor) -> None:
-        self.first = first
-        self.stop = stop
-        self.tensor = tensor
+    first: int
+    stop: int
+    tensor: torch.Tensor
 
 
 class ChunkOptimizer:
@@ -173,10 +168,9 @@ class ChunkOptimizer:
             states = list(self._states_of(unit))
             self._optimizer.state.pop(unit.tensor, None)
             for first, stop in zip(runs, [*runs[1:], unit.stop], strict=True):
-                part = self._unit(first, stop, is_flat=kinds[first] != _SPARSE)
-                self._give(part, states[first - unit.first : stop - unit.first])
-                units.append(part)
-        if len(units) != len(self._units) or any(map(operator.is_not, units, self._units)):
+                units.append(self._unit(first, stop, is_flat=kinds[first] != _SPARSE))
+                self._give(units[-1], states[first - unit.first : stop - unit.first])
+        if units != self._units:
             self._units = units
             self._list_units()
 
@@ -247,18 +241,7 @@ class ChunkOptimizer:
 
 
 def _window(flat: torch.Tensor, begin: int, shape: Sequence[int]) -> torch.Tensor:
-    """A part of `flat` as a tensor whose storage begins with it.
-
-    Adding a coalesced sparse tensor to one that does not, of one dimension, writes elsewhere (torch 2.13).
-    """
-    size = torch.Size(shape)
-    if not size.numel():
-        return flat.new_empty(size)
-    first = (flat.storage_offset() + begin) * flat.itemsize
-    storage = flat.untyped_storage()[first : first + size.numel() * flat.itemsize]
-    window = torch.empty(0, dtype=flat.dtype)
-    window.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
-    return window
+    return view_of(flat, (int(flat.storage_offset()) + begin) * flat.itemsize, shape, flat.dtype)
 
 
 def _kind(gradient: ChunkGradient, position: int) -> int:

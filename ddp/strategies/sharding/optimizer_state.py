@@ -18,10 +18,11 @@ __all__ = [
     "NOT_HYPER",
     "SCALARS",
     "State",
+    "hyperparameters",
     "joined_state",
     "may_join",
-    "part_of_state",
     "split_state",
+    "state_of_piece",
     "states_of_pieces",
     "whole_state",
 ]
@@ -32,28 +33,32 @@ NOT_HYPER = frozenset({"params", "param_names"})
 State = dict[str, Any]  # what an optimizer keeps of one parameter or piece
 
 
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups without their parameters: what `Shards.step(groups=...)` takes."""
+    return [{name: value for name, value in group.items() if name not in NOT_HYPER} for group in groups]
+
+
 def whole_state(
     partition: Partition,
     optimizer: torch.optim.Optimizer,
-    states_by_server: Sequence[Mapping[str, Any]],
+    states: Mapping[int, Sequence[State]],
     *,
     like: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Put the states of all servers together to what `state_dict()` of the user's optimizer would be.
+    """Put the states of all chunks, by their index, together to what `state_dict()` of the user's optimizer would be.
 
     Hyperparameters are those of `optimizer` now; tensors are copies in host memory, with the strides of the parameters
     (or of `like`), which torch's fused kernels need. Where the pieces of a parameter were stepped differently often,
     numbers are those of the one with most steps, and pieces that were never stepped have zeros.
     """
-    parts: dict[int, list[tuple[Piece, State]]] = {}
+    of_parameter: dict[int, list[tuple[Piece, State]]] = {}
     for chunk in partition.chunks:
-        states = states_by_server[chunk.server]["chunks"][chunk.index]
-        for piece, state in zip(chunk.pieces, states, strict=True):
-            parts.setdefault(piece.parameter, []).append((piece, state))
+        for piece, state in zip(chunk.pieces, states[chunk.index], strict=True):
+            of_parameter.setdefault(piece.parameter, []).append((piece, state))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = {}
     for number, parameter in enumerate(parameters if like is None else like):
-        state = _whole(sorted(parts[number], key=lambda part: part[0].begin))
+        state = _whole(sorted(of_parameter[number], key=lambda pair: pair[0].begin))
         if state:
             whole[number] = {name: _strided(value, parameter) for name, value in state.items()}
     groups, count = [], 0
@@ -71,54 +76,50 @@ def _strided(value: Any, parameter: torch.Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def _whole(parts: Sequence[tuple[Piece, State]]) -> State:
+def _whole(pairs: Sequence[tuple[Piece, State]]) -> State:
     """The state of a parameter, of those of its pieces in order."""
-    newest = parts[0][1]
-    if len(parts) > 1:
-        newest = max((state for _, state in parts), key=lambda state: float(state.get("step", bool(state))))
+    newest = pairs[0][1]
+    if len(pairs) > 1:
+        newest = max((state for _, state in pairs), key=lambda state: float(state.get("step", bool(state))))
     whole = {}
     for name, value in newest.items():
         if not isinstance(value, torch.Tensor):
             whole[name] = copy.deepcopy(value)
-        elif len(parts) == 1 or name in SCALARS:
+        elif len(pairs) == 1 or name in SCALARS:
             whole[name] = value.detach().clone()
         else:
-            pieces = [state[name] if name in state else torch.zeros(piece.shape) for piece, state in parts]
+            pieces = [state[name] if name in state else torch.zeros(piece.shape) for piece, state in pairs]
             if any(each.is_sparse for each in pieces):
                 pieces = [each if each.is_sparse else each.to_sparse(1) for each in pieces]
             whole[name] = torch.cat([each.to(value.dtype) for each in pieces])
     return whole
 
 
-def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Cut `state_dict()` of an optimizer of the same parameters into what `load_state` takes, by server.
+def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> dict[int, list[State]]:
+    """Cut `state_dict()` of an optimizer of the same parameters into what `load_state` takes, by chunk.
 
     Tensors get the dtype of their parameter, as torch's `load_state_dict` does. Raises ArgumentError if it is of
     other parameters.
     """
-    groups = state_dict["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     shapes = _shapes(partition)
     if len(numbers) != len(shapes):
         raise ArgumentError(f"the state is of {len(numbers)} parameters, and the optimizer has {len(shapes)}")
     states = {place: state_dict["state"].get(number, {}) for place, number in enumerate(numbers)}
-    hyper = [{k: v for k, v in group.items() if k not in NOT_HYPER} for group in groups]
-    split: list[dict[str, Any]] = [{"chunks": {}, "groups": hyper} for _ in range(partition.servers)]
+    split = {}
     for chunk in partition.chunks:
         pieces: list[State] = []
         for piece in chunk.pieces:
-            shape = shapes[piece.parameter]
-            state = states[piece.parameter].items()
-            pieces.append({name: _cast(name, part(name, value, piece, shape), chunk.dtype) for name, value in state})
-        split[chunk.server]["chunks"][chunk.index] = pieces
+            state = state_of_piece(states[piece.parameter], piece, shapes[piece.parameter])
+            pieces.append({name: _cast(name, value, chunk.dtype) for name, value in state.items()})
+        split[chunk.index] = pieces
     return split
 
 
 def _shapes(partition: Partition) -> dict[int, tuple[int, ...]]:
     shapes: dict[int, tuple[int, ...]] = {}
     for piece in (piece for chunk in partition.chunks for piece in chunk.pieces):
-        rows = max(piece.end, shapes.get(piece.parameter, (0,))[0] if piece.shape else 0)
-        shapes[piece.parameter] = (rows, *piece.shape[1:]) if piece.shape else ()
+        shapes[piece.parameter] = (piece.end, *piece.shape[1:]) if piece.shape else ()  # the last piece counts
     return shapes
 
 
@@ -144,13 +145,12 @@ def _has_elements(name: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and name not in SCALARS and not value.is_sparse
 
 
-def part_of_state(states: Mapping[Any, State], parameter: torch.Tensor, piece: Piece) -> State:
-    """The state of a piece, of that of its parameter; views where they may be."""
-    state = states.get(parameter, {})
-    return {name: part(name, value, piece, tuple(parameter.shape)) for name, value in state.items()}
+def state_of_piece(state: State, piece: Piece, shape: tuple[int, ...]) -> State:
+    """The state of a piece, of that of its parameter, which has this shape; views where they may be."""
+    return {name: _rows_of(name, value, piece, shape) for name, value in state.items()}
 
 
-def part(name: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any:
+def _rows_of(name: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any:
     if not isinstance(value, torch.Tensor) or name in SCALARS or piece.shape == shape:
         return value
     if value.shape != shape:

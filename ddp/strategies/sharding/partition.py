@@ -17,7 +17,7 @@ import torch
 
 from ddp.errors import ArgumentError
 
-__all__ = ["Chunk", "Partition", "Piece", "partition"]
+__all__ = ["Chunk", "Partition", "Piece", "aligned", "partition", "view_of"]
 
 _ALIGN_BYTES = 64  # a cache line, and what the widest vector instructions load
 
@@ -43,7 +43,16 @@ class Piece:
     @property
     def stop(self) -> int:
         """The offset behind its last element."""
-        return self.offset + math.prod(self.shape)
+        return self.offset + self.numel
+
+    def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of this piece in the flat tensor (numel,) of its chunk."""
+        return flat[self.offset : self.stop].view(self.shape)
+
+    def in_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The view of this piece in its parameter, without a graph."""
+        whole = parameter.detach()
+        return whole if whole.shape == self.shape else whole[self.begin : self.end]
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,18 @@ class Chunk:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def in_memory(self, memory: torch.Tensor) -> torch.Tensor:
+        """The view (numel,) of this chunk in the memory (bytes,) of its server."""
+        return memory[self.offset_bytes : self.offset_bytes + self.nbytes].view(self.dtype)
+
+    def in_flat(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The view of each piece in the flat tensor (numel,) of this chunk."""
+        return [piece.in_flat(flat) for piece in self.pieces]
+
+    def in_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The view of each piece in its parameter, without a graph."""
+        return [piece.in_parameter(parameters[piece.parameter]) for piece in self.pieces]
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -78,7 +99,7 @@ class Partition:
 
     def bytes(self, server: int) -> int:
         """The memory that the chunks of one server take, padding included."""
-        return max((_aligned(chunk.offset_bytes + chunk.nbytes) for chunk in self.of(server)), default=0)
+        return max((aligned(chunk.offset_bytes + chunk.nbytes) for chunk in self.of(server)), default=0)
 
     @cached_property
     def _by_server(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -89,15 +110,14 @@ class Partition:
 
 
 def partition(
-    shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[torch.dtype],
+    parameters: Sequence[torch.Tensor],
     *,
     servers: int,
     chunk_bytes: int = 4 << 20,
     splits: bool = True,
     alone: Collection[int] = (),
 ) -> Partition:
-    """Cut parameters of these shapes and dtypes into chunks over `servers`, about as many bytes on each.
+    """Cut parameters into chunks over `servers`, about as many bytes on each.
 
     A chunk has one dtype and at most `chunk_bytes`, unless a single row has more. With `splits`, parameters are cut
     between any two rows, and no server has more than the mean and one chunk. Without, each lies in one piece, and the
@@ -109,12 +129,9 @@ def partition(
     """
     if servers < 1 or chunk_bytes < 1:
         raise ArgumentError(f"servers={servers}, chunk_bytes={chunk_bytes}: both must be at least 1")
-    if len(shapes) != len(dtypes):
-        raise ArgumentError(f"{len(shapes)} shapes, but {len(dtypes)} dtypes")
-    kinds = {dtype: place for place, dtype in enumerate(dict.fromkeys(dtypes))}
-    order = sorted(range(len(shapes)), key=lambda number: kinds[dtypes[number]])
-    lonely = frozenset(alone)
-    sources = [_source(number, shapes[number], dtypes[number], is_alone=number in lonely) for number in order]
+    kinds = {dtype: place for place, dtype in enumerate(dict.fromkeys(each.dtype for each in parameters))}
+    order = sorted(range(len(parameters)), key=lambda number: kinds[parameters[number].dtype])
+    sources = [_source(number, parameters[number], is_alone=number in alone) for number in order]
     if splits:
         stripes = _stripes(sources, servers=servers, chunk_bytes=chunk_bytes)
         homes = _homes([sum(map(_nbytes, stripe)) for stripe in stripes], servers)
@@ -140,11 +157,10 @@ class _Source(NamedTuple):
     row_bytes: int
 
 
-def _source(number: int, shape: Sequence[int], dtype: torch.dtype, *, is_alone: bool) -> _Source:
+def _source(number: int, parameter: torch.Tensor, *, is_alone: bool) -> _Source:
+    shape, dtype = tuple(parameter.shape), parameter.dtype
     row_numel = math.prod(shape[1:])
-    return _Source(
-        number, tuple(shape), dtype, is_alone, shape[0] if shape else 1, row_numel, row_numel * dtype.itemsize
-    )
+    return _Source(number, shape, dtype, is_alone, shape[0] if shape else 1, row_numel, row_numel * dtype.itemsize)
 
 
 _Cut = tuple[_Source, int, int]  # rows begin to end of a parameter
@@ -234,10 +250,26 @@ def _chunks(placed: Sequence[tuple[list[_Cut], int]], servers: int) -> tuple[Chu
             pieces.append(Piece(source.number, begin, end, shape, offset))
             offset += (end - begin) * source.row_numel
         chunk = Chunk(index, server, cuts[0][0].dtype, tuple(pieces), offset, ends[server])
-        ends[server] = _aligned(chunk.offset_bytes + chunk.nbytes)
+        ends[server] = aligned(chunk.offset_bytes + chunk.nbytes)
         chunks.append(chunk)
     return tuple(chunks)
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """The size, up to a whole number of cache lines."""
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor at byte `at` of the storage of `memory`, with a storage of its own.
+
+    So who saves it saves no more than it. And torch 2.13 adds a coalesced sparse tensor of one dimension to the wrong
+    place in a tensor whose storage does not begin with it.
+    """
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype)
+    storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
+    tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
+    return tensor

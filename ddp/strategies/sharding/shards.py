@@ -2,84 +2,55 @@
 
 A server makes `Shards` of its chunks and steps them with the gradients that come. Copies of the user's optimizer do
 the steps, one a chunk; the object of the user is never changed. So hooks on it (`register_step_pre_hook` and its kin)
-and schedulers do not run here: the hyperparameters that they set come with each step. Knows no wire and no file.
+and schedulers do not run here: the hyperparameters that they set come with each step. Knows no network and no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ddp.errors import ArgumentError
-from ddp.strategies.sharding.chunk_gradient import (
-    ChunkGradient,
-    Gradient,
-    Rows,
-    flatten_gradients,
-    in_flat,
-    in_parameters,
-)
-from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, hyperparameters, splits_by_element
-from ddp.strategies.sharding.optimizer_state import State, part_of_state, split_state, states_of_pieces, whole_state
+from ddp.strategies.sharding.chunk_gradient import Gradient
+from ddp.strategies.sharding.chunk_optimizer import Changed, ChunkOptimizer, splits_by_element
+from ddp.strategies.sharding.optimizer_state import State, hyperparameters, state_of_piece
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy
 
-__all__ = [
-    "ChunkGradient",
-    "Gradient",
-    "Rows",
-    "Shards",
-    "flatten_gradients",
-    "hyperparameters",
-    "in_flat",
-    "in_parameters",
-    "split_state",
-    "splits_by_element",
-    "states_of_pieces",
-    "whole_state",
-]
-
-Memory = torch.Tensor | Callable[[Chunk], torch.Tensor]
+__all__ = ["Shards"]
 
 
 class Shards:
     """The chunks of one server: values, and the optimizer's state for them.
 
-    `parameters` are all that `optimizer` steps, in the order of its groups, and give the first values; state that the
-    optimizer has already is split over the pieces. `memory` is where the values lie: a uint8 tensor of
-    `Partition.bytes(server)`, or a function that gives the flat tensor of a chunk; None: in memory of their own. All of
-    it is in host memory, wherever the parameters are; `capturable` is off here for that reason.
-
-    `values` has the flat tensor (numel,) of each chunk by its index; `step` changes it in place.
+    The parameters that `optimizer` steps, in the order of its groups, give the first values; state that the optimizer
+    has already is split over the pieces. `values` has the flat tensor (numel,) of each chunk by its index,
+    where the values are to lie; `step` changes it in place. All of it is in host memory, wherever the parameters are;
+    `capturable` is off here for that reason.
 
     Not for several threads at once. Raises UnsupportedError as `splits_by_element` does, or if the optimizer cannot be
-    copied; ArgumentError if `parameters` are not those of the optimizer.
+    copied.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
-        chunks: Sequence[Chunk],
-        memory: Memory | None = None,
+        self, optimizer: torch.optim.Optimizer, chunks: Sequence[Chunk], values: Mapping[int, torch.Tensor]
     ) -> None:
         by_element = splits_by_element(optimizer)
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if [id(parameter) for parameter in stepped] != [id(parameter) for parameter in parameters]:
-            raise ArgumentError(
-                f"{len(parameters)} parameters are given that are not the {len(stepped)} of the optimizer's groups, "
-                "in their order"
-            )
-        self.values = {chunk.index: _flat_of(chunk, memory) for chunk in chunks}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.values = values
         self._chunks = {}
         for chunk in chunks:
-            flat = self.values[chunk.index]
-            foreach_copy(in_flat(chunk, flat), in_parameters(chunk, parameters))
-            states = [part_of_state(optimizer.state, parameters[piece.parameter], piece) for piece in chunk.pieces]
-            self._chunks[chunk.index] = ChunkOptimizer(optimizer, chunk, flat, states, by_element=by_element)
-        self._groups = hyperparameters(optimizer)
+            foreach_copy(chunk.in_flat(values[chunk.index]), chunk.in_parameters(parameters))
+            states = []
+            for piece in chunk.pieces:
+                parameter = parameters[piece.parameter]
+                states.append(state_of_piece(optimizer.state.get(parameter, {}), piece, tuple(parameter.shape)))
+            self._chunks[chunk.index] = ChunkOptimizer(
+                optimizer, chunk, values[chunk.index], states, by_element=by_element
+            )
+        self._groups = hyperparameters(optimizer.param_groups)
 
     def step(
         self, gradients: Mapping[int, Gradient], *, groups: Sequence[Mapping[str, Any]] | None = None
@@ -90,7 +61,7 @@ class Shards:
         Of a chunk, None stands for all rows, else there is an entry for each piece: None for all of its rows, or their
         numbers (n,), ascending.
 
-        Raises what the optimizer's own step raises; ArgumentError for a chunk that is not here.
+        Raises what the optimizer's own step raises; ArgumentError for another number of param groups.
         """
         if groups is not None:
             if len(groups) != len(self._groups):
@@ -101,65 +72,34 @@ class Shards:
             self._groups = [dict(group) for group in groups]
         changed = {}
         for index, gradient in gradients.items():
-            if index not in self._chunks:
-                raise ArgumentError(f"chunk {index} is not here: these are {sorted(self._chunks)}")
             self._chunks[index].use(self._groups)
             changed[index] = self._chunks[index].step(gradient)
         return changed
 
-    def state(self) -> dict[str, Any]:
-        """What the optimizer keeps, for a snapshot: {"chunks": {index: [state of each piece]}, "groups": [...]}.
+    def state(self) -> dict[int, list[State]]:
+        """What the optimizer keeps of the pieces of each chunk, by its index.
 
         Made of dicts, lists, numbers and tensors, as `torch.load(weights_only=True)` reads. The tensors are the live
-        ones, which the next step changes. Values are not in it.
+        ones, which the next step changes. Values and hyperparameters are not in it.
         """
-        return {
-            "chunks": {index: chunk.states() for index, chunk in self._chunks.items()},
-            "groups": [{k: v for k, v in group.items() if _is_plain(v)} for group in self._groups],
-        }
+        return {index: self.state_of(index) for index in self._chunks}
 
     def state_of(self, index: int) -> list[State]:
         """What the optimizer keeps of the pieces of one chunk; live, as in `state`."""
         return self._chunks[index].states()
 
-    def load_state_of(self, index: int, states: Sequence[State]) -> None:
-        """Go on from such states with one chunk. Raises ArgumentError if they are of other pieces."""
-        if not self._chunks[index].fits(states):
-            raise ArgumentError(f"the state is of another chunk than {index}: cut it anew from a whole state")
-        self._chunks[index].load(states)
-
     def live(self) -> Iterator[tuple[Chunk, int, int, State]]:
         """The dicts in which the optimizer keeps its state, of the pieces at positions `first` to `stop` of a chunk."""
-        for part in self._chunks.values():
-            for first, stop, state in part.live():
-                yield part.chunk, first, stop, state
+        for chunk in self._chunks.values():
+            for first, stop, state in chunk.live():
+                yield chunk.chunk, first, stop, state
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` or `split_state` gave, for the same chunks. The tensors in it are copied.
+    def load_state(self, state: Mapping[int, Sequence[State]]) -> None:
+        """Go on from what `state` or `split_state` gave of these chunks, or of some. The tensors in it are copied.
 
         Raises ArgumentError if it is of other chunks, and changes nothing then.
         """
-        chunks = state["chunks"]
-        if chunks.keys() != self._chunks.keys() or not all(
-            self._chunks[index].fits(states) for index, states in chunks.items()
-        ):
+        if not all(index in self._chunks and self._chunks[index].fits(states) for index, states in state.items()):
             raise ArgumentError("the state is of other chunks than these: cut it anew from a whole state (split_state)")
-        for index, states in chunks.items():
+        for index, states in state.items():
             self._chunks[index].load(states)
-        if state.get("groups"):
-            pairs = zip(self._groups, state["groups"], strict=True)
-            self._groups = [{**group, **loaded} for group, loaded in pairs]
-
-
-def _flat_of(chunk: Chunk, memory: Memory | None) -> torch.Tensor:
-    if memory is None:
-        return torch.empty(chunk.numel, dtype=chunk.dtype)
-    if isinstance(memory, torch.Tensor):
-        return memory[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes].view(chunk.dtype)
-    return memory(chunk)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)

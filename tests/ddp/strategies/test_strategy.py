@@ -71,8 +71,8 @@ def test_the_variable_names_a_strategy_with_options(variables: pytest.MonkeyPatc
     variables.setenv("DTRAIN_STRATEGY", "parameter_server, mode=bounded, staleness=5,lost_after_s=2.5,encrypt=true")
     found: Any = ddp.strategy(staleness=7)
     assert found.name == "parameter_server"
-    assert (found.settings.mode, found.settings.staleness) == ("bounded", 7), "an argument counts more"
-    assert (found.settings.lost_after_s, found.settings.encrypt) == (2.5, True)
+    assert (found.options.mode, found.options.staleness) == ("bounded", 7), "an argument counts more"
+    assert (found.options.lost_after_s, found.options.encrypt) == (2.5, True)
     assert ddp.strategy("local_sgd").name == "local_sgd", "a name as well"
 
 

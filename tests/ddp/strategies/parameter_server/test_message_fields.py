@@ -16,17 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp.comm.codec import encode
-from ddp.strategies.parameter_server.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.message_fields import (
     CLIENT_MESSAGES,
     SERVER_MESSAGES,
     check_fields,
     decode_value,
 )
-from ddp.strategies.parameter_server.messages import MalformedError, Message
-from ddp.strategies.parameter_server.run_plan import Settings, make_plan, plain_groups
+from ddp.strategies.parameter_server.run_plan import Options, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.server_endpoint import ServerEndpoint
+from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
+from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
+from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 
 KEY = secrets.token_bytes(32)
 DEADLINE_S = 30.0
@@ -44,13 +45,12 @@ def served(send: Any) -> Iterator[None]:
     """A server of a small model in this thread, which must live until `send(endpoint, join)` is through in another."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    plan = make_plan(model, optimizer, Settings(mode="async", shared_memory=False), workers=1, servers=1)
+    plan = make_plan(model, optimizer, Options(mode="async", shared_memory=False), workers=1, servers=1)
     failures: list[BaseException] = []
 
     def client(address: str) -> None:
-        with ClientEndpoint(KEY, address, name="worker 0") as endpoint:
+        with ClientEndpoint(EndpointOptions(KEY), address, name="worker 0") as endpoint:
             try:
-                endpoint.connect(DEADLINE_S)
                 ask(endpoint, Message("join", {**JOIN, "digest": plan.digest}), "joined")
                 send(endpoint, plain_groups(optimizer))
             except BaseException as error:
@@ -58,7 +58,7 @@ def served(send: Any) -> Iterator[None]:
             finally:
                 endpoint.send(Message("leave"))
 
-    with ServerEndpoint(KEY, host="127.0.0.1") as endpoint:
+    with ServerEndpoint(EndpointOptions(KEY), host="127.0.0.1") as endpoint:
         thread = threading.Thread(target=client, args=(endpoint.address,))
         thread.start()
         try:
@@ -73,8 +73,10 @@ JOIN = {"role": "worker", "replica": 0, "done": 0, "gathers": 0, "memory": None}
 
 
 def ask(endpoint: ClientEndpoint, message: Message, *kinds: str) -> Message:
-    assert endpoint.send(message, copy=True)
     deadline = time.monotonic() + DEADLINE_S
+    while not endpoint.send(message, copy=True):
+        assert endpoint.receive(0.05) is None  # it connects
+        assert time.monotonic() < deadline
     while time.monotonic() < deadline:
         answer = endpoint.receive(1.0)
         if answer is not None and answer.kind in kinds:

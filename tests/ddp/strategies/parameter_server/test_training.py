@@ -15,7 +15,7 @@ from ddp_worlds.strategy_cases import Setting
 from torch import nn
 
 import ddp
-from ddp.strategies.parameter_server.run_plan import Settings, make_plan
+from ddp.strategies.parameter_server.run_plan import Options, make_plan
 
 CASES = "ddp_worlds.parameter_server_cases"
 NETWORK = {"shared_memory": False}  # as between hosts
@@ -65,7 +65,7 @@ def test_modes_that_do_not_wait_for_all_reach_the_same_loss_within_a_fourth(nurs
     nursery.run(4, f"{CASES}:loose_modes_reach_the_loss", modes=modes, factor=1.25)
 
 
-def test_short_numbers_on_the_wire_reach_the_same_loss_within_a_tenth(nursery: Nursery) -> None:
+def test_short_numbers_between_hosts_reach_the_same_loss_within_a_tenth(nursery: Nursery) -> None:
     nursery.run(3, f"{CASES}:short_numbers_reach_the_loss", factor=1.1)
 
 
@@ -135,7 +135,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], me
 def test_an_optimizer_that_servers_cannot_step_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
-        make_plan(model, torch.optim.LBFGS(model.parameters()), Settings(), workers=2, servers=1)
+        make_plan(model, torch.optim.LBFGS(model.parameters()), Options(), workers=2, servers=1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ddp.errors.ArgumentError, match="leaves none to wait for"):
-        make_plan(model, optimizer, Settings(backup_workers=2), workers=2, servers=1)
+        make_plan(model, optimizer, Options(backup_workers=2), workers=2, servers=1)

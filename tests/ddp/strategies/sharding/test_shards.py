@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,19 +12,11 @@ import pytest
 import torch
 
 from ddp.errors import ArgumentError, UnsupportedError
-from ddp.strategies.sharding.partition import Partition, partition
-from ddp.strategies.sharding.shards import (
-    ChunkGradient,
-    Rows,
-    Shards,
-    flatten_gradients,
-    hyperparameters,
-    in_flat,
-    in_parameters,
-    split_state,
-    splits_by_element,
-    whole_state,
-)
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Rows, average, flatten_gradients
+from ddp.strategies.sharding.chunk_optimizer import splits_by_element
+from ddp.strategies.sharding.optimizer_state import hyperparameters, split_state, whole_state
+from ddp.strategies.sharding.partition import Chunk, Partition, partition
+from ddp.strategies.sharding.shards import Shards
 
 F64 = torch.float64
 SHAPES: list[tuple[int, ...]] = [(7, 5), (5,), (), (0, 3), (33, 4), (3, 0), (1,), (2, 3, 4), (6, 6)]
@@ -112,44 +105,51 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
             group["lr"] *= 0.5
 
 
+def own_memory(chunks: Sequence[Chunk]) -> dict[int, torch.Tensor]:
+    return {chunk.index: torch.empty(chunk.numel, dtype=chunk.dtype) for chunk in chunks}
+
+
 class Servers:
     """All servers of a partition, in this process."""
 
     def __init__(self, optimizer: Any, parameters: Sequence[torch.Tensor], servers: int, chunk_bytes: int) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.partition: Partition = partition(
-            [p.shape for p in parameters],
-            [p.dtype for p in parameters],
+            parameters,
             servers=servers,
             chunk_bytes=chunk_bytes,
             splits=splits_by_element(optimizer),
         )
         self.memories = [torch.zeros(self.partition.bytes(s), dtype=torch.uint8) for s in range(servers)]
-        self.shards = [
-            Shards(optimizer, parameters, self.partition.of(server), self.memories[server]) for server in range(servers)
-        ]
+        self.shards = []
+        for server, memory in enumerate(self.memories):
+            chunks = self.partition.of(server)
+            values = {chunk.index: chunk.in_memory(memory) for chunk in chunks}
+            self.shards.append(Shards(optimizer, chunks, values))
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for server, shards in enumerate(self.shards):
             cut = {chunk.index: flatten_gradients(chunk, gradients) for chunk in self.partition.of(server)}
-            shards.step(cut, groups=hyperparameters(self.optimizer))
+            shards.step(cut, groups=hyperparameters(self.optimizer.param_groups))
 
     def load(self, state: dict[str, Any]) -> None:
         for group, loaded in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
-        for shards, part in zip(self.shards, split_state(self.partition, state), strict=True):
-            shards.load_state(part)
+        states = split_state(self.partition, state)
+        for server, shards in enumerate(self.shards):
+            shards.load_state({chunk.index: states[chunk.index] for chunk in self.partition.of(server)})
 
     def values(self) -> list[torch.Tensor]:
         found = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
         for server, shards in enumerate(self.shards):
             for chunk in self.partition.of(server):
                 assert shards.values[chunk.index].data_ptr() - self.memories[server].data_ptr() == chunk.offset_bytes
-                torch._foreach_copy_(in_parameters(chunk, found), in_flat(chunk, shards.values[chunk.index]))
+                torch._foreach_copy_(chunk.in_parameters(found), chunk.in_flat(shards.values[chunk.index]))
         return found
 
     def state(self) -> dict[str, Any]:
-        return whole_state(self.partition, self.optimizer, [shards.state() for shards in self.shards])
+        states = {index: state for shards in self.shards for index, state in shards.state().items()}
+        return whole_state(self.partition, self.optimizer, states)
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "", *, rtol: float = 1e-14) -> None:
@@ -215,7 +215,7 @@ def test_a_step_of_one_chunk_leaves_the_others_alone() -> None:
     assert shards.step({first.index: torch.ones(first.numel, dtype=F64)}) == {first.index: None}
     assert not torch.equal(shards.values[first.index], before[first.index])
     assert all(torch.equal(shards.values[i], before[i]) for i in before if i != first.index)
-    assert [bool(state) for state in shards.state()["chunks"][second.index]] == [False] * len(second.pieces)
+    assert [bool(state) for state in shards.state()[second.index]] == [False] * len(second.pieces)
     for _ in range(2):  # a parameter whose chunks were stepped differently often
         shards.step({chunk.index: torch.ones(chunk.numel) for chunk in there.partition.of(0)})  # of another dtype
     state = there.state()
@@ -241,7 +241,7 @@ def test_stepping_neighbours_as_one_is_left_and_taken_up_again() -> None:
     assert units == [[(0, 1), (1, 2), (2, 5)]] + 5 * [[(0, 1), (1, 2), (2, 4), (4, 5)]]
     assert_same(there.values(), [p.detach() for p in whole])
     assert_same(there.state(), optimizer.state_dict())
-    fresh = Shards(theirs, parameters, there.partition.chunks)
+    fresh = Shards(theirs, there.partition.chunks, own_memory(there.partition.chunks))
     fresh.load_state(there.shards[0].state())
     assert len(list(fresh.live())) == 3, "by now all of the last group have made four steps"
     with pytest.raises(ArgumentError, match="not absent"):
@@ -311,6 +311,36 @@ def test_several_workers_rows_of_one_piece_are_added_up() -> None:
         there.shards[0].step({0: ChunkGradient(None, sparse={0: Rows(torch.tensor([4]), torch.ones(1, 2))})})
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
+def test_the_average_of_dense_absent_and_sparse_gradients(dtype: torch.dtype) -> None:
+    """For every kind that three replicas may have of one parameter: none, dense, or rows."""
+    (chunk,) = partition([torch.empty(6, 2, dtype=dtype)] * 27, servers=1).chunks
+    torch.manual_seed(3)
+    wide = F64 if dtype == F64 else torch.float32
+    every: list[list[torch.Tensor | None]] = [[], [], []]
+    for kinds in itertools.product(("none", "dense", "rows"), repeat=3):
+        for replica, kind in enumerate(kinds):
+            dense = torch.randn(6, 2).to(dtype) * torch.tensor([[1.0], [0], [1], [1], [0], [0]]).to(dtype)
+            every[replica].append({"none": None, "dense": dense, "rows": dense.to_sparse(1)}[kind])
+    mean = average(chunk, [flatten_gradients(chunk, each) for each in every], torch.empty(chunk.numel, dtype=wide))
+    assert isinstance(mean, ChunkGradient)
+    for position, given in enumerate(zip(*every, strict=True)):
+        there = [gradient for gradient in given if gradient is not None]
+        assert (position in mean.absent) == (not there)
+        assert (position in mean.sparse) == (bool(there) and all(gradient.is_sparse for gradient in there))
+        if not there:
+            continue
+        expected = sum(gradient.to_dense().to(wide) for gradient in there) / 3
+        found = torch.zeros(6, 2, dtype=wide)
+        if position in mean.sparse:
+            rows = mean.sparse[position]
+            assert rows.numbers.unique().equal(rows.numbers)
+            found[rows.numbers] = rows.values
+        elif mean.flat is not None:
+            found = chunk.pieces[position].in_flat(mean.flat)
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_users_object_its_hooks_and_its_state() -> None:
     parameters, optimizer = build(O.Adam, {"lr": 0.01})
     whole, plain = build(O.Adam, {"lr": 0.01})
@@ -343,8 +373,8 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
     whole = [torch.nn.Parameter(tensor.clone()) for tensor in made]
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in made]
     optimizer, theirs = O.AdamW(whole, capturable=False), O.AdamW(parameters)
-    cut = partition(shapes, dtypes, servers=1)
-    shards = Shards(theirs, parameters, cut.chunks)
+    cut = partition(parameters, servers=1)
+    shards = Shards(theirs, cut.chunks, own_memory(cut.chunks))
     for _ in range(3):
         gradients = [torch.randn_like(p) for p in whole]
         for p, gradient in zip(whole, gradients, strict=True):
@@ -353,11 +383,12 @@ def test_chunks_have_one_dtype_and_memory_may_be_their_own() -> None:
         out = {chunk.index: torch.zeros(chunk.numel, dtype=chunk.dtype) for chunk in cut.chunks}
         shards.step({chunk.index: flatten_gradients(chunk, gradients, out[chunk.index]) for chunk in cut.chunks})
     for chunk in cut.chunks:
-        for left, right in zip(in_flat(chunk, shards.values[chunk.index]), in_parameters(chunk, whole), strict=True):
+        for left, right in zip(chunk.in_flat(shards.values[chunk.index]), chunk.in_parameters(whole), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
     for group in theirs.param_groups:  # as on a device; the copies are in host memory, where that cannot be
         group["capturable"] = True
-    Shards(theirs, parameters, cut.chunks).step({0: torch.ones(24)}, groups=hyperparameters(theirs))
+    again = Shards(theirs, cut.chunks, own_memory(cut.chunks))
+    again.step({0: torch.ones(24)}, groups=hyperparameters(theirs.param_groups))
 
 
 class Closed(torch.optim.SGD):
@@ -374,8 +405,9 @@ def test_what_no_server_can_step_is_an_error() -> None:
     assert not splits_by_element(type("Mine", (O.Adam,), {})(parameters)), "who knows what it does"
     locked = Trust(parameters)
     locked.all = open("/dev/null")  # type: ignore[assignment]  # noqa: SIM115
+    chunks = partition(parameters, servers=1, splits=False).chunks
     with locked.all, pytest.raises(UnsupportedError, match="cannot be copied"):  # type: ignore[attr-defined]
-        Shards(locked, parameters, partition([(2,)], [torch.float32], servers=1, splits=False).chunks)
+        Shards(locked, chunks, own_memory(chunks))
 
 
 def test_states_and_groups_of_another_model_are_errors() -> None:
@@ -386,13 +418,9 @@ def test_states_and_groups_of_another_model_are_errors() -> None:
     with pytest.raises(ArgumentError, match="other chunks"):
         shards.load_state(there.shards[1].state())
     with pytest.raises(ArgumentError, match="9 parameters, and the optimizer has 1"):
-        split_state(partition([(3,)], [F64], servers=1), state)
+        split_state(partition([torch.empty(3)], servers=1), state)
     swapped = {**state, "state": {**state["state"], 4: state["state"][8]}}
     with pytest.raises(ArgumentError, match=r"parameter 4 has 'exp_avg' of shape \(6, 6\)"):
         split_state(there.partition, swapped)
     with pytest.raises(ArgumentError, match="param groups now"):
-        shards.step({}, groups=hyperparameters(optimizer)[:1])
-    with pytest.raises(ArgumentError, match="chunk 999 is not here"):
-        shards.step({999: torch.ones(1)})
-    with pytest.raises(ArgumentError, match="not the 9"):
-        Shards(optimizer, parameters[:3], there.partition.of(0))
+        shards.step({}, groups=hyperparameters(optimizer.param_groups)[:1])

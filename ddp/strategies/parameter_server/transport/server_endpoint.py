@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from ddp.errors import ParameterServerError
-from ddp.strategies.parameter_server.auth import (
+from ddp.strategies.parameter_server.transport.auth import (
     MAX_HANDSHAKE_BYTES,
     Packet,
     Prefix,
@@ -22,15 +22,8 @@ from ddp.strategies.parameter_server.auth import (
     refusal,
     unknown,
 )
-from ddp.strategies.parameter_server.endpoint import (
-    CRYPTOGRAPHIC,
-    FAILED,
-    MAX_FRAME_BYTES,
-    QUEUE_MESSAGES,
-    USER,
-    Endpoint,
-)
-from ddp.strategies.parameter_server.messages import MAX_TENSORS, WIRE_VERSION, Message
+from ddp.strategies.parameter_server.transport.endpoint import CRYPTOGRAPHIC, FAILED, USER, Endpoint, EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import MAX_TENSORS, PROTOCOL_VERSION, Message
 
 __all__ = ["MAX_HALF_OPEN", "Peer", "ServerEndpoint"]
 
@@ -53,41 +46,28 @@ class Peer:
 class ServerEndpoint(Endpoint):
     """The server's end, bound to one address of this host; `address` is what clients connect to.
 
-    A `port` of 0 lets the system choose. Raises ParameterServerError if the address cannot be bound.
+    Raises ParameterServerError if the address cannot be bound.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        *,
-        host: str,
-        port: int = 0,
-        encrypt: bool = False,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
-        queue_messages: int = QUEUE_MESSAGES,
-        version: str | None = None,
-    ) -> None:
-        super().__init__(
-            key, kind=zmq.ROUTER, max_frame_bytes=max_frame_bytes, queue_messages=queue_messages, version=version
-        )
-        self.dropped = 0  # messages for a client that is away or does not read
+    def __init__(self, options: EndpointOptions, *, host: str) -> None:
+        super().__init__(options, zmq.ROUTER)
         self._peers: dict[bytes, Peer] = {}
         self._half_open: dict[bytes, tuple[Session, str, float]] = {}
         try:
-            self._guard(encrypt)
-            self.address = self._bind(host, port)
+            self._guard()
+            self.address = self._bind(host)
         except BaseException:
             self.close(linger_s=0)
             raise
 
-    def _guard(self, encrypt: bool) -> None:
+    def _guard(self) -> None:
         self._zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._watch(self._zap)
         self._socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         self._socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send says so if nobody is there
-        if encrypt:
+        if self._options.encrypt:
             public, self._socket.curve_secretkey = self._key.curve_pair("server")
             self._socket.curve_publickey = public
             self._socket.curve_server = True
@@ -96,15 +76,16 @@ class ServerEndpoint(Endpoint):
             self._socket.plain_server = True
             self._credentials = [b"PLAIN", USER, self._key.password()]
 
-    def _bind(self, host: str, port: int) -> str:
-        ip = _resolved(host)
+    def _bind(self, host: str) -> str:
+        try:
+            ip = str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            raise ParameterServerError(f"no parameter server can listen at {host!r}: {error}") from error
         self._socket.set(zmq.IPV6, int(":" in ip))
         try:
-            self._socket.bind(f"tcp://[{ip}]:{port or '*'}" if ":" in ip else f"tcp://{ip}:{port or '*'}")
+            self._socket.bind(f"tcp://[{ip}]:*" if ":" in ip else f"tcp://{ip}:*")  # the system chooses the port
         except zmq.ZMQError as error:
-            raise ParameterServerError(
-                f"no parameter server can listen at {host} ({ip}) port {port}: {error}"
-            ) from error
+            raise ParameterServerError(f"no parameter server can listen at {host} ({ip}): {error}") from error
         return bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     @property
@@ -137,9 +118,7 @@ class ServerEndpoint(Endpoint):
         Without `copy`, large tensors must stay unchanged until the peer has answered.
         """
         known = self._peers.get(peer)
-        sent = known is not None and self._put([known.route, *self._signed(known.session, message, copy=copy)])
-        self.dropped += not sent
-        return sent
+        return known is not None and self._put([known.route, *self._signed(known.session, message, copy=copy)])
 
     def _taken(self, frames: list[zmq.Frame], now: float) -> tuple[bytes, Message] | None:
         route, head = frames[0].bytes, frames[1].buffer if len(frames) > 1 else memoryview(b"")
@@ -150,7 +129,7 @@ class ServerEndpoint(Endpoint):
             if prefix.packet < Packet.MESSAGE:
                 self._shake_hands(route, prefix, head, now)
                 return None
-            if prefix.wire != WIRE_VERSION:
+            if prefix.version != PROTOCOL_VERSION:
                 raise RefusedError("malformed")
             peer = self._peers.get(prefix.session)
             if peer is None:
@@ -167,34 +146,33 @@ class ServerEndpoint(Endpoint):
         if len(head) > MAX_HANDSHAKE_BYTES or prefix.packet not in (Packet.HELLO, Packet.PROOF):
             raise RefusedError("malformed")
         if prefix.packet == Packet.HELLO:
-            self._greet(route, bytes(head), now)
+            self._greet(route, prefix, bytes(head), now)
         else:
-            self._admit(route, bytes(head), prefix.session, now)
+            self._admit(route, prefix, bytes(head), now)
 
-    def _greet(self, route: bytes, packet: bytes, now: float) -> None:
-        hello = self._key.read_hello(packet)
-        wire = read_prefix(memoryview(packet)).wire
-        reason = "version" if (wire, hello.version) != (WIRE_VERSION, self._version) else "key"
+    def _greet(self, route: bytes, prefix: Prefix, packet: bytes, now: float) -> None:
+        hello, version = self._key.read_hello(packet), self._options.version
+        reason = "version" if (prefix.version, hello.version) != (PROTOCOL_VERSION, version) else "key"
         if reason == "version" or not hello.is_proven:
-            self._put([route, refusal(reason, nonce=hello.nonce, version=self._version)])
+            self._put([route, refusal(reason, nonce=hello.nonce, version=version)])
             raise RefusedError(reason)
         for session, (_, _, until) in list(self._half_open.items()):
             if until < now or len(self._half_open) >= MAX_HALF_OPEN:  # the oldest first
                 del self._half_open[session]
                 self.refused["half-open"] += 1
-        challenge, made = self._key.challenge(packet, self._version)
+        challenge, made = self._key.challenge(packet, version)
         self._half_open[made.id] = made, hello.name, now + HALF_OPEN_S
         self._put([route, challenge])
 
-    def _admit(self, route: bytes, packet: bytes, session: bytes, now: float) -> None:
-        made, name, _ = self._half_open.get(session, (None, "", 0.0))
+    def _admit(self, route: bytes, prefix: Prefix, packet: bytes, now: float) -> None:
+        made, name, _ = self._half_open.get(prefix.session, (None, "", 0.0))
         if made is None:
             raise RefusedError("unknown session")
         if not self._key.is_proof(packet, made.transcript):
             raise RefusedError("key")
-        del self._half_open[session]
-        self._peers[session] = Peer(name, route, made, now)
-        self._put([route, made.outgoing.sign(Packet.HERE, session, b"")])
+        del self._half_open[made.id]
+        self._peers[made.id] = Peer(name, route, made, now)
+        self._put([route, made.outgoing.sign(Packet.HERE, made.id, b"")])
 
     def _answer_zap(self) -> None:
         """Let in whom the run's key has made the password of (ZAP, ZeroMQ's RFC 27), nobody else."""
@@ -213,10 +191,3 @@ class ServerEndpoint(Endpoint):
 
 def _equal(these: Sequence[bytes], those: Sequence[bytes]) -> bool:
     return len(these) == len(those) and all(map(hmac.compare_digest, these, those))
-
-
-def _resolved(host: str) -> str:
-    try:
-        return str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ParameterServerError(f"no parameter server can listen at {host!r}: {error}") from error

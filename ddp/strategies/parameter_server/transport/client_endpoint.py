@@ -10,23 +10,10 @@ from typing import Any
 
 import zmq
 
-from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.strategies.parameter_server.auth import (
-    Packet,
-    RefusedError,
-    Session,
-    read_plain_packet,
-    read_prefix,
-)
-from ddp.strategies.parameter_server.endpoint import (
-    CRYPTOGRAPHIC,
-    MAX_FRAME_BYTES,
-    OUT,
-    QUEUE_MESSAGES,
-    USER,
-    Endpoint,
-)
-from ddp.strategies.parameter_server.messages import Message
+from ddp.errors import KeyRefusedError, ParameterServerError, VersionMismatchError
+from ddp.strategies.parameter_server.transport.auth import Packet, RefusedError, Session, read_plain_packet, read_prefix
+from ddp.strategies.parameter_server.transport.endpoint import CRYPTOGRAPHIC, OUT, USER, Endpoint, EndpointOptions
+from ddp.strategies.parameter_server.transport.messages import Message
 
 __all__ = ["ClientEndpoint"]
 
@@ -40,29 +27,13 @@ _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_...
 class ClientEndpoint(Endpoint):
     """A client's end for one server; connects by itself, and again whenever the connection breaks.
 
-    `session` is what the server calls this client (empty before there is one). `connections` counts the connections
-    made: when it goes up, what was under way may be lost.
+    `connections` counts the connections made: when it goes up, what was under way may be lost.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        address: str,
-        *,
-        name: str,
-        encrypt: bool = False,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
-        queue_messages: int = QUEUE_MESSAGES,
-        version: str | None = None,
-    ) -> None:
-        if len(name) > 200:
-            raise ArgumentError(f"the name of a client has {len(name)} characters, the most is 200")
-        super().__init__(
-            key, kind=zmq.DEALER, max_frame_bytes=max_frame_bytes, queue_messages=queue_messages, version=version
-        )
+    def __init__(self, options: EndpointOptions, address: str, *, name: str) -> None:
+        super().__init__(options, zmq.DEALER)
         self.address, self.name = address, name
         self.connections = 0
-        self._encrypts = encrypt
         self._session: Session | None = None
         self._offered: Session | None = None  # until the server has taken the proof
         self._hello = b""
@@ -77,7 +48,7 @@ class ClientEndpoint(Endpoint):
             raise
 
     def _open(self) -> None:
-        if self._encrypts:
+        if self._options.encrypt:
             self._socket.curve_publickey, self._socket.curve_secretkey = self._key.curve_pair("client")
             self._socket.curve_serverkey = self._key.curve_pair("server")[0]
         else:
@@ -88,26 +59,12 @@ class ClientEndpoint(Endpoint):
         except zmq.ZMQError as error:
             raise ParameterServerError(f"{self.address!r} is no address of a parameter server: {error}") from error
 
-    @property
-    def session(self) -> bytes:
-        """The name of the session, which another session does not share; empty before there is one."""
-        return b"" if self._session is None else self._session.id
-
-    def connect(self, timeout_s: float) -> None:
-        """Wait until there is a session. Raises KeyRefusedError, VersionMismatchError or, when the time is over or the
-        two do not agree about encryption, ParameterServerError."""
-        deadline = time.monotonic() + timeout_s
-        while self._session is None:
-            now = time.monotonic()
-            if now >= deadline:
-                raise ParameterServerError(
-                    f"no answer from the parameter server at {self.address} within {timeout_s:g} s: "
-                    + ("it is connected but busy or stopped" if self._is_up else "no connection could be made")
-                )
-            self._step(deadline - now)
-
     def receive(self, timeout_s: float = 0.0) -> Message | None:
-        """Return the next message, or None after `timeout_s`; raises as `connect` if the server lets this one go."""
+        """Return the next message, or None after `timeout_s`; connects meanwhile.
+
+        Raises KeyRefusedError, VersionMismatchError or, when the two do not agree about encryption or the other end is
+        no parameter server, ParameterServerError.
+        """
         now = time.monotonic()
         deadline = now + timeout_s
         while True:
@@ -149,7 +106,7 @@ class ClientEndpoint(Endpoint):
 
     def _greet(self, now: float) -> None:
         if self._session is None and self._is_up and now >= self._hello_at:
-            self._hello = self._key.hello(self.name, self._version)
+            self._hello = self._key.hello(self.name, self._options.version)
             self._hello_at = now + _HELLO_S
             self._put([self._hello])
 
@@ -174,7 +131,7 @@ class ClientEndpoint(Endpoint):
         if len(self._broken) < _BROKEN_HANDSHAKES or self._session is not None:
             return
         self._broken = []
-        theirs, own = _mechanism_of(self.address), b"CURVE" if self._encrypts else b"PLAIN"
+        theirs, own = _mechanism_of(self.address), b"CURVE" if self._options.encrypt else b"PLAIN"
         if theirs in (b"CURVE", b"PLAIN") and theirs != own:
             raise self._disagreement()
         if theirs == own == b"CURVE":  # with a wrong key it just hangs up
@@ -187,7 +144,7 @@ class ClientEndpoint(Endpoint):
         )
 
     def _disagreement(self) -> ParameterServerError:
-        this, that = ("encrypts", "does not") if self._encrypts else ("does not encrypt", "does")
+        this, that = ("encrypts", "does not") if self._options.encrypt else ("does not encrypt", "does")
         return ParameterServerError(
             f"{self.name} {this} and the parameter server at {self.address} {that}: give all processes the same option"
         )
@@ -218,7 +175,7 @@ class ClientEndpoint(Endpoint):
         if fields.get("reason") == "version":
             raise VersionMismatchError(
                 f"the parameter server at {self.address} runs dtrain {fields.get('version')} and {self.name} runs "
-                f"{self._version}: install the same version everywhere"
+                f"{self._options.version}: install the same version everywhere"
             )
         raise self._key_refused()
 

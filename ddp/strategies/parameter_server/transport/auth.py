@@ -27,12 +27,12 @@ import zmq
 from zmq.utils import z85
 
 from ddp.errors import ArgumentError, UnsupportedError
-from ddp.strategies.parameter_server.messages import MAX_TENSORS, WIRE_VERSION
+from ddp.strategies.parameter_server.transport.messages import MAX_TENSORS, PROTOCOL_VERSION
 
 __all__ = [
     "MAX_HANDSHAKE_BYTES",
     "Authenticator",
-    "Hello",
+    "ClientHello",
     "Packet",
     "Prefix",
     "RefusedError",
@@ -49,7 +49,7 @@ TAG_BYTES = 16
 _PROOF_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096
 _MAGIC = b"dtps"
-_PREFIX = struct.Struct("<4sBB32sQI")  # magic, wire version, packet, session, sequence number, tensors
+_PREFIX = struct.Struct("<4sBB32sQI")  # magic, version of the protocol, packet, session, sequence number, tensors
 _NONCE = struct.Struct("<QI")  # sequence number, 0 for the header or 1 + the tensor's index
 
 
@@ -77,7 +77,7 @@ class RefusedError(Exception):
 class Prefix:
     """The first bytes of every packet, in every version."""
 
-    wire: int
+    version: int
     packet: int
     session: bytes
     sequence: int
@@ -88,10 +88,10 @@ def read_prefix(head: memoryview) -> Prefix:
     """Read the prefix of a packet's first frame; raises RefusedError("malformed")."""
     if len(head) < _PREFIX.size:
         raise RefusedError("malformed")
-    magic, wire, packet, session, sequence, tensors = _PREFIX.unpack_from(head)
+    magic, version, packet, session, sequence, tensors = _PREFIX.unpack_from(head)
     if magic != _MAGIC:
         raise RefusedError("malformed")
-    return Prefix(wire, packet, session, sequence, tensors)
+    return Prefix(version, packet, session, sequence, tensors)
 
 
 class RunKey:
@@ -125,13 +125,13 @@ class RunKey:
         fields = {"version": version, "name": name, "nonce": os.urandom(32).hex()}
         return self._with_proof(_plain_packet(Packet.HELLO, fields), b"hello")
 
-    def read_hello(self, packet: bytes) -> Hello:
+    def read_hello(self, packet: bytes) -> ClientHello:
         """Read a hello; `is_proven` says whether it was made with this key."""
         fields = read_plain_packet(packet[:-_PROOF_BYTES])
         nonce, version, name = (fields.get(field) for field in ("nonce", "version", "name"))
         if not (isinstance(nonce, str) and isinstance(version, str) and isinstance(name, str)):
             raise RefusedError("malformed")
-        return Hello(name, version, nonce, self._proven(packet, b"hello", b""), packet)
+        return ClientHello(name, version, nonce, self._proven(packet, b"hello", b""))
 
     def challenge(self, hello: bytes, version: str) -> tuple[bytes, Session]:
         """Answer a proven hello: the packet, and the session that begins when the client's proof comes."""
@@ -167,14 +167,13 @@ class RunKey:
 
 
 @dataclass(frozen=True)
-class Hello:
+class ClientHello:
     """A client's first packet as it was read."""
 
     name: str
     version: str
     nonce: str
     is_proven: bool
-    packet: bytes
 
 
 class Authenticator:
@@ -192,7 +191,7 @@ class Authenticator:
         """Return the first frame of a packet, the one before `frames`, which must stay as they are."""
         self.sequence += 1
         number, tag = self.sequence, self._gcm.encrypt
-        prefix = _PREFIX.pack(_MAGIC, WIRE_VERSION, packet, session, number, len(frames))
+        prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, packet, session, number, len(frames))
         tags = [tag(_NONCE.pack(number, index), b"", frame.buffer) for index, frame in enumerate(frames, 1)]
         head = b"".join((prefix, *tags, header))
         return head + tag(_NONCE.pack(number, 0), b"", head)
@@ -251,5 +250,5 @@ def read_plain_packet(packet: bytes) -> dict[str, Any]:
 
 
 def _plain_packet(packet: Packet, fields: dict[str, Any], session: bytes = bytes(SESSION_BYTES)) -> bytes:
-    prefix = _PREFIX.pack(_MAGIC, WIRE_VERSION, packet, session, 0, 0)
+    prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, packet, session, 0, 0)
     return prefix + json.dumps(fields, separators=(",", ":")).encode()

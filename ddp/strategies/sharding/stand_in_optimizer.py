@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ddp.errors import ArgumentError
-from ddp.torch_internals import mark_as_stepped
+from ddp.strategies.sharding.optimizer_state import hyperparameters
+from ddp.torch_internals import mark_as_stepped, state_dict_hooks
 
 __all__ = ["StandInOptimizer"]
 
@@ -17,7 +19,8 @@ __all__ = ["StandInOptimizer"]
 class StandInOptimizer(torch.optim.Optimizer):
     """Shares the `param_groups` of the user's optimizer, which refuses to step from now on.
 
-    Schedulers of either object set the same rates. Hooks registered on this object run; those of the user's do not.
+    Schedulers of either object set the same rates. Hooks registered on this object run; those of the user's do not. Its
+    own `state` is empty: `state_dict()` is that of the user's optimizer, whole.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -45,6 +48,40 @@ class StandInOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _make_step(self) -> None:
         """Do what `step` promises, with the gradients in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as torch has it, copied."""
+        for before in state_dict_hooks(self, "state_dict_pre"):
+            before(self)
+        state = self._whole_state()
+        for after in state_dict_hooks(self, "state_dict_post"):
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a whole state, perhaps saved by torch, under another strategy or in a world of another size.
+
+        Raises ArgumentError if it is of other parameters.
+        """
+        state = dict(state_dict)
+        for before in state_dict_hooks(self, "load_state_dict_pre"):
+            state = before(self, state) or state
+        groups = state["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ArgumentError("the state has other param groups than the optimizer")
+        self._load_whole_state(state)
+        for mine, saved in zip(self.param_groups, hyperparameters(groups), strict=True):
+            mine.update(copy.deepcopy(saved))
+        for after in state_dict_hooks(self, "load_state_dict_post"):
+            after(self)
+
+    @abstractmethod
+    def _whole_state(self) -> dict[str, Any]:
+        """Return what `state_dict` promises."""
+
+    @abstractmethod
+    def _load_whole_state(self, state: Mapping[str, Any]) -> None:
+        """Do what `load_state_dict` promises, but for the param groups, which fit."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: `prepare` has dealt out the parameters. Raises ArgumentError."""

@@ -18,9 +18,9 @@ import zmq
 
 from ddp.errors import ArgumentError
 
-__all__ = ["MAX_TENSORS", "WIRE_VERSION", "MalformedError", "Message", "decode", "encode"]
+__all__ = ["MAX_TENSORS", "PROTOCOL_VERSION", "MalformedError", "Message", "decode", "encode"]
 
-WIRE_VERSION = 1
+PROTOCOL_VERSION = 1
 MAX_TENSORS = 4096  # of one message
 
 _NAMES = (

@@ -1,9 +1,9 @@
 """What both ends of a parameter server's connections share: ZeroMQ sockets over TCP, authenticated with the run's key.
 
 Owns the sockets, their contexts and the sessions; `server` and `client` own what the messages mean. An endpoint
-belongs to one thread, which no call keeps beyond its timeout; only `Wakeup.set` is for others. Messages of a session
-arrive in order and at most once. A connection that breaks is made anew and keeps its session, but what was under way
-may be lost: who waits for an answer asks again.
+belongs to one thread, which no call keeps beyond its timeout. Messages of a session arrive in order and at most once.
+A connection that breaks is made anew and keeps its session, but what was under way may be lost: who waits for an
+answer asks again.
 
 A peer without the key gets no frame in: the ZeroMQ handshake itself wants a password (or CURVE keys) derived from
 the run's key. Routes are ROUTER's own numbers, one a connection, so there is no routing id to take over; a session's
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -22,45 +23,50 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ddp.errors import ArgumentError
-from ddp.strategies.parameter_server.auth import (
-    Packet,
-    Prefix,
-    RefusedError,
-    RunKey,
-    Session,
-)
-from ddp.strategies.parameter_server.messages import MalformedError, Message, decode, encode
+from ddp.strategies.parameter_server.transport.auth import Packet, Prefix, RefusedError, RunKey, Session
+from ddp.strategies.parameter_server.transport.messages import MalformedError, Message, decode, encode
 
-__all__ = ["CRYPTOGRAPHIC", "FAILED", "MAX_FRAME_BYTES", "OUT", "QUEUE_MESSAGES", "USER", "Endpoint", "own_version"]
+__all__ = ["CRYPTOGRAPHIC", "FAILED", "OUT", "USER", "Endpoint", "EndpointOptions", "own_version"]
 
-MAX_FRAME_BYTES = 64 << 20
-QUEUE_MESSAGES = 256  # in each direction of a connection
 _HEADER_BYTES = 1 << 20
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
 IN, OUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)  # enums cost microseconds
-_NOBLOCK_AND_MORE = _NOBLOCK | int(zmq.SNDMORE)
 USER = b"dtrain"
 CRYPTOGRAPHIC = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_...
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-class Endpoint:
-    """What both ends share: one context with one socket and its monitor, opened in __init__, closed by close()."""
+@dataclass(frozen=True)
+class EndpointOptions:
+    """What both ends of a connection have alike. `queue_messages` wait at most in each of its directions."""
 
-    def __init__(self, key: bytes, *, kind: int, max_frame_bytes: int, queue_messages: int, version: str | None):
+    key: bytes = field(repr=False)  # of the run
+    encrypt: bool = False
+    max_frame_bytes: int = 64 << 20
+    queue_messages: int = 256
+    version: str = field(default_factory=lambda: own_version())
+
+
+class Endpoint:
+    """What both ends share: one context with one socket and its monitor, opened in __init__, closed by close().
+
+    `sockets` are readable when there is something to do: `receive()` is to be called then until it gives None, which
+    it may at once.
+    """
+
+    def __init__(self, options: EndpointOptions, kind: int) -> None:
         self.refused: Counter[str] = Counter()  # packets and connections not taken, by reason
-        self._key = RunKey(key)
-        self._version = own_version() if version is None else version
-        self._max_frame_bytes = max_frame_bytes
+        self._options = options
+        self._key = RunKey(options.key)
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)  # until close() says otherwise: one never closed must not hang the exit
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         for option, value in (
-            (zmq.SNDHWM, queue_messages),
-            (zmq.RCVHWM, queue_messages),
-            (zmq.MAXMSGSIZE, max(max_frame_bytes, _HEADER_BYTES)),
+            (zmq.SNDHWM, options.queue_messages),
+            (zmq.RCVHWM, options.queue_messages),
+            (zmq.MAXMSGSIZE, max(options.max_frame_bytes, _HEADER_BYTES)),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
@@ -103,20 +109,13 @@ class Endpoint:
 
     def _frames(self) -> list[zmq.Frame]:
         """Return the frames of the next packet, which is there already."""
-        frames = [self._socket.recv(_NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._socket.recv(_NOBLOCK, copy=False))
-        return frames
+        return self._socket.recv_multipart(_NOBLOCK, copy=False)
 
     def _put(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        last = len(frames) - 1
         try:
-            for index, frame in enumerate(frames):
-                self._socket.send(frame, _NOBLOCK if index == last else _NOBLOCK_AND_MORE)
-        except zmq.Again:
-            return False
+            self._socket.send_multipart(frames, _NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
         return True
@@ -124,10 +123,10 @@ class Endpoint:
     def _signed(self, session: Session, message: Message, *, copy: bool) -> list[bytes | zmq.Frame]:
         header, frames = encode(message, copy=copy)
         largest = max((len(frame) for frame in frames), default=0)
-        if len(header) > _HEADER_BYTES // 2 or largest > self._max_frame_bytes:
+        if len(header) > _HEADER_BYTES // 2 or largest > self._options.max_frame_bytes:
             raise ArgumentError(
                 f"message {message.kind!r} has {len(header)} bytes of facts and a tensor of {largest} bytes; "
-                f"the most is {_HEADER_BYTES // 2} and {self._max_frame_bytes}: send smaller pieces"
+                f"the most is {_HEADER_BYTES // 2} and {self._options.max_frame_bytes}: send smaller pieces"
             )
         return [session.outgoing.sign(Packet.MESSAGE, session.id, header, frames), *frames]
 

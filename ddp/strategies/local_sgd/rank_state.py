@@ -1,0 +1,94 @@
+"""What the ranks of local SGD do together: compare what they have, and average it. Called by `averaging`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.broadcast import broadcast_tensors
+from ddp.errors import DriftError, LayoutMismatchError
+from ddp.monitoring.stall_report import waiting_for_peers
+
+__all__ = ["RankState", "average", "compare"]
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank tells the others before they average, with a fingerprint of each tensor by its name."""
+
+    is_waiting: bool
+    step: int
+    own_steps: int
+    settings: Mapping[str, Any]
+    values: Mapping[str, int]
+    anchors: Mapping[str, int]
+    momenta: Mapping[str, int]
+
+
+def compare(states: Sequence[RankState]) -> None:
+    """Raise an error if the ranks cannot become equal by averaging."""
+    may_differ = any(state.is_waiting for state in states)  # in their steps: data that ended on some ranks
+    first = states[0]
+    for rank, state in enumerate(states):
+        for what, theirs, expected in (
+            ("settings", state.settings, first.settings),
+            ("steps of its own", state.own_steps, state.own_steps if may_differ else first.own_steps),
+            ("tensors", list(state.values), list(first.values)),
+        ):
+            if theirs != expected:
+                raise LayoutMismatchError(
+                    f"LocalSGD has other {what} on rank {rank} than on rank 0: {theirs} instead of {expected}; make it "
+                    "with the same arguments on every rank, and call sync() on all after the same step",
+                    rank=rank,
+                    entry=what,
+                )
+        for what, theirs, expected in (
+            ("starting point of the last steps", state.anchors, first.anchors),
+            ("outer momentum", state.momenta, first.momenta),
+        ):
+            for name in (*expected, *theirs):
+                if theirs.get(name) != expected.get(name):
+                    raise DriftError(
+                        f"the {what} of {name!r} is another on rank {rank} than on rank 0, so averaging would leave "
+                        f"the replicas different at step {state.step}: change weights on every rank alike, and load "
+                        "the same state into the model and into LocalSGD on all",
+                        parameter=name,
+                        step=state.step,
+                        ranks=(rank,),
+                    )
+
+
+def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
+    for chunk in _chunks(floating):
+        # Divided before the sum, float16 does not overflow in it.
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
+        with waiting_for_peers("averaging of the replicas", group):
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        for tensor, mean in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype and device, up to about 64 MB each."""
+    chunks: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in sorted(tensors, key=_kind):
+        size += tensor.nbytes
+        if not chunks or size > _CHUNK_BYTES or _kind(chunks[-1][0]) != _kind(tensor):
+            chunks.append([])
+            size = tensor.nbytes
+        chunks[-1].append(tensor)
+    return chunks
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"

@@ -1,0 +1,207 @@
+"""A client's way to one server in one of its lives: what goes out and comes in, and what was not answered yet.
+
+Made and called by the client, which knows what the messages mean for the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp.comm.shared_memory import SharedSegment
+from ddp.errors import ParameterServerError
+from ddp.strategies.parameter_server.gradient_codec import Residuals, write_gradient
+from ddp.strategies.parameter_server.run_plan import RunPlan
+from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
+from ddp.strategies.parameter_server.transport.messages import Message
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, flatten_gradients
+from ddp.strategies.sharding.partition import Chunk
+
+__all__ = ["HEARTBEAT_S", "QUIET_S", "ServerLink"]
+
+HEARTBEAT_S = 1.0
+QUIET_S = 3.0  # after so long without a message, the store is asked whether the server has a new life
+_ASK_S = 2.0  # after so long without a message, a server that owes an answer is asked for its state
+_WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
+_WINDOW_BYTES = 32 << 20  # under way where tensors go by the network
+
+
+@dataclass
+class ServerLink:
+    """See the module. `outstanding` has what was not answered, by chunk and step.
+
+    `gradients` is this worker's memory in which a server of the same host reads its gradients, `values` the server's.
+    """
+
+    index: int
+    life: int
+    endpoint: ClientEndpoint
+    plan: RunPlan
+    statistics: dict[str, float]
+    gradients: SharedSegment | None
+    outstanding: dict[tuple[int, int], Message] = field(default_factory=dict)
+    values: SharedSegment | None = None
+    has_joined: bool = False
+    is_ready: bool = False  # and has its values
+    step: int = 0  # of the training, when it joined
+    may_share: bool = False  # gradients by memory
+    waits_for: list[int] = field(default_factory=list)  # replicas
+    unsent: deque[Message] = field(default_factory=deque)
+    arrived: deque[Message] = field(default_factory=deque)
+    answers: dict[str, Message] = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
+    _buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # for gradients that are sent
+    _joins: int = 0
+    _connections: int = 0
+    _touched: float = 0.0
+    _is_asking: bool = False
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        largest = max((chunk.nbytes for chunk in self.plan.partition.chunks), default=1)
+        self._far_window = min(_WINDOW, max(2, _WINDOW_BYTES // max(1, largest)))
+
+    @property
+    def contact(self) -> tuple[int, int, int]:
+        """Changes whenever something that was sent before may have been lost."""
+        return self.life, self._joins, self.endpoint.connections
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be sent: not so much that answers would be dropped, or come late for all else."""
+        is_near = self.may_share and self.values is not None
+        return len(self.outstanding) < (_WINDOW if is_near else self._far_window)
+
+    def write(
+        self, chunk: Chunk, gradients: Sequence[torch.Tensor | None], residuals: Residuals
+    ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+        """Return the facts and tensors of a chunk's gradient, which lies in shared memory if the server can read it."""
+        memory = self.gradients if self.may_share else None
+        if memory is not None:
+            out = chunk.in_memory(memory.tensor)
+        else:
+            if chunk.index not in self._buffers:
+                self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
+            out = self._buffers[chunk.index]
+        gradient = flatten_gradients(chunk, gradients, out)
+        is_rows = isinstance(gradient, ChunkGradient) and (bool(gradient.sparse) or gradient.flat is None)
+        if memory is None or is_rows:
+            return write_gradient(chunk, gradient, self.plan.options.compression or "float32", residuals)
+        if isinstance(gradient, ChunkGradient):
+            return {"shared": True, "absent": sorted(gradient.absent)}, ()
+        return {"shared": True}, ()
+
+    def request_values(self, message: Message) -> None:
+        """Send a message that is answered by a chunk's values, if not in this life of the server, in the next."""
+        self.outstanding[message.facts["chunk"], message.facts["step"]] = message
+        self.send(message)
+
+    def send(self, message: Message) -> None:
+        """Send a message, or keep it until it can be sent; drop it while the server does not know this client."""
+        if self._is_closed:
+            raise ParameterServerError(f"{self.endpoint.name} has left the parameter servers (strategy.close())")
+        if not self.has_joined:
+            return  # what matters is said again when it has
+        self.statistics["bytes_out"] += sum(tensor.nbytes for tensor in message.tensors)
+        if self.unsent or not self.endpoint.send(message):
+            self.unsent.append(message)
+
+    def send_unsent(self) -> None:
+        """Send what could not go before."""
+        while self.unsent and self.endpoint.send(self.unsent[0]):
+            self.unsent.popleft()
+
+    def next_message(self) -> Message | None:
+        """Return a message that has come, if there is one."""
+        message = self.arrived.popleft() if self.arrived else self.endpoint.receive()
+        if message is not None:
+            self.heard = time.monotonic()
+            self.statistics["bytes_in"] += sum(tensor.nbytes for tensor in message.tensors)
+        return message
+
+    def join(self, facts: Mapping[str, Any]) -> None:
+        """Tell the server who this is; it answers "joined". May be said again."""
+        self.has_joined = self.is_ready = False
+        self._connections = self.endpoint.connections
+        ticket = None if self.gradients is None else self.gradients.ticket
+        self.endpoint.send(Message("join", {**facts, "memory": ticket}))
+
+    def on_joined(self, facts: Mapping[str, Any]) -> None:
+        """Take note that the server knows this client now."""
+        self.has_joined = True
+        self.may_share = self.gradients is not None and facts["reads_gradients"]
+        self.step = facts["step"]
+        if self.values is None and facts["memory"] is not None and self.plan.options.shared_memory:
+            self.values = SharedSegment.open(facts["memory"])
+        if self.values is not None:
+            self.endpoint.send(Message("memory"))
+
+    def on_ready(self) -> None:
+        """Go on with a server that has what it needs: give it what its earlier life has not answered."""
+        self.is_ready = True
+        self._joins += 1
+        for key, message in list(self.outstanding.items()):
+            self.outstanding[key] = message if self.may_share else self._without_memory(message)
+            self.send(self.outstanding[key])
+
+    def on_asked(self, facts: Mapping[str, Any]) -> None:
+        """Send again what the server has not got, and ask again for answers that were lost."""
+        self._is_asking = False
+        self.waits_for = facts["waits_for"]
+        # What the server has answered came before this, or never comes.
+        for index, step in facts["missing"]:
+            again = self.outstanding.get((index, step))
+            if again is not None:
+                self.send(again)
+        for index, step in facts["answered"]:
+            if (index, step) in self.outstanding:
+                self.send(Message("again", {"chunk": index, "step": step}))
+
+    def keep_in_touch(self, now: float) -> bool:
+        """Once a second, say that this client lives; return whether it has to join (again) instead.
+
+        A quiet server is asked for what it has not answered. One question at a time: on a slow network, answers to
+        several would be in the way of what they ask for.
+        """
+        if self._connections != self.endpoint.connections:  # what was under way may be lost, the question too
+            self._connections = self.endpoint.connections
+            self._is_asking = False
+            self.has_joined = self.has_joined and self.is_ready
+        if now - self._touched < HEARTBEAT_S:
+            return False
+        self._touched = now
+        if not self.has_joined:
+            return True
+        if self.outstanding and not self._is_asking and now - self.heard > _ASK_S:
+            outstanding = [list(key) for key in self.outstanding]
+            self._is_asking = self.endpoint.send(Message("ask", {"outstanding": outstanding}))
+        else:
+            self.endpoint.send(Message("heartbeat"))
+        return False
+
+    def heartbeat(self) -> None:
+        """Say that this client lives, and take what comes out of the queue; for another thread than the client's."""
+        self.endpoint.send(Message("heartbeat"))
+        while (message := self.endpoint.receive()) is not None:
+            self.arrived.append(message)
+
+    def close(self) -> None:
+        """Let go of the connection and of the server's memory."""
+        self._is_closed = True
+        self.endpoint.close()
+        if self.values is not None:
+            self.values.close()
+            self.values = None
+
+    def _without_memory(self, message: Message) -> Message:
+        """A message that carries the gradient that lies in shared memory."""
+        if not message.facts.get("shared") or self.gradients is None:
+            return message
+        flat = self.plan.partition.chunks[message.facts["chunk"]].in_memory(self.gradients.tensor)
+        facts = {key: value for key, value in message.facts.items() if key != "shared"}
+        return Message(message.kind, {**facts, "flat": "float32"}, (flat,))
