@@ -18,49 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
-
-__all__ = [
-    "AnyBatchNorm",
-    "AnyDropout",
-    "AnyFuture",
-    "allgather_flat",
-    "apply_to_tensors",
-    "backend_of",
-    "buffers_of",
-    "call_after_backward",
-    "compiled_module",
-    "current_backward",
-    "current_node",
-    "default_store",
-    "device_index",
-    "device_types_of",
-    "foreach_copy",
-    "gradient_hooks",
-    "ignored_names",
-    "in_backward_optimizers",
-    "in_compiled_autograd",
-    "is_in_join",
-    "mark_as_stepped",
-    "memory_owner_count",
-    "not_traced",
-    "parameters_of",
-    "root_mesh",
-    "skip_when_compiling",
-    "state_dict_hooks",
-    "submodules_of",
-    "swap_active_ddp_module",
-    "tensor_owner_count",
-    "timeout_of",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "version_of",
-    "will_be_reached",
-]
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Autograd's engine. Without these nothing can be averaged: there is no public word for the end of a backward pass.
 
@@ -110,7 +73,11 @@ def version_of(tensor: torch.Tensor) -> int:
 # Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
-# Modules. The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
+# Modules. These two are the bases of all of their kind. 1.0.
+AnyBatchNorm = _BatchNorm
+AnyDropout = _DropoutNd
+
+# The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
 # checks in each pass become slow. Since the first version.
 
 
@@ -141,6 +108,17 @@ def compiled_module(module: object) -> nn.Module | None:
     """The module inside what torch.compile returned, else None. Without it, keys keep its prefix. 2.0."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that put a prefix before its keys: torch's, ddp's (one of these), torch.compile's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif (inner := compiled_module(model)) is not None:
+            model = inner
+        else:
+            return model
 
 
 # torch.compile. Without these it breaks its graphs elsewhere and traces this package, slowly.

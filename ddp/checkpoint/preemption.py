@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.objects import device_of
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Warned"]
 
@@ -58,5 +59,6 @@ class Warned:
     def _take(self) -> int:
         if self._work is None or self._most is None:
             return 0
-        self._work.wait()
+        with waiting_for_peers("agreement on a warning that the time is nearly up"):
+            self._work.wait()
         return int(self._most.item())

@@ -5,7 +5,7 @@ The wrapper copies weights and buffers once, and buffers again before forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp.torch_internals import buffers_of, foreach_copy
 
-__all__ = ["BufferSync", "broadcast_tensors", "buffer_collector"]
+__all__ = ["BufferSync", "broadcast_tensors"]
 
 _CHUNK_BYTES = 250 << 20
 _ALIGN_BYTES = 16
@@ -90,13 +90,17 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 class BufferSync:
     """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
 
-    `wait` waits for a collective, given its name.
+    It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` waits
+    for a collective, given its name.
     """
 
-    def __init__(self, group: dist.ProcessGroup, collect: Callable[[], list[torch.Tensor]], wait: Wait) -> None:
+    def __init__(self, group: dist.ProcessGroup, module: nn.Module, ignored: Collection[str], wait: Wait) -> None:
         self._group = group
-        self._collect = collect
         self._wait = wait
+        self._owners = []
+        for prefix, owner in module.named_modules():
+            skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
+            self._owners.append((buffers_of(owner), skip))
         self._packages: list[_Package] = []
         self._planned: list[torch.Tensor] = []
         self._forms: list[_Form] = []
@@ -114,6 +118,17 @@ class BufferSync:
             for package in self._packages:
                 package.finish(self._group, root, self._wait)
 
+    def _collect(self) -> list[torch.Tensor]:
+        """The current buffers, as `named_buffers` lists them, but faster."""
+        found = {
+            id(buffer): buffer
+            for buffers, skip in self._owners
+            if buffers
+            for name, buffer in buffers.items()
+            if buffer is not None and name not in skip
+        }
+        return list(found.values())
+
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -125,26 +140,3 @@ def _form(buffer: torch.Tensor) -> _Form:
 
 def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
-
-
-def buffer_collector(module: nn.Module, ignored: frozenset[str]) -> Callable[[], list[torch.Tensor]]:
-    """Make a function that lists the current buffers of `module` like `named_buffers`, but faster.
-
-    It looks into the submodules that exist now; `ignored` are full names of buffers to leave out.
-    """
-    owners = []
-    for prefix, owner in module.named_modules():
-        skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
-        owners.append((buffers_of(owner), skip))
-
-    def collect() -> list[torch.Tensor]:
-        found = {
-            id(buffer): buffer
-            for buffers, skip in owners
-            if buffers
-            for name, buffer in buffers.items()
-            if buffer is not None and name not in skip
-        }
-        return list(found.values())
-
-    return collect

@@ -18,13 +18,11 @@ from ddp.torch_internals import device_index, root_mesh
 __all__ = [
     "bucket_limits",
     "check_initialized",
-    "check_plain",
+    "check_others",
+    "checked_device",
     "checked_device_ids",
-    "control_group",
     "member_group",
-    "single_device_type",
     "warn_of_deprecated",
-    "warn_of_meaningless",
 ]
 
 _MB = 1 << 20
@@ -45,8 +43,16 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
 }
 
 
-def warn_of_meaningless(**given: object) -> None:
-    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing."""
+def check_others(*, mixed_precision: object, **given: object) -> None:
+    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing.
+
+    Raises UnsupportedError for `mixed_precision`.
+    """
+    if mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
+            'compression="bf16" to send less'
+        )
     for name, value in given.items():
         default, reason = _MEANINGLESS[name]
         if value is not default and value != default:
@@ -82,8 +88,12 @@ def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2)."""
+def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
+    """The device of the first parameter. All must be on devices of its type and have values; something must train.
+
+    Raises UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2), ArgumentError or
+    DdpError for others that cannot be averaged.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")  # who made a DTensor has imported it
     for name, parameter in parameters:
         if tensor is not None and isinstance(parameter, tensor.DTensor):
@@ -92,6 +102,20 @@ def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
                 "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or use "
                 "fully_shard() alone, with a two-dimensional mesh for replicas of shards"
             )
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise DdpError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce and DistributedDataParallel "
+            "is not needed: use the module as it is"
+        )
+    first_name, first = parameters[0]
+    for name, parameter in parameters:
+        if parameter.device.type != first.device.type:
+            raise ArgumentError(
+                f"parameter {name!r} is on {parameter.device}, but {first_name!r} on {first.device}: "
+                "the module must be on the same type of devices"
+            )
+    check_initialized(parameters)
+    return first.device
 
 
 def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -116,33 +140,6 @@ def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Proc
             f"this rank ({dist.get_rank()}) is not a member of process_group: wrap the module only on its members"
         )
     return group
-
-
-def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks)."""
-    if device.type == "cpu" or "cpu:" in dist.get_backend_config(group):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def single_device_type(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
-    """The device of the first parameter; all must be of its type, and something must train."""
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise DdpError(
-            "no parameter of the module requires a gradient, so there is nothing to reduce and DistributedDataParallel "
-            "is not needed: use the module as it is"
-        )
-    first_name, first = parameters[0]
-    for name, parameter in parameters:
-        if parameter.device.type != first.device.type:
-            raise ArgumentError(
-                f"parameter {name!r} is on {parameter.device}, but {first_name!r} on {first.device}: "
-                "the module must be on the same type of devices"
-            )
-    return first.device
 
 
 def checked_device_ids(

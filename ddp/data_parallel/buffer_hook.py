@@ -1,7 +1,7 @@
 """Buffer hooks: a user's function synchronises the buffers, in the place of the broadcast from rank 0.
 
-The interface is torch's (`_register_buffer_comm_hook`). Called by `wrapper`; the futures that a hook returns are
-waited for at the end of backward, by the reducer.
+The interface is torch's (`_register_buffer_comm_hook`). The futures that a hook returns are waited for at the end of
+backward, or before it runs again.
 """
 
 from __future__ import annotations
@@ -21,21 +21,13 @@ class BufferHook:
         self._state = state
         self._call = call
         # torch's enum is private, so it is known by its name; its default is after forward.
-        self._is_before = getattr(location, "name", None) == "PRE_FORWARD"
+        self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
         self._futures: list[torch.futures.Future[Any]] = []
 
-    def run_before(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
-        if self._is_before:
-            self._run(named)
-
-    def run_after(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
-        if not self._is_before:
-            self._run(named)
-
-    def _run(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+    def run(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.wait()
         with torch.no_grad():
-            returned = self._call(self._state, dict(named()))
+            returned = self._call(self._state, dict(named))
         if returned is not None:
             self._futures += returned if isinstance(returned, list | tuple) else [returned]
 

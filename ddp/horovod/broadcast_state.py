@@ -19,6 +19,7 @@ from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
 from ddp.horovod.call_check import Call, check_same_call, own_group
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -46,7 +47,7 @@ def broadcast_parameters(
     check_same_call(
         Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or _no_rank(root_rank, link)), link
     )
-    check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named], device_of(link))
+    check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named])
     _broadcast_all([tensor for _, tensor in named], root_rank, link)
 
 
@@ -115,7 +116,8 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
         told = gather_values(problem, group=link)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         raise ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
-    return gather_values(obj, group=link)
+    with waiting_for_peers("allgather_object", link):
+        return gather_values(obj, group=link)
 
 
 def _no_rank(root: int, link: dist.ProcessGroup) -> str:
@@ -145,7 +147,8 @@ def _facts(tensor: Tensor) -> str:
 
 def _broadcast_all(tensors: list[Tensor], root: int, link: dist.ProcessGroup) -> None:
     if link.size() > 1:
-        broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
+        with waiting_for_peers(f"broadcast from rank {root}", link):
+            broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
 
 
 # Objects as bytes
@@ -173,23 +176,20 @@ def _broadcast_bytes(data: bytes, length: int, root: int, link: dist.ProcessGrou
 # A state without its tensors
 
 
-class _Frame:
-    """Marks, in a state that travels, the places of tensors: (mark, dtype, shape, type of device)."""
-
-    mark = "\0tensor"
+_TENSOR = "\0tensor"  # a tensor's place in a state that travels: (_TENSOR, dtype, shape, type of device)
 
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with marks in the place of its tensors, which are added to `tensors` in order."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors.append(value)
-        return (_Frame.mark, value.dtype, tuple(value.shape), value.device.type)
+        return (_TENSOR, value.dtype, tuple(value.shape), value.device.type)
     return _mapped(value, lambda part: _taken_apart(part, tensors))
 
 
 def _put_together(value: Any, tensors: list[Tensor], devices: Mapping[str, torch.device]) -> Any:
     """The other way, with empty tensors on `devices`, by type."""
-    if isinstance(value, tuple) and value and value[0] == _Frame.mark:
+    if isinstance(value, tuple) and value and value[0] == _TENSOR:
         _, dtype, shape, device = value
         tensors.append(torch.empty(shape, dtype=dtype, device=devices.get(device, torch.device("cpu"))))
         return tensors[-1]

@@ -67,7 +67,7 @@ class CallCheck:
             every = self._every.tolist()
             self._numbers = every[1::2]
             if len(set(every[::2])) > 1:
-                raise _calls_differ(gather_values(str(self._call), device=self._device, group=group))
+                raise _calls_differ(gather_values(str(self._call), group=group))
         if self._call.problem:
             raise ArgumentError(str(self._call))
         return self._numbers

@@ -670,7 +670,7 @@ def subgroups_reduce_among_themselves() -> None:
 def no_hook_is_left_behind() -> None:
     replica = build("mlp")
     model = ddp.DistributedDataParallel(replica)
-    reducer = weakref.ref(model._reducer)
+    reducer = weakref.ref(model._policy.reducer)
     x, y = batch(dist.get_rank(), 4)
     loss_of(model, x, y).backward()
     del model
@@ -714,7 +714,7 @@ def follows_order_of_use() -> list[int]:
         loss_of(model, shard(x), shard(y)).backward()
         loss_of(oracle, x, y).backward()
         assert_close(replica, oracle, f"step {step}")
-    return list(model._reducer.order)
+    return list(model._policy.reducer._schedule.order)
 
 
 def both_samplers_and_modules_mix() -> None:
