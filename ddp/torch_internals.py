@@ -8,9 +8,9 @@ fails, and only this file changes; the test also sees to it that no other file o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -61,8 +61,8 @@ def memory_owner_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-# How many own a tensor besides its Python object; None where torch has no such count. 2.3.
-tensor_owner_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+# How many own a tensor besides its Python object. 2.3.
+tensor_owner_count = cast("Callable[[torch.Tensor], int]", torch.Tensor._use_count)  # type: ignore[attr-defined]  # no stub
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -121,10 +121,36 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-# torch.compile. Without these it breaks its graphs elsewhere and traces this package, slowly.
+# torch.compile, which is kept out of this package's frames, as it keeps out of torch's; the wrapped module is compiled.
+# Without these it breaks its graphs elsewhere and traces this package, slowly.
 
 
-def skip_when_compiling(code: CodeType) -> None:
+def skip_package(name: str) -> None:
+    """Mark all functions of the modules of package `name` that are imported now. Does not import torch._dynamo."""
+    for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
+        for code in _codes_of(module):
+            _skip_when_compiling(code)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield from _with_inner(function.__code__)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions made in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _skip_when_compiling(code: CodeType) -> None:
     """Keep torch.compile out of a function's own frame. Does not import torch._dynamo. 2.7."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -188,9 +214,9 @@ def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.W
 AnyFuture = torch._C.Future
 
 
-def root_mesh(mesh: Any) -> object:
+def root_mesh(mesh: Any) -> Any:
     """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.9."""
-    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return mesh._get_root_mesh()
 
 
 def device_index(device: int | torch.device) -> int:

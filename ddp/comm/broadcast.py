@@ -6,6 +6,7 @@ The wrapper copies weights and buffers once, and buffers again before forward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ __all__ = ["BufferSync", "broadcast_tensors"]
 _CHUNK_BYTES = 250 << 20
 _ALIGN_BYTES = 16
 
-Wait = Callable[[dist.Work, str], None]
+Wait = Callable[[dist.Work, str], object]
 
 
 class _Package:
@@ -65,13 +66,9 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
         for chunk in _chunks([tensor for tensor in tensors if tensor.numel()]):
             package = _Package(chunk)
             package.start(group, root)
-            package.finish(group, root, _just_wait)
+            package.finish(group, root, lambda work, _: work.wait())
             if package.work is not None:
                 package.work.wait()
-
-
-def _just_wait(work: dist.Work, _: str) -> None:
-    work.wait()
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -102,16 +99,16 @@ class BufferSync:
             skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
             self._owners.append((buffers_of(owner), skip))
         self._packages: list[_Package] = []
-        self._planned: list[torch.Tensor] = []
-        self._forms: list[_Form] = []
+        self._planned: list[Any] = []  # the buffers' identities, which the packages keep, and forms
 
     def run(self, root: int = 0) -> None:
         """Broadcast the buffers of `root`. Every rank must call it; the root does not block, the others wait for it."""
         buffers = self._collect()
         with torch.no_grad():
-            forms = [_form(buffer) for buffer in buffers]
-            if forms != self._forms or not _same(buffers, self._planned):
-                self._planned, self._forms = buffers, forms
+            # The form of a buffer may change in place: observers of quantization grow theirs so.
+            planned = [(id(buffer), buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
+            if planned != self._planned:
+                self._planned = planned
                 self._packages = [_Package(chunk) for chunk in _chunks([b for b in buffers if b.numel()])]
             for package in self._packages:
                 package.start(self._group, root)
@@ -128,15 +125,3 @@ class BufferSync:
             if buffer is not None and name not in skip
         }
         return list(found.values())
-
-
-_Form = tuple[torch.Size, torch.dtype, torch.device]
-
-
-def _form(buffer: torch.Tensor) -> _Form:
-    """What may change in place: observers of quantization grow their buffers so."""
-    return buffer.shape, buffer.dtype, buffer.device
-
-
-def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.codec import decode, encode
+from ddp.errors import ArgumentError, NotInitializedError
 
-__all__ = ["control_group", "device_of", "gather_bytes", "gather_values"]
+__all__ = ["control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
 
 _BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
 _LENGTH_BYTES = 8
@@ -65,3 +66,18 @@ def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proces
     made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def member_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+    """`group`, by default that of all ranks, for `who`, which errors name.
+
+    Raises NotInitializedError if there is none yet, ArgumentError on a rank that is not in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise NotInitializedError(f"there is no process group yet: call ddp.init() before {who}()")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"{who}(): this rank ({dist.get_rank()}) is not a member of the group; only members call it"
+        )
+    return group

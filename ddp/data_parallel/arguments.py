@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.objects import member_group
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.torch_internals import device_index, root_mesh
 
 __all__ = [
     "bucket_limits",
     "check_initialized",
-    "check_others",
+    "check_torchs_arguments",
     "checked_device",
     "checked_device_ids",
-    "member_group",
-    "warn_of_deprecated",
+    "checked_group",
 ]
 
 _MB = 1 << 20
@@ -43,10 +43,12 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
 }
 
 
-def check_others(*, mixed_precision: object, **given: object) -> None:
+def check_torchs_arguments(
+    *, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, mixed_precision: object, **given: object
+) -> None:
     """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing.
 
-    Raises UnsupportedError for `mixed_precision`.
+    And of `broadcast_buffers`, as torch 2.13 does. Raises UnsupportedError for `mixed_precision`.
     """
     if mixed_precision is not None:
         raise UnsupportedError(
@@ -57,20 +59,14 @@ def check_others(*, mixed_precision: object, **given: object) -> None:
         default, reason = _MEANINGLESS[name]
         if value is not default and value != default:
             warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
-
-
-def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
-    """Warn of `broadcast_buffers`, as torch 2.13 does."""
-    if broadcast_buffers is None:
-        return
-    if forward_sync_buffers is not None:
-        why = "its value is ignored where forward_sync_buffers is given"
-    else:
+    if broadcast_buffers is not None:
         why = (
             "use forward_sync_buffers, which says the same of forward passes; broadcast_buffers=False also keeps "
             "buffers out of the first broadcast"
         )
-    warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
+        if forward_sync_buffers is not None:
+            why = "its value is ignored where forward_sync_buffers is given"
+        warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
 
 
 def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -118,10 +114,8 @@ def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.devi
     return first.device
 
 
-def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
-    if not dist.is_initialized():
-        raise NotInitializedError("there is no process group yet: call ddp.init() before DistributedDataParallel()")
     if device_mesh is not None:
         if group is not None:
             raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
@@ -133,13 +127,7 @@ def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Proc
                 "pass process_group=device_mesh.get_group() for plain parameters"
             )
         group = device_mesh.get_group(mesh_dim=0)
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"this rank ({dist.get_rank()}) is not a member of process_group: wrap the module only on its members"
-        )
-    return group
+    return member_group(group, "DistributedDataParallel")
 
 
 def checked_device_ids(

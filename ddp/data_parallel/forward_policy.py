@@ -20,14 +20,13 @@ from torch.distributed.algorithms.join import JoinHook
 from ddp.comm.broadcast import BufferSync
 from ddp.data_parallel.backward_pass import Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import forwards_differ
 from ddp.errors import DdpError
 from ddp.torch_internals import in_backward_optimizers
 
-__all__ = ["ForwardPolicy", "JoinedRankHook", "tensors_in"]
+__all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
 
 _NOBODY = -1
 
@@ -243,6 +242,33 @@ class ForwardPolicy:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Lightning calls it: the backward pass that follows is reduced."""
         self.prepare(outputs, is_syncing=True, is_training=False)
+
+
+class BufferHook:
+    """A user's function that synchronises the buffers, in the place of the broadcast from rank 0. It is torch's.
+
+    `call(state, buffers by name)` runs before or after forward. The futures that it returns are waited for at the end
+    of backward, or before it runs again.
+    """
+
+    def __init__(self, state: object, call: Callable[..., Any], location: object) -> None:
+        self._state = state
+        self._call = call
+        # torch's enum is private, so it is known by its name; its default is after forward.
+        self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
+        self._futures: list[torch.futures.Future[Any]] = []
+
+    def run(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.wait()
+        with torch.no_grad():
+            returned = self._call(self._state, dict(named))
+        if returned is not None:
+            self._futures += returned if isinstance(returned, list | tuple) else [returned]
+
+    def wait(self) -> None:
+        """Wait for what the hook returned."""
+        while self._futures:
+            self._futures.pop().wait()
 
 
 class JoinedRankHook(JoinHook):

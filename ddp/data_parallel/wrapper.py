@@ -22,16 +22,14 @@ from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_c
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
-    check_others,
+    check_torchs_arguments,
     checked_device,
     checked_device_ids,
-    member_group,
-    warn_of_deprecated,
+    checked_group,
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.forward_policy import ForwardPolicy, JoinedRankHook, tensors_in
+from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
@@ -130,7 +128,9 @@ class DistributedDataParallel(TorchSurface):
     ) -> None:
         nn.Module.__init__(self)  # torch's own constructor is for its reducer
         Joinable.__init__(self)
-        check_others(
+        check_torchs_arguments(
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
             mixed_precision=mixed_precision,
             dim=dim,
             check_reduction=check_reduction,
@@ -139,8 +139,7 @@ class DistributedDataParallel(TorchSurface):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             batched_grad_copy=batched_grad_copy,
         )
-        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
-        self.process_group = member_group(process_group, device_mesh)
+        self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original
         _made[self.process_group.group_name] += 1
         self.module = module
@@ -245,7 +244,7 @@ class DistributedDataParallel(TorchSurface):
 
     # Forward
 
-    @not_traced  # see ddp.data_parallel.tracing
+    @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
         if self.device_ids:
@@ -466,6 +465,6 @@ class DistributedDataParallel(TorchSurface):
         self._join_group(new_process_group)
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
-        self.process_group = member_group(group, None)
+        self.process_group = checked_group(group, None)
         if self.process_group.size() > 1:
             self._attach(self._new_channel())

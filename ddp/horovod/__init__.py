@@ -22,7 +22,7 @@ from ddp.horovod.broadcast_state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from ddp.horovod.call_check import is_initialized
+from ddp.horovod.calls import Average, Handle, Max, Min, Product, Sum, is_initialized
 from ddp.horovod.collectives import (
     Compression,
     allgather,
@@ -51,7 +51,6 @@ from ddp.horovod.collectives import (
     synchronize,
 )
 from ddp.horovod.optimizer import DistributedOptimizer
-from ddp.horovod.started_call import Average, Handle, Max, Min, Product, Sum
 from ddp.world import init
 
 __all__ = [

@@ -18,7 +18,7 @@ from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
-from ddp.horovod.call_check import Call, check_same_call, own_group
+from ddp.horovod.calls import Call, check_same_call, no_rank, own_group
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -45,7 +45,7 @@ def broadcast_parameters(
     except ArgumentError as error:
         problem = str(error)
     check_same_call(
-        Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or _no_rank(root_rank, link)), link
+        Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or no_rank(root_rank, link)), link
     )
     check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named])
     _broadcast_all([tensor for _, tensor in named], root_rank, link)
@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     link = own_group(group, "broadcast_optimizer_state")
     counts = [len(param_group["params"]) for param_group in optimizer.param_groups]
     facts = f"from rank {root_rank}, {type(optimizer).__name__} with {counts} parameters in its groups"
-    check_same_call(Call("broadcast_optimizer_state", None, facts, problem=_no_rank(root_rank, link)), link)
+    check_same_call(Call("broadcast_optimizer_state", None, facts, problem=no_rank(root_rank, link)), link)
     is_root = link.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict() if is_root else {}
@@ -94,7 +94,7 @@ def broadcast_object(
         name,
         f"from rank {root_rank}",
         number=-len(data) if problem else len(data),
-        problem=_no_rank(root_rank, link),
+        problem=no_rank(root_rank, link),
     )
     length = check_same_call(call, link)[root_rank]
     received = _broadcast_bytes(data, abs(length), root_rank, link)
@@ -118,10 +118,6 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
         raise ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
     with waiting_for_peers("allgather_object", link):
         return gather_values(obj, group=link)
-
-
-def _no_rank(root: int, link: dist.ProcessGroup) -> str:
-    return "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
 
 
 def _named_tensors(params: Any) -> list[tuple[str, Tensor]]:

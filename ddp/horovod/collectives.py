@@ -23,18 +23,23 @@ from torch import Tensor
 from ddp import world
 from ddp.compression.compressors import Half
 from ddp.errors import UnsupportedError
-from ddp.horovod.call_check import Call, check_same_call, form_of, is_initialized, own_group, title
-from ddp.horovod.started_call import (
+from ddp.horovod.calls import (
     Average,
+    Call,
     Handle,
     Min,
     Product,
     Sum,
+    check_same_call,
     exchange_rows,
+    form_of,
+    is_initialized,
+    own_group,
     reduction_problem,
     start_allgather,
     start_allreduce,
     start_broadcast,
+    title,
 )
 
 

@@ -31,9 +31,8 @@ from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.call_check import Call, check_same_call, own_group
+from ddp.horovod.calls import Average, Call, Sum, check_same_call, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
-from ddp.horovod.started_call import Average, Sum
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import gradient_hooks, parameters_of, timeout_of

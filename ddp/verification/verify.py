@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.objects import member_group
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
 from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only, unwrapped
@@ -141,12 +142,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to compare in, or None where there is nobody else."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"this rank ({dist.get_rank()}) is not a member of process_group: call verify() only on its members"
-        )
+    group = member_group(group, "ddp.verify")
     return group if group.size() > 1 else None
 
 

@@ -146,12 +146,6 @@ def _dense(module: nn.Module) -> nn.Module:
     return dense
 
 
-def in_turn(cases: list[str]) -> None:
-    """Run several of these functions in one world."""
-    for case in cases:
-        globals()[case]()
-
-
 def names_of_programs() -> list[str]:
     return sorted(PROGRAMS)
 

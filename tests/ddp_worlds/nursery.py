@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ class Nursery:
             if failure is not None:
                 raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
             return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
+
+    def in_turn(self, world_size: int, module: str, cases: Sequence[str]) -> None:
+        """Run several functions of a module in one world."""
+        self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases)
+
+
+def call_in_turn(module: str, cases: Sequence[str]) -> None:
+    for case in cases:
+        with warnings.catch_warnings():
+            getattr(importlib.import_module(module), case)()
 
 
 def _serve() -> None:

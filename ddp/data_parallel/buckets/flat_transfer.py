@@ -40,13 +40,11 @@ class _Region:
 
     def is_watched(self) -> bool:
         """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
-        if not self.is_given_away:
-            return False
-        # None is held less often than at first, so equal sums are equal counts.
-        if self._count_at_first is not None and self._holder_count() == self._count_at_first:
+        # No place is held less often than at first, so equal sums are equal counts.
+        if not self.is_given_away or self._holder_count() == self._count_at_first:
             return False
         holders = self._holders()
-        if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
+        if holders[0] != self._holders_at_first[0]:
             return any(parameter.grad is not place for _, parameter, place in self.places)
         return any(
             now != then and parameter.grad is not place
@@ -55,17 +53,13 @@ class _Region:
             )
         )
 
-    def _holders(self) -> list[tuple[int, int]] | None:
+    def _holders(self) -> list[tuple[int, int]]:
         """How many hold the memory, then each place: as a Python object, and in all other ways."""
-        if tensor_owner_count is None:
-            return None
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage), memory_owner_count(storage)
         return [memory, *((sys.getrefcount(view), tensor_owner_count(view)) for _, _, view in self.places)]
 
-    def _holder_count(self) -> int | None:
-        if tensor_owner_count is None:
-            return None
+    def _holder_count(self) -> int:
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage) + memory_owner_count(storage)
         return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(tensor_owner_count, self.views)))
@@ -232,10 +226,6 @@ class FlatTransfer(Transfer):
             elif parameter.grad is not view:
                 parameter.grad.copy_(view)
         self.drop()
-
-    def drop(self) -> None:
-        super().drop()
-        self._forget()
 
     def _forget(self) -> None:
         for record in (self._grads, self._places, self._absent, self._old, self._taken):

@@ -107,6 +107,11 @@ class Transfer(ABC):
         """Forget what was on its way, once it has arrived or never will."""
         self.work = None
         self.missing.update(self.indices)
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the gradients."""
 
 
 class OwnTransfer(Transfer):
@@ -165,8 +170,7 @@ class OwnTransfer(Transfer):
         elif parameter.grad is not buffer:
             parameter.grad.copy_(buffer)
 
-    def drop(self) -> None:
-        super().drop()
+    def _forget(self) -> None:
         self._buffer = None
 
 
