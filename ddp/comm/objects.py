@@ -78,6 +78,6 @@ def member_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
-            f"{who}(): this rank ({dist.get_rank()}) is not a member of the group; only members call it"
+            f"{who}(): this rank ({dist.get_rank()}) is not a member of the group; only its members call it"
         )
     return group
