@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp.comm.objects import gather_values
 from ddp.errors import LayoutMismatchError
 
-__all__ = ["Entry", "check_same_layout", "describe"]
+__all__ = ["Entry", "check_same_layout", "describe", "first_difference"]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,21 @@ def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry]) -> Non
     digest = hashlib.sha256(repr(entries).encode()).hexdigest()
     if len(set(gather_values(digest, group=group))) == 1:
         return
-    reference, *others = gather_values([astuple(entry) for entry in entries], group=group)
+    reference, *others = (
+        [Entry(*entry) for entry in told] for told in gather_values([*map(astuple, entries)], group=group)
+    )
     for rank, other in enumerate(others, 1):
-        for pair in zip_longest(reference, other):
-            if pair[0] != pair[1]:
-                here, there = (str(Entry(*entry)) if entry else "nothing more" for entry in pair)
-                raise LayoutMismatchError(
-                    f"rank {rank} wraps another module than rank 0: where rank 0 has {here}, rank {rank} has {there}; "
-                    "build the same module, in the same order, with the same arguments on every rank",
-                    rank=rank,
-                    entry=Entry(*(pair[0] or pair[1])).name,
-                )
+        if reference != other:
+            entry, here, there = first_difference(reference, other)
+            raise LayoutMismatchError(
+                f"rank {rank} wraps another module than rank 0: where rank 0 has {here}, rank {rank} has {there}; "
+                "build the same module, in the same order, with the same arguments on every rank",
+                rank=rank,
+                entry=entry,
+            )
+
+
+def first_difference(here: Sequence[Entry], there: Sequence[Entry]) -> tuple[str, str, str]:
+    """The name of the first entry that differs, and what either side has in its place; for unequal sides."""
+    ours, theirs = next(pair for pair in zip_longest(here, there) if pair[0] != pair[1])
+    return (ours or theirs).name, str(ours or "nothing more"), str(theirs or "nothing more")

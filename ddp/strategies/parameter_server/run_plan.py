@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from ddp.comm.layout import Entry
+from ddp.comm.layout import Entry, first_difference
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.messages import MalformedError
@@ -175,9 +175,7 @@ def _describe(
 
 def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int, me: str, other: str) -> None:
     """Raise the LayoutMismatchError that names the first difference between the models of two processes."""
-    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    ours, others = (str(side[place]) if place < len(side) else "nothing more" for side in (mine, theirs))
-    entry = (mine[place] if place < len(mine) else theirs[place]).name
+    entry, ours, others = first_difference(mine, theirs)
     raise LayoutMismatchError(
         f"{me} has another model than {other}: where {other} has {others}, {me} has {ours}; every process of the run "
         "must make the same model, optimizer and strategy",
