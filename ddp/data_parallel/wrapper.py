@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -373,11 +374,7 @@ class DistributedDataParallel(TorchSurface):
         if policy is None:
             return JoinHook()
         policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-
-        def equalise(root: int) -> None:
-            self._authoritative_rank = root
-            self._equalise(policy.reducer.channel, root, with_buffers=self.forward_sync_buffers)
-
+        equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_of, equalise)
 
     # Communication hooks
