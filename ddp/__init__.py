@@ -19,10 +19,10 @@ from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.compression.compressors import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
-from ddp.data_parallel.tracing import skip_package as _skip_package
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.strategy import strategy
+from ddp.torch_internals import skip_package as _skip_package
 from ddp.training.trainer import Trainer
 from ddp.verification.verify import verify
 from ddp.world import World, init

@@ -8,9 +8,9 @@ fails, and only this file changes; the test also sees to it that no other file o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,49 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
-
-__all__ = [
-    "AnyBatchNorm",
-    "AnyDropout",
-    "AnyFuture",
-    "allgather_flat",
-    "apply_to_tensors",
-    "backend_of",
-    "buffers_of",
-    "call_after_backward",
-    "compiled_module",
-    "current_backward",
-    "current_node",
-    "default_store",
-    "device_index",
-    "device_types_of",
-    "foreach_copy",
-    "gradient_hooks",
-    "ignored_names",
-    "in_backward_optimizers",
-    "in_compiled_autograd",
-    "is_in_join",
-    "mark_as_stepped",
-    "memory_owner_count",
-    "not_traced",
-    "parameters_of",
-    "root_mesh",
-    "skip_when_compiling",
-    "state_dict_hooks",
-    "submodules_of",
-    "swap_active_ddp_module",
-    "tensor_owner_count",
-    "timeout_of",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "version_of",
-    "will_be_reached",
-]
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Autograd's engine. Without these nothing can be averaged: there is no public word for the end of a backward pass.
 
@@ -98,8 +61,8 @@ def memory_owner_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-# How many own a tensor besides its Python object; None where torch has no such count. 2.3.
-tensor_owner_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+# How many own a tensor besides its Python object. 2.3.
+tensor_owner_count = cast("Callable[[torch.Tensor], int]", torch.Tensor._use_count)  # type: ignore[attr-defined]  # no stub
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -110,7 +73,11 @@ def version_of(tensor: torch.Tensor) -> int:
 # Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
-# Modules. The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
+# Modules. These two are the bases of all of their kind. 1.0.
+AnyBatchNorm = _BatchNorm
+AnyDropout = _DropoutNd
+
+# The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
 # checks in each pass become slow. Since the first version.
 
 
@@ -143,10 +110,47 @@ def compiled_module(module: object) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-# torch.compile. Without these it breaks its graphs elsewhere and traces this package, slowly.
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers that put a prefix before its keys: torch's, ddp's (one of these), torch.compile's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif (inner := compiled_module(model)) is not None:
+            model = inner
+        else:
+            return model
 
 
-def skip_when_compiling(code: CodeType) -> None:
+# torch.compile, which is kept out of this package's frames, as it keeps out of torch's; the wrapped module is compiled.
+# Without these it breaks its graphs elsewhere and traces this package, slowly.
+
+
+def skip_package(name: str) -> None:
+    """Mark all functions of the modules of package `name` that are imported now. Does not import torch._dynamo."""
+    for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
+        for code in _codes_of(module):
+            _skip_when_compiling(code)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield from _with_inner(function.__code__)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions made in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _skip_when_compiling(code: CodeType) -> None:
     """Keep torch.compile out of a function's own frame. Does not import torch._dynamo. 2.7."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -210,9 +214,9 @@ def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.W
 AnyFuture = torch._C.Future
 
 
-def root_mesh(mesh: Any) -> object:
+def root_mesh(mesh: Any) -> Any:
     """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.9."""
-    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return mesh._get_root_mesh()
 
 
 def device_index(device: int | torch.device) -> int:

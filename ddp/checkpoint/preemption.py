@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.objects import device_of
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Warned"]
 
@@ -50,7 +51,8 @@ class Warned:
             most = 0
             if self._most is not None:
                 work, heard = self._most
-                work.wait()
+                with waiting_for_peers("agreement on a warning that the time is nearly up"):
+                    work.wait()
                 most = int(heard.item())
             heard = torch.tensor([self._heard], dtype=torch.int32, device=device_of())
             self._most = dist.all_reduce(heard, op=dist.ReduceOp.MAX, async_op=True), heard

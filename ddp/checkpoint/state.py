@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
+from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CheckpointError
-from ddp.torch_internals import compiled_module
+from ddp.torch_internals import compiled_module, unwrapped
 
 __all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts", "wrapper_of"]
 

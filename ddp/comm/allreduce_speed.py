@@ -122,23 +122,20 @@ def measure(reduce: Reduce, ones: Ones, store: Any, rank: int, size: int, bytes_
 def _join(c10d: Any, store: Any, rank: int, size: int, backend: str) -> Reduce:
     limit = timedelta(seconds=TIMEOUT_S)
     if backend == "nccl":
-        import torch
-
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = limit
         group = c10d.ProcessGroupNCCL(store, rank, size, options)
+    else:
+        group = c10d.ProcessGroupGloo(store, rank, size, limit)
 
-        def reduce(tensor: Any) -> None:
-            group.allreduce([tensor], c10d.AllreduceOptions()).wait()
+    def reduce(tensor: Any) -> None:
+        group.allreduce([tensor], c10d.AllreduceOptions()).wait()
+        if backend == "nccl":
+            import torch
+
             torch.cuda.synchronize()
 
-        return reduce
-    group = c10d.ProcessGroupGloo(store, rank, size, limit)
-
-    def reduce_by_gloo(tensor: Any) -> None:
-        group.allreduce([tensor], c10d.AllreduceOptions()).wait()
-
-    return reduce_by_gloo
+    return reduce
 
 
 # ---- torch, or as much of it as is needed --------------------------------------------------------------------

@@ -5,7 +5,8 @@ The wrapper copies weights and buffers once, and buffers again before forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,12 @@ from torch import nn
 
 from ddp.torch_internals import buffers_of, foreach_copy
 
-__all__ = ["BufferSync", "broadcast_tensors", "buffer_collector"]
+__all__ = ["BufferSync", "broadcast_tensors"]
 
 _CHUNK_BYTES = 250 << 20
 _ALIGN_BYTES = 16
 
-Wait = Callable[[dist.Work, str], None]
+Wait = Callable[[dist.Work, str], object]
 
 
 class _Package:
@@ -65,13 +66,9 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
         for chunk in _chunks([tensor for tensor in tensors if tensor.numel()]):
             package = _Package(chunk)
             package.start(group, root)
-            package.finish(group, root, _just_wait)
+            package.finish(group, root, lambda work, _: work.wait())
             if package.work is not None:
                 package.work.wait()
-
-
-def _just_wait(work: dist.Work, _: str) -> None:
-    work.wait()
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -90,61 +87,41 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 class BufferSync:
     """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
 
-    `wait` waits for a collective, given its name.
+    It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` waits
+    for a collective, given its name.
     """
 
-    def __init__(self, group: dist.ProcessGroup, collect: Callable[[], list[torch.Tensor]], wait: Wait) -> None:
+    def __init__(self, group: dist.ProcessGroup, module: nn.Module, ignored: Collection[str], wait: Wait) -> None:
         self._group = group
-        self._collect = collect
         self._wait = wait
+        self._owners = []
+        for prefix, owner in module.named_modules():
+            skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
+            self._owners.append((buffers_of(owner), skip))
         self._packages: list[_Package] = []
-        self._planned: list[torch.Tensor] = []
-        self._forms: list[_Form] = []
+        self._planned: list[Any] = []  # the buffers' identities, which the packages keep, and forms
 
     def run(self, root: int = 0) -> None:
         """Broadcast the buffers of `root`. Every rank must call it; the root does not block, the others wait for it."""
         buffers = self._collect()
         with torch.no_grad():
-            forms = [_form(buffer) for buffer in buffers]
-            if forms != self._forms or not _same(buffers, self._planned):
-                self._planned, self._forms = buffers, forms
+            # The form of a buffer may change in place: observers of quantization grow theirs so.
+            planned = [(id(buffer), buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
+            if planned != self._planned:
+                self._planned = planned
                 self._packages = [_Package(chunk) for chunk in _chunks([b for b in buffers if b.numel()])]
             for package in self._packages:
                 package.start(self._group, root)
             for package in self._packages:
                 package.finish(self._group, root, self._wait)
 
-
-_Form = tuple[torch.Size, torch.dtype, torch.device]
-
-
-def _form(buffer: torch.Tensor) -> _Form:
-    """What may change in place: observers of quantization grow their buffers so."""
-    return buffer.shape, buffer.dtype, buffer.device
-
-
-def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
-
-
-def buffer_collector(module: nn.Module, ignored: frozenset[str]) -> Callable[[], list[torch.Tensor]]:
-    """Make a function that lists the current buffers of `module` like `named_buffers`, but faster.
-
-    It looks into the submodules that exist now; `ignored` are full names of buffers to leave out.
-    """
-    owners = []
-    for prefix, owner in module.named_modules():
-        skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
-        owners.append((buffers_of(owner), skip))
-
-    def collect() -> list[torch.Tensor]:
+    def _collect(self) -> list[torch.Tensor]:
+        """The current buffers, as `named_buffers` lists them, but faster."""
         found = {
             id(buffer): buffer
-            for buffers, skip in owners
+            for buffers, skip in self._owners
             if buffers
             for name, buffer in buffers.items()
             if buffer is not None and name not in skip
         }
         return list(found.values())
-
-    return collect

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ddp.comm.objects import gather_values
 from ddp.errors import LayoutMismatchError
 
-__all__ = ["Entry", "check_same_layout", "describe"]
+__all__ = ["Entry", "check_same_layout", "describe", "first_difference"]
 
 
 @dataclass(frozen=True)
@@ -48,37 +49,29 @@ def _facts(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, stride {tensor.stride()}, {tensor.dtype}, on {tensor.device.type}{trains}"
 
 
-def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry], device: torch.device) -> None:
+def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry]) -> None:
     """Raise LayoutMismatchError on every rank of `group` if any rank's entries differ from those of its rank 0.
 
-    Every rank must call it; blocks. 32 bytes a rank travel while all agree; `device` is one that the group
-    can reduce on.
+    Every rank must call it; blocks. Only digests travel while all agree.
     """
-    digest = hashlib.sha256(repr(entries).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    if all(torch.equal(other, every[0]) for other in every):
+    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
+    if len(set(gather_values(digest, group=group))) == 1:
         return
-    told = gather_values([astuple(entry) for entry in entries], device=device, group=group)
-    described = [tuple(Entry(*entry) for entry in theirs) for theirs in told]
-    reference = described[0]
-    for rank, other in enumerate(described):
-        if other != reference:
-            raise _mismatch(rank, reference, other)
+    reference, *others = (
+        [Entry(*entry) for entry in told] for told in gather_values([*map(astuple, entries)], group=group)
+    )
+    for rank, other in enumerate(others, 1):
+        if reference != other:
+            entry, here, there = first_difference(reference, other)
+            raise LayoutMismatchError(
+                f"rank {rank} wraps another module than rank 0: where rank 0 has {here}, rank {rank} has {there}; "
+                "build the same module, in the same order, with the same arguments on every rank",
+                rank=rank,
+                entry=entry,
+            )
 
 
-def _mismatch(rank: int, reference: tuple[Entry, ...], other: tuple[Entry, ...]) -> LayoutMismatchError:
-    position = next((i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), None)
-    if position is None:
-        position = min(len(reference), len(other))
-    theirs, ours = (
-        str(entries[position]) if position < len(entries) else "nothing more" for entries in (other, reference)
-    )
-    entry = (reference + other[len(reference) :])[position].name
-    return LayoutMismatchError(
-        f"rank {rank} wraps another module than rank 0: where rank 0 has {ours}, rank {rank} has {theirs}; "
-        "build the same module, in the same order, with the same arguments on every rank",
-        rank=rank,
-        entry=entry,
-    )
+def first_difference(here: Sequence[Entry], there: Sequence[Entry]) -> tuple[str, str, str]:
+    """The name of the first entry that differs, and what either side has in its place; for unequal sides."""
+    ours, theirs = next(pair for pair in zip_longest(here, there) if pair[0] != pair[1])
+    return (ours or theirs).name, str(ours or "nothing more"), str(theirs or "nothing more")

@@ -11,20 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.objects import member_group
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.errors import ArgumentError, DdpError, NotInitializedError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.torch_internals import device_index, root_mesh
 
 __all__ = [
     "bucket_limits",
     "check_initialized",
-    "check_plain",
+    "check_torchs_arguments",
+    "checked_device",
     "checked_device_ids",
-    "control_group",
-    "member_group",
-    "single_device_type",
-    "warn_of_deprecated",
-    "warn_of_meaningless",
+    "checked_group",
 ]
 
 _MB = 1 << 20
@@ -45,26 +43,30 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
 }
 
 
-def warn_of_meaningless(**given: object) -> None:
-    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing."""
+def check_torchs_arguments(
+    *, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, mixed_precision: object, **given: object
+) -> None:
+    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing.
+
+    And of `broadcast_buffers`, as torch 2.13 does. Raises UnsupportedError for `mixed_precision`.
+    """
+    if mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
+            'compression="bf16" to send less'
+        )
     for name, value in given.items():
         default, reason = _MEANINGLESS[name]
         if value is not default and value != default:
             warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
-
-
-def warn_of_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> None:
-    """Warn of `broadcast_buffers`, as torch 2.13 does."""
-    if broadcast_buffers is None:
-        return
-    if forward_sync_buffers is not None:
-        why = "its value is ignored where forward_sync_buffers is given"
-    else:
+    if broadcast_buffers is not None:
         why = (
             "use forward_sync_buffers, which says the same of forward passes; broadcast_buffers=False also keeps "
             "buffers out of the first broadcast"
         )
-    warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
+        if forward_sync_buffers is not None:
+            why = "its value is ignored where forward_sync_buffers is given"
+        warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
 
 
 def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -82,8 +84,12 @@ def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2)."""
+def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
+    """The device of the first parameter. All must be on devices of its type and have values; something must train.
+
+    Raises UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2), ArgumentError or
+    DdpError for others that cannot be averaged.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")  # who made a DTensor has imported it
     for name, parameter in parameters:
         if tensor is not None and isinstance(parameter, tensor.DTensor):
@@ -92,44 +98,6 @@ def check_plain(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
                 "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or use "
                 "fully_shard() alone, with a two-dimensional mesh for replicas of shards"
             )
-
-
-def member_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
-    if not dist.is_initialized():
-        raise NotInitializedError("there is no process group yet: call ddp.init() before DistributedDataParallel()")
-    if device_mesh is not None:
-        if group is not None:
-            raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
-        if device_mesh.ndim != 1:
-            raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
-        if root_mesh(device_mesh) != device_mesh:
-            raise UnsupportedError(
-                "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
-                "pass process_group=device_mesh.get_group() for plain parameters"
-            )
-        group = device_mesh.get_group(mesh_dim=0)
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"this rank ({dist.get_rank()}) is not a member of process_group: wrap the module only on its members"
-        )
-    return group
-
-
-def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks)."""
-    if device.type == "cpu" or "cpu:" in dist.get_backend_config(group):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def single_device_type(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
-    """The device of the first parameter; all must be of its type, and something must train."""
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise DdpError(
             "no parameter of the module requires a gradient, so there is nothing to reduce and DistributedDataParallel "
@@ -142,7 +110,24 @@ def single_device_type(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.
                 f"parameter {name!r} is on {parameter.device}, but {first_name!r} on {first.device}: "
                 "the module must be on the same type of devices"
             )
+    check_initialized(parameters)
     return first.device
+
+
+def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
+    if device_mesh is not None:
+        if group is not None:
+            raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
+        if device_mesh.ndim != 1:
+            raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
+        if root_mesh(device_mesh) != device_mesh:
+            raise UnsupportedError(
+                "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
+                "pass process_group=device_mesh.get_group() for plain parameters"
+            )
+        group = device_mesh.get_group(mesh_dim=0)
+    return member_group(group, "DistributedDataParallel")
 
 
 def checked_device_ids(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.channel import Channel
 from ddp.comm.fingerprint import fingerprints
-from ddp.comm.objects import gather_values
 from ddp.errors import DriftError
 
 __all__ = ["WeightChecksum"]
@@ -35,16 +34,16 @@ class WeightChecksum:
             mixed = (mixed * 0x9E3779B97F4A7C15 + total) % _PRIME
         return mixed & ((1 << 48) - 1)
 
-    def compare(self, group: dist.ProcessGroup, step: int) -> DriftError:
+    def compare(self, channel: Channel, step: int) -> DriftError:
         """Find the first parameter that differs between the ranks, and where. Every rank must call it; blocks."""
-        every = gather_values(list(self._sums.values()), group=group)
+        every = channel.gather(list(self._sums.values()), "exchange of checksums")
         for name, totals in zip(self._sums, zip(*every, strict=True), strict=True):
             if len(set(totals)) > 1:
                 usual, _ = Counter(totals).most_common(1)[0]
                 ranks = [rank for rank, total in enumerate(totals) if total != usual]
                 return DriftError(
                     f"the replicas have drifted apart before step {step}: {name!r} is the first parameter that "
-                    f"differs, on rank {', '.join(map(str, ranks))} of {group.size()} (checksums by rank: "
+                    f"differs, on rank {', '.join(map(str, ranks))} of {len(every)} (checksums by rank: "
                     f"{' '.join(f'{total:016x}' for total in totals)[:200]}). Something changed it on one rank only "
                     "since the last step: an optimizer with other settings, a step taken or skipped there alone, or a "
                     "faulty device. Start again from a checkpoint",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp.data_parallel.buckets.transfers import Member
+from ddp.data_parallel.buckets.bucket_plan import Member
 
 __all__ = ["GraphKeeper"]
 

@@ -1,23 +1,34 @@
-"""Which backward passes DistributedDataParallel reduces: those of the forward passes that it has announced."""
+"""Which backward passes DistributedDataParallel reduces: those of the forward passes that it has announced.
+
+And what a rank does that has no more inputs while others go on (`join`, and torch's `Join`). Per iteration, the ranks
+that still have inputs announce one (by Join itself), agree on whether gradients will be reduced and on whose buffers
+count, and go on; those that have joined take part in all of it with nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 
+from ddp.comm.broadcast import BufferSync
+from ddp.data_parallel.backward_pass import Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.optimizer_in_backward import OptimizersInBackward
-from ddp.data_parallel.reducer import Pass, Reducer
+from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import forwards_differ
 from ddp.errors import DdpError
+from ddp.torch_internals import in_backward_optimizers
 
-__all__ = ["ForwardPolicy"]
+__all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
+
+_NOBODY = -1
 
 
 class _Mode(enum.Enum):
@@ -40,55 +51,87 @@ class _Forward:
 
 
 class ForwardPolicy:
-    """Reduces the backward passes of announced forward passes. With `checksum`, every pass compares the weights."""
+    """Reduces the backward passes of announced forward passes, and says when a forward pass needs rank 0's buffers.
 
-    def __init__(self, reducer: Reducer, checksum: WeightChecksum | None) -> None:
+    With `checksum`, every pass compares the weights. Without `buffer_sync`, every rank keeps its own buffers;
+    `buffer_hook` runs in its place.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        *,
+        checksum: WeightChecksum | None,
+        buffer_sync: BufferSync | None,
+        buffer_hook: BufferHook | None,
+    ) -> None:
         reducer.policy = self
-        self._reducer = reducer
+        self.reducer = reducer
+        self.buffer_hook = buffer_hook
+        self._buffer_sync = buffer_sync
+        self._buffers_are_of = -1  # how many reductions there had been when they were made equal
         self._checksum = checksum
         self._mode = _Mode.IDLE
         self._forwards: list[_Forward] = []
         self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
-        self.optimizers: OptimizersInBackward | None = None
-        self.buffer_hook: BufferHook | None = None
+        self._stepping: list[nn.Parameter] | None = None  # those with optimizers that step in backward
 
     # Called by the wrapper
 
     def enter_forward(self, module: nn.Module) -> None:
         """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
-        self._reducer.settle()
-        self._reducer.module_watch = self._reducer.module_watch.follow(module)
-        self._reducer.report.at("in forward")
+        self.reducer.settle()
+        self.reducer.module_watch = self.reducer.module_watch.follow(module)
+        self.reducer.report.at("in forward")
+        if self._stepping is None:
+            self._stepping = _take_over_optimizers(self.reducer.module_watch.parameters)
 
-    def prepare(self, outputs: Iterator[torch.Tensor], *, is_syncing: bool, is_training: bool) -> None:
+    @property
+    def has_stale_buffers(self) -> bool:
+        """Whether the next forward pass starts with new buffers: once between two reductions.
+
+        Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
+        """
+        return self._buffer_sync is not None and self.reducer.report.step != self._buffers_are_of
+
+    def sync_buffers(self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        """Give every rank the buffers of `root`, or let the hook do so with what `named` returns."""
+        self._buffers_are_of = self.reducer.report.step
+        if self.buffer_hook is not None:
+            if self.buffer_hook.is_before:
+                self.buffer_hook.run(named())
+        elif self._buffer_sync is not None:
+            self._buffer_sync.run(root)
+
+    def prepare(self, output: Any, *, is_syncing: bool, is_training: bool) -> None:
         """Announce a forward pass with gradients: those of its backward will be reduced, or only accumulated.
 
-        A backward through any of `outputs` takes part in a reduction even if it reaches no parameter on
+        A backward through any tensor in `output` takes part in a reduction even if it reaches no parameter on
         this rank.
         """
         if not is_syncing:
             self._mode = _Mode.ACCUMULATE
             return
         self._mode = _Mode.REDUCE
-        self._reducer.be_last()
+        self.reducer.be_last()
         forward = _Forward()
         on_grad = self._output_hook(forward)
-        for output in outputs:
+        for tensor in tensors_in(output):
             forward.is_opaque = False
-            if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                output.register_hook(on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
+            if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
+                tensor.register_hook(on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
         if is_training:
             self._forwards.append(forward)
-        self._had_foreign_leaf = self._reducer.module_watch.has_foreign_leaf()
-        self._reducer.report.at("between forward and backward")
+        self._had_foreign_leaf = self.reducer.module_watch.has_foreign_leaf()
+        self.reducer.report.at("between forward and backward")
 
     def _output_hook(self, forward: _Forward) -> Callable[[torch.Tensor], None]:
         """The hook of what a forward pass returned."""
 
         def on_grad(_: torch.Tensor) -> None:
             forward.is_open = False
-            self._reducer.reach()
+            self.reducer.reach()
 
         return on_grad
 
@@ -99,19 +142,28 @@ class ForwardPolicy:
 
     def reduce_alone(self) -> None:
         """Take part in the reduction that the last forward announced, without a backward pass of this rank."""
-        if self.is_announced and self._reducer.current is None:
+        if self.is_announced and self.reducer.current is None:
             for forward in self._forwards[-1:]:
                 forward.is_open = False
-            self._reducer.reduce_now()
+            self.reducer.reduce_now()
 
     def reduce_as_joined(self) -> None:
         """Take part in a reduction of the others with nothing: this rank has no more inputs (Join).
 
         It gets the averages too: an optimizer that is shared between the ranks steps here with them.
         """
-        self._reducer.settle()
-        self._reducer.drop_gradients()
-        self._reducer.reduce_now(joined=True)
+        self.reducer.settle()
+        self.reducer.drop_gradients()
+        self.reducer.reduce_now(joined=True)
+
+    def share_iteration(self, *, syncs: bool, has_buffers: bool) -> tuple[bool, int]:
+        """Whether any rank reduces gradients, and the last rank that `has_buffers`. Every rank must call it; blocks."""
+        channel = self.reducer.channel
+        told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY])
+        with channel.report.waiting("agreement on an iteration with uneven inputs"):
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=channel.control)
+        any_syncs, root = told.tolist()
+        return bool(any_syncs), root
 
     # Called by the reducer: see PassPolicy
 
@@ -120,21 +172,21 @@ class ForwardPolicy:
             self.begin()
             return True
         if self._mode is _Mode.IDLE:
-            self._reducer.warn(
+            self.reducer.warn(
                 "gradients came from a backward pass that did not go through the forward of DistributedDataParallel "
                 "(model.module(x) instead of model(x)?): they stay on this rank until the next pass that does"
             )
         return False
 
     def begin(self) -> None:
-        self._reducer.begin()
+        self.reducer.begin()
 
     def end(self, pass_: Pass) -> None:
-        self._reducer.finish(pass_)
+        self.reducer.finish(pass_)
 
     def starting(self) -> None:
-        if self._had_foreign_leaf and self._reducer.module_watch.problem() is None:  # else that has named it
-            self._reducer.warn(
+        if self._had_foreign_leaf and self.reducer.module_watch.problem() is None:  # else that has named it
+            self.reducer.warn(
                 "a forward pass used other tensors in the place of parameters (torch.func.functional_call?): their "
                 "gradients stay on this rank"
             )
@@ -156,19 +208,22 @@ class ForwardPolicy:
 
     def disagreement(self, statuses: StatusSum) -> DdpError | None:
         if not statuses.same_forwards:
-            return forwards_differ(self._reducer.channel.group, self._open_forwards())
+            return forwards_differ(self.reducer.channel, self._open_forwards())
         if self._checksum is not None and not statuses.same_digest:
-            return self._checksum.compare(self._reducer.channel.group, self._reducer.report.step + 1)
+            return self._checksum.compare(self.reducer.channel, self.reducer.report.step + 1)
         return None
 
     def divisor(self, statuses: StatusSum) -> int:
-        return statuses.active if self.divides_by_active else self._reducer.channel.group.size()
+        return statuses.active if self.divides_by_active else self.reducer.channel.group.size()
 
     def delivered(self, *, is_first: bool) -> None:
         if self.buffer_hook is not None:
             self.buffer_hook.wait()
-        if self.optimizers is not None:
-            self.optimizers.step()
+        for parameter in self._stepping or ():
+            if parameter.grad is not None:
+                for optimizer in in_backward_optimizers(parameter):
+                    optimizer.step()
+                parameter.grad = None
 
     def ended(self, *, has_failed: bool) -> None:
         self._forwards.clear()
@@ -178,7 +233,7 @@ class ForwardPolicy:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, for each parameter."""
-        return self._reducer.used_map()
+        return self.reducer.used_map()
 
     def _rebuild_buckets(self) -> bool:
         """Lightning calls it: there is never anything to do."""
@@ -186,4 +241,89 @@ class ForwardPolicy:
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Lightning calls it: the backward pass that follows is reduced."""
-        self.prepare(iter(outputs), is_syncing=True, is_training=False)
+        self.prepare(outputs, is_syncing=True, is_training=False)
+
+
+class BufferHook:
+    """A user's function that synchronises the buffers, in the place of the broadcast from rank 0. It is torch's.
+
+    `call(state, buffers by name)` runs before or after forward. The futures that it returns are waited for at the end
+    of backward, or before it runs again.
+    """
+
+    def __init__(self, state: object, call: Callable[..., Any], location: object) -> None:
+        self._state = state
+        self._call = call
+        # torch's enum is private, so it is known by its name; its default is after forward.
+        self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
+        self._futures: list[torch.futures.Future[Any]] = []
+
+    def run(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.wait()
+        with torch.no_grad():
+            returned = self._call(self._state, dict(named))
+        if returned is not None:
+            self._futures += returned if isinstance(returned, list | tuple) else [returned]
+
+    def wait(self) -> None:
+        """Wait for what the hook returned."""
+        while self._futures:
+            self._futures.pop().wait()
+
+
+class JoinedRankHook(JoinHook):
+    """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values."""
+
+    def __init__(
+        self, policy: ForwardPolicy, sync_buffers: Callable[[int], object], equalise: Callable[[int], None]
+    ) -> None:
+        self._policy = policy
+        self._sync_buffers = sync_buffers
+        self._equalise = equalise
+
+    def main_hook(self) -> None:
+        """Take part in one iteration of the others."""
+        syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
+        self._sync_buffers(root)
+        if syncs:
+            self._policy.reduce_as_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give every rank the parameters and buffers of one that joined last."""
+        _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
+        self._policy.divides_by_active = False
+        self._equalise(root)
+        if not is_last_joiner:
+            self._policy.reducer.drop_gradients()  # of passes in which this rank only took part
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _take_over_optimizers(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Find those of `parameters` with optimizers that step in backward, and remove torch's own hooks for these.
+
+    With `torch.distributed.optim._apply_optimizer_in_backward`, torch lets them step as soon as a gradient is there,
+    which would be before it is averaged.
+    """
+    owners = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
+    if owners:
+        from torch.distributed.optim import apply_optimizer_in_backward as theirs
+
+        for parameter in owners:
+            handles = theirs.param_to_optim_hook_handle_map
+            for handle in handles.get(parameter, []):  # type: ignore[no-untyped-call]  # torch has no types here
+                handle.remove()
+    return owners

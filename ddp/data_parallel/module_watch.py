@@ -33,10 +33,10 @@ class ModuleWatch:
         self._owned = self._dicts[: len(owners)]
         self._owned_values = list(chain.from_iterable(map(dict.values, self._owned)))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
-        self._parameters = [parameter for name, parameter in module.named_parameters() if name not in self._ignored]
+        self.parameters = [parameter for name, parameter in module.named_parameters() if name not in self._ignored]
         self._known = {id(parameter) for parameter in module.parameters()}
-        self._dtypes = list(map(_DTYPE, self._parameters))
-        self._device = self._parameters[0].device
+        self._dtypes = list(map(_DTYPE, self.parameters))
+        self._device = self.parameters[0].device
 
     def follow(self, module: nn.Module) -> ModuleWatch:
         """The watch of the module that is wrapped now; another one with the same parameters may take its place.
@@ -67,10 +67,10 @@ class ModuleWatch:
 
     def _conversion(self) -> BackwardError | None:
         """The error for parameters that have another dtype or device now; of the device, one speaks for all."""
-        if list(map(_DTYPE, self._parameters)) == self._dtypes and self._parameters[0].device == self._device:
+        if list(map(_DTYPE, self.parameters)) == self._dtypes and self.parameters[0].device == self._device:
             return None
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
+        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
             if parameter.dtype != dtype or parameter.device != self._device:
                 name = names.get(id(parameter), "?")
                 return BackwardError(

@@ -17,23 +17,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
-from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule, Channel
+from ddp.comm.channel import Channel
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
+from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buckets.transfers import Member, ready_twice
+from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.status_errors import describe_failure, numbers_differ, peers_failed, weights_differ
 from ddp.data_parallel.unfrozen import average_unfrozen
-from ddp.errors import BackwardError, CheckpointError, DdpError, UnsupportedError
+from ddp.errors import BackwardError, CheckpointError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.torch_internals import (
     call_after_backward,
@@ -44,77 +46,9 @@ from ddp.torch_internals import (
     will_be_reached,
 )
 
-__all__ = ["EndOfBackward", "Pass", "PassPolicy", "Reducer"]
+__all__ = ["Reducer"]
 
 _Named = tuple[str, torch.nn.Parameter]
-
-
-class Pass:
-    """One reduction on this rank, from its start until its averages are in place or it has failed.
-
-    Its identity tells it from later ones: what belongs to an earlier pass cannot end this one. `problem` is why it will
-    count as failed; `holds` whether all buckets wait for its end; `has_joined` whether this rank has no more inputs.
-    """
-
-    def __init__(
-        self, problem: DdpError | None, graphs: GraphKeeper | None, unfrozen: list[_Named], *, holds: bool, joined: bool
-    ) -> None:
-        self.problem = problem
-        self.graphs = graphs
-        self.unfrozen = unfrozen
-        self.holds = holds
-        self.has_joined = joined
-        self.arrived: set[int] = set()  # gradients, while it holds
-
-
-class EndOfBackward:
-    """What the engine calls at the end of a backward pass; `failed` instead, if it drops this without a call.
-
-    That may be late, and in another thread: the graph of a pass that failed lives as long as somebody holds it.
-    """
-
-    def __init__(self, done: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._done = done
-        self._failed: Callable[[], None] | None = failed
-
-    def __call__(self) -> None:
-        self._failed = None
-        self._done()
-
-    def __del__(self) -> None:
-        if self._failed is not None:
-            self._failed()
-
-
-class PassPolicy(Protocol):
-    """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them."""
-
-    def may_begin(self) -> bool:
-        """A gradient has come and no pass runs: begin one and return True, or leave it where it is."""
-
-    def begin(self) -> None:
-        """Call the reducer's `begin`, in a backward pass that will be reduced."""
-
-    def end(self, pass_: Pass) -> None:
-        """The backward pass has ended, or there is none: call the reducer's `finish`."""
-
-    def starting(self) -> None:
-        """A pass starts."""
-
-    def fill(self, **common: Any) -> RankStatus:
-        """This rank's status, from what the reducer knows of it."""
-
-    def disagreement(self, statuses: StatusSum) -> DdpError | None:
-        """Why the ranks' gradients must not be averaged. Collective where it is not None."""
-
-    def divisor(self, statuses: StatusSum) -> int:
-        """What the sum of the gradients is divided by."""
-
-    def delivered(self, *, is_first: bool) -> None:
-        """The averages are in `.grad`."""
-
-    def ended(self, *, has_failed: bool) -> None:
-        """The pass is over, or a failure has come in its place."""
 
 
 class Reducer:
@@ -167,16 +101,15 @@ class Reducer:
         # The nodes stay alive as long as somebody holds them: autograd only knows them weakly.
         self._nodes: list[Node] = []
         self.handles: list[RemovableHandle] = []
-        self._hooks_beside: list[Any] = []  # an ordered dict for each parameter, and the key of ours
-        self._hook_ids: list[int] = []
+        self._hooks_beside: list[Any] = []  # an ordered dict for each parameter, by ids of handles
         for member in self.members:
             self._watch(member)
 
     def close(self) -> None:
         """Remove the hooks: the owner is gone, or leaves the group."""
         self.is_closed = True
-        while self.handles:
-            self.handles.pop().remove()
+        for handle in self.handles:
+            handle.remove()
         self.report.close()
 
     def use_hook(self, hook: CommHook) -> None:
@@ -212,11 +145,6 @@ class Reducer:
         self._schedule.end()
         self._schedule.plan([index_of[name] for name in state["order"]], repeated=self._repeated)
 
-    @property
-    def order(self) -> list[int]:
-        """The order of the parameters in the plan, which all ranks share."""
-        return self._schedule.order
-
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index."""
         return self._schedule.used_map()
@@ -224,19 +152,17 @@ class Reducer:
     def _watch(self, member: Member) -> None:
         self._nodes.append(get_gradient_edge(member.parameter).node)
         register = member.parameter.register_post_accumulate_grad_hook
-        handle = register(self._hook(member))  # type: ignore[no-untyped-call]  # torch has no types here
-        self.handles.append(handle)
+        self.handles.append(register(self._hook(member)))  # type: ignore[no-untyped-call]  # torch has no types here
         self._hooks_beside.append(gradient_hooks(member.parameter))
-        self._hook_ids.append(handle.id)
 
     # Between passes
 
     def be_last(self) -> None:
         """Let hooks that the user registered after ours run before it, which sends what they leave."""
         if max(map(len, self._hooks_beside)) > 1:
-            for hooks, own in zip(self._hooks_beside, self._hook_ids, strict=True):
-                if own in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
-                    hooks[own] = hooks.pop(own)
+            for hooks, own in zip(self._hooks_beside, self.handles, strict=True):
+                if own.id in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
+                    hooks[own.id] = hooks.pop(own.id)
 
     def is_inside_backward(self) -> bool:
         """Whether a backward pass runs that will be reduced, in this thread: a forward now is a checkpoint's."""
@@ -341,7 +267,7 @@ class Reducer:
         self.policy.starting()
         self._schedule.begin()
         holds = self.is_first or graphs is not None or problem is not None
-        self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds=holds, joined=joined)
+        self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
         return pass_
 
@@ -452,11 +378,11 @@ class Reducer:
             raise peers_failed(self.report, statuses.failed)
         group = self.channel.group
         if not statuses.same_number:
-            raise numbers_differ(group, self.channel.number)
+            raise numbers_differ(self.channel, self.channel.number)
         if (error := self.policy.disagreement(statuses)) is not None:
             raise error
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
-            raise weights_differ(group, self._weight)
+            raise weights_differ(self.channel, self._weight)
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.divisor(statuses))
         is_first = self.is_first
         self._schedule.deliver(factor)
@@ -491,9 +417,8 @@ class Reducer:
         known = frozenset(before)
         arrived = [index for index in self.touched if index in known]
         order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)])
-        order = order.to(device=self.members[0].parameter.device)
         with self.report.waiting("broadcast of the order of gradients"):
-            broadcast_tensors(self.channel.group, [order])
+            broadcast_tensors(self.channel.control, [order])
         if order.tolist() != before or self._repeated:
             self._schedule.end()
             self._schedule.plan(order.tolist(), repeated=self._repeated)

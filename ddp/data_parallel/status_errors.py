@@ -5,28 +5,19 @@ Called by the reducer on every rank in the same iteration; all but `peers_failed
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-
-from ddp.comm.objects import gather_values
+from ddp.comm.channel import Channel
 from ddp.errors import BackwardError, DdpError, PeerFailedError
 from ddp.monitoring.stall_report import StallReport
+from ddp.monitoring.user_code import line_of_traceback
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+__all__ = ["describe_failure", "forwards_differ", "numbers_differ", "peers_failed", "weights_differ"]
 
-__all__ = ["describe_failure", "forwards_differ", "numbers_differ", "peers_failed", "unfrozen_differ", "weights_differ"]
+_WHAT = "exchange of how the ranks differ"
 
 
 def describe_failure(what: str, error: BaseException) -> str:
     """One line about an exception: what it ended, its type and text, and where the user's code was."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    where = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"{what} raised {type(error).__name__}: {error}{where}"
+    return f"{what} raised {type(error).__name__}: {error} at {line_of_traceback(error.__traceback__)}"
 
 
 def peers_failed(report: StallReport, count: int) -> PeerFailedError:
@@ -42,9 +33,9 @@ def peers_failed(report: StallReport, count: int) -> PeerFailedError:
     )
 
 
-def forwards_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
+def forwards_differ(channel: Channel, mine: int) -> DdpError:
     """A rank has skipped a backward pass, or made a forward pass more."""
-    every = gather_values(mine, group=group)
+    every = channel.gather(mine, _WHAT)
     usual = min(every, key=lambda count: (-every.count(count), count))
     odd = [f"rank {rank} made {count}" for rank, count in enumerate(every) if count != usual]
     return BackwardError(
@@ -56,9 +47,9 @@ def forwards_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
     )
 
 
-def numbers_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
+def numbers_differ(channel: Channel, mine: int) -> DdpError:
     """The ranks reduce gradients of different models."""
-    every = gather_values(mine, group=group)
+    every = channel.gather(mine, _WHAT)
     which = ", ".join(f"rank {rank} number {number + 1}" for rank, number in enumerate(every))
     return BackwardError(
         f"the ranks reduce different models, of those that were wrapped: {which}. Run forward and backward of several "
@@ -66,9 +57,9 @@ def numbers_differ(group: dist.ProcessGroup, mine: int) -> DdpError:
     )
 
 
-def weights_differ(group: dist.ProcessGroup, mine: float | None) -> DdpError:
+def weights_differ(channel: Channel, mine: float | None) -> DdpError:
     """Not every rank gave a weight, or they add up to nothing."""
-    every = gather_values(mine, group=group)
+    every = channel.gather(mine, _WHAT)
     without = [rank for rank, weight in enumerate(every) if weight is None]
     if without:
         return BackwardError(
@@ -76,17 +67,3 @@ def weights_differ(group: dist.ProcessGroup, mine: float | None) -> DdpError:
             f"({every}): call model.backward(loss, weight=...) on every rank, or on none"
         )
     return BackwardError(f"the weights of this step add up to {sum(every)} ({every}), so there is no average")
-
-
-def unfrozen_differ(told: Sequence[Sequence[str]]) -> DdpError:
-    """Not every rank unfroze the same parameters."""
-    every = {name for names in told for name in names}
-    name = min(every, key=lambda name: (sum(name in names for names in told), name))
-    lacking = [rank for rank, names in enumerate(told) if name not in names]
-    having = [rank for rank, names in enumerate(told) if name in names]
-    return BackwardError(
-        f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now on rank "
-        f"{', '.join(map(str, having))}, but not on rank {', '.join(map(str, lacking))}: unfreeze it on every rank in "
-        "the same step. The gradients of this step are dropped (None) on every rank",
-        parameter=name,
-    )

@@ -5,13 +5,13 @@ Called by the reducer after the step status, when any rank has such parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddp.comm.objects import gather_values
-from ddp.data_parallel.status_errors import unfrozen_differ
+from ddp.errors import BackwardError
 
 __all__ = ["average_unfrozen"]
 
@@ -24,15 +24,13 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
     Every rank must call it. Raises BackwardError on all if not every rank unfroze the same ones. Where no rank has a
     gradient, `.grad` stays as it is.
     """
-    told = gather_values([name for name, _ in mine], group=group)
-    if any(names != told[0] for names in told):
-        raise unfrozen_differ(told)
-    for _, parameter in mine:
-        grad = parameter.grad
-        has_grad = torch.tensor([float(grad is not None)], device=parameter.device)
-        group.allreduce([has_grad]).wait()
-        if not has_grad.item():
+    told = gather_values({name: parameter.grad is not None for name, parameter in mine}, group=group)
+    if any([*names] != [*told[0]] for names in told):
+        raise _unfrozen_differ(told)
+    for name, parameter in mine:
+        if not any(has_grad[name] for has_grad in told):
             continue
+        grad = parameter.grad
         total = torch.zeros_like(parameter) if grad is None else grad.detach().to_dense().clone()
         flat = torch.view_as_real(total) if total.is_complex() else total
         flat = flat.contiguous().div_(group.size())
@@ -44,3 +42,17 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
         else:
             grad.detach().copy_(average)
     return mine
+
+
+def _unfrozen_differ(told: Sequence[Collection[str]]) -> BackwardError:
+    """Not every rank unfroze the same parameters."""
+    every = {name for names in told for name in names}
+    name = min(every, key=lambda name: (sum(name in names for names in told), name))
+    lacking = [rank for rank, names in enumerate(told) if name not in names]
+    having = [rank for rank, names in enumerate(told) if name in names]
+    return BackwardError(
+        f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now on rank "
+        f"{', '.join(map(str, having))}, but not on rank {', '.join(map(str, lacking))}: unfreeze it on every rank in "
+        "the same step. The gradients of this step are dropped (None) on every rank",
+        parameter=name,
+    )

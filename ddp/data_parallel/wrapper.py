@@ -8,60 +8,44 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp.comm.broadcast import BufferSync, broadcast_tensors, buffer_collector
+from ddp.comm.broadcast import BufferSync, broadcast_tensors
+from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
 from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
-    check_initialized,
-    check_plain,
+    check_torchs_arguments,
+    checked_device,
     checked_device_ids,
-    control_group,
-    member_group,
-    single_device_type,
-    warn_of_deprecated,
-    warn_of_meaningless,
+    checked_group,
 )
-from ddp.data_parallel.buckets.bucket_schedule import Channel
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.forward_policy import ForwardPolicy
-from ddp.data_parallel.join import JoinedRankHook, share_iteration
+from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
-from ddp.data_parallel.optimizer_in_backward import OptimizersInBackward
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
+from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
-from ddp.monitoring.stall_report import StallReport
-from ddp.torch_internals import (
-    compiled_module,
-    ignored_names,
-    is_in_join,
-    not_traced,
-    swap_active_ddp_module,
-    tree_map_only,
-)
+from ddp.torch_internals import ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
 from ddp.world import before_leaving
 
-__all__ = ["DistributedDataParallel", "unwrapped"]
-
+__all__ = ["DistributedDataParallel"]
 
 _made: Counter[str] = Counter()  # wrappers, by the name of their group
 
 
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(TorchSurface):
     """Wrap `module` so that its gradients are the averages over the ranks of the group.
 
     Every rank of the group must construct it, with a module of the same layout; construction blocks until
@@ -112,6 +96,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     Training", VLDB 13(12).
     """
 
+    _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
+    _end: weakref.finalize[Any, Any] | None = None
+    _buffer_hook: BufferHook | None = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -141,12 +129,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)  # torch's own constructor is for its reducer
         Joinable.__init__(self)
-        if mixed_precision is not None:
-            raise UnsupportedError(
-                "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
-                'compression="bf16" to send less'
-            )
-        warn_of_meaningless(
+        check_torchs_arguments(
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            mixed_precision=mixed_precision,
             dim=dim,
             check_reduction=check_reduction,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
@@ -154,16 +140,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             batched_grad_copy=batched_grad_copy,
         )
-        warn_of_deprecated(broadcast_buffers, forward_sync_buffers)
-        self.process_group = member_group(process_group, device_mesh)
+        self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original
         _made[self.process_group.group_name] += 1
         self.module = module
         self.parameters_to_ignore = ignored_names(module)
         parameters = self._named_parameters()
-        check_plain(parameters)
-        self.device = single_device_type(parameters)
-        check_initialized(parameters)
+        self.device = checked_device(parameters)
         self.device_type = self.device.type
         self.device_ids = checked_device_ids(device_ids, output_device, self.device)
         self.output_device = self.device_ids[0] if self.device_ids else None
@@ -179,10 +162,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.mixed_precision = None
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.logger = None
         self.compression: Compressor | None = None
         self._weight_checksum = weight_checksum
         self._stall_timeout_s = stall_timeout_s
@@ -190,31 +169,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             bucket_cap_mb, bucket_cap_mb_list, self.device, is_compressed=compression is not None
         )
         self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
-        self._hook_name = ""
-        # For scripts that read torch's.
-        self.broadcast_bucket_size = 250 << 20
         self.bucket_bytes_cap = self._limits.cap_bytes
         self.bucket_bytes_cap_list = list(self._limits.first_caps_bytes) if bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self._weight = 0.0  # of a world of one, since its gradients were averaged
         self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
-        self._buffer_hook: BufferHook | None = None
-        self._detach()
         if self.process_group.size() > 1:
+            channel = self._new_channel()
             if init_sync:
-                self._compare(parameters, compression)
-                self._equalise(0, with_buffers=with_buffers)
-            self._attach()
+                self._compare(channel, compression)
+                self._equalise(channel, 0, with_buffers=with_buffers)
+            self._attach(channel)
         if compression is not None:
             self._use_compression(compression)
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-
-    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
-
-    def _compare(self, parameters: Sequence[tuple[str, nn.Parameter]], compression: object) -> None:
+    def _compare(self, channel: Channel, compression: object) -> None:
         """Raise LayoutMismatchError on every rank if the ranks wrap different modules, or wrap them differently."""
         settings = {
             "bucket sizes": dataclasses.astuple(self._limits),
@@ -223,51 +192,50 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "compression": compression,
             "weight_checksum": self._weight_checksum,
         }
-        check_same_layout(self.process_group, describe(settings, parameters, self._named_buffers()), self.device)
+        with channel.report.waiting("comparison of the modules"):
+            entries = describe(settings, self._named_parameters(), self._named_buffers())
+            check_same_layout(channel.control, entries)
 
-    def _equalise(self, root: int, *, with_buffers: bool) -> None:
+    def _equalise(self, channel: Channel, root: int, *, with_buffers: bool) -> None:
         """Make this rank's values those of rank `root` of the group."""
         named = [*self._named_parameters(), *(self._named_buffers() if with_buffers else ())]
-        broadcast_tensors(self.process_group, [tensor for _, tensor in named], root)
+        with channel.report.waiting(f"broadcast of rank {root}'s parameters"):
+            broadcast_tensors(channel.group, [tensor for _, tensor in named], root)
 
-    def _detach(self) -> None:
-        """Be a plain wrapper: nothing communicates."""
-        self._reducer: Reducer | None = None
-        self._policy: ForwardPolicy | None = None
-        self._buffer_sync: BufferSync | None = None
-        self._report: StallReport | None = None
-        self._buffers_are_of = -1  # how many reductions there had been when they were made equal
-        self._optimizers: OptimizersInBackward | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
+    def _new_channel(self) -> Channel:
+        return Channel.open(self.process_group, self.device, self._number, stall_timeout_s=self._stall_timeout_s)
 
-    def _attach(self) -> None:
+    def _attach(self, channel: Channel) -> None:
         """Register hooks on the parameters and get ready to communicate."""
-        group = self.process_group
-        self._report = StallReport(group, timeout_s=self._stall_timeout_s, device=self.device)
         named = self._named_parameters()
-        self._reducer = Reducer(
-            Channel(group, control_group(group, self.device), self._report, self._number),
+        reducer = Reducer(
+            channel,
             named,
             ModuleWatch(self.module, self.parameters_to_ignore),
             self._limits,
             sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
         )
-        self._policy = ForwardPolicy(self._reducer, WeightChecksum(named) if self._weight_checksum else None)
-        if self.forward_sync_buffers:
-            collect = buffer_collector(self.module, frozenset(self.parameters_to_ignore))
-            self._buffer_sync = BufferSync(group, collect, self._report.wait)
+        self._policy = ForwardPolicy(
+            reducer,
+            checksum=WeightChecksum(named) if self._weight_checksum else None,
+            buffer_sync=BufferSync(channel.group, self.module, self.parameters_to_ignore, channel.report.wait)
+            if self.forward_sync_buffers
+            else None,
+            buffer_hook=self._buffer_hook,
+        )
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
-        self._end = weakref.finalize(self, self._reducer.close)
+        self._end = weakref.finalize(self, reducer.close)
         self._end.atexit = False
         before_leaving(self, DistributedDataParallel._let_go)
 
     def _release(self) -> None:
+        """Be a plain wrapper: nothing communicates."""
         if self._end is not None:
             self._end()
         if self.compression is not None:
             self.compression.close()
-        self._detach()
+        self._policy = self._end = None
 
     def _let_go(self) -> None:
         """Drop the process group and everything that communicates; the module itself stays usable."""
@@ -277,71 +245,49 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     # Forward
 
-    @not_traced  # see ddp.data_parallel.tracing
+    @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
         if self.device_ids:
-            inputs, kwargs = _moved((inputs, kwargs), torch.device(self.device.type, self.device_ids[0]))
-        reducer, policy = self._reducer, self._policy
-        if reducer is None or policy is None:
+            device = torch.device(self.device.type, self.device_ids[0])
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs))
+        policy = self._policy
+        if policy is None:
             Join.notify_join_context(self)
             output = self.module(*inputs, **kwargs)
             self._has_synced_forward = self.require_backward_grad_sync
             if self._has_synced_forward:
-                count_step_after(_tensors_in(output))
+                count_step_after(tensors_in(output))
             return output
-        if reducer.is_inside_backward():
+        if policy.reducer.is_inside_backward():
             return self.module(*inputs, **kwargs)  # activation checkpointing
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
         try:
-            syncs_buffers = self._before_forward(policy, is_syncing=is_syncing)
+            policy.enter_forward(self.module)
+            root = 0
+            if is_in_join(self):
+                _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
+            syncs_buffers = self._sync_buffers_of(root)
             output = self.module(*inputs, **kwargs)
         except BaseException as error:
             if is_syncing:
-                reducer.fail(describe_failure("its forward pass", error))
+                policy.reducer.fail(describe_failure("its forward pass", error))
             raise
         finally:
             swap_active_ddp_module(active)
-        if syncs_buffers and self._buffer_hook is not None:
-            self._buffer_hook.run_after(self._named_buffers)
+        if syncs_buffers and self._buffer_hook is not None and not self._buffer_hook.is_before:
+            self._buffer_hook.run(self._named_buffers())
         if torch.is_grad_enabled():
-            policy.prepare(_tensors_in(output), is_syncing=is_syncing, is_training=self.training)
+            policy.prepare(output, is_syncing=is_syncing, is_training=self.training)
         return output
 
-    def _before_forward(self, policy: ForwardPolicy, *, is_syncing: bool) -> bool:
-        """Settle what the last pass left, and give every rank the same buffers; return whether that was due."""
-        policy.enter_forward(self.module)
-        if self._optimizers is None:
-            self._optimizers = OptimizersInBackward.of(self._named_parameters())
-            policy.optimizers = self._optimizers
-        root = 0
-        if is_in_join(self):
-            _, root = share_iteration(
-                self.process_group, self.device, syncs=is_syncing, candidate=self.process_group.rank()
-            )
-        return self._sync_buffers_of(root)
-
-    def _syncs_buffers(self) -> bool:
-        if self._buffer_sync is None or self._report is None or not self.require_forward_param_sync:
-            return False
-        return self._report.step != self._buffers_are_of
-
     def _sync_buffers_of(self, root: int) -> bool:
-        """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due.
-
-        Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
-        """
-        if not self._syncs_buffers():
+        """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due."""
+        if self._policy is None or not self._syncs_buffers():
             return False
-        assert self._report is not None
-        assert self._buffer_sync is not None
-        self._buffers_are_of = self._report.step
-        if self._buffer_hook is not None:
-            self._buffer_hook.run_before(self._named_buffers)
-        else:
-            self._buffer_sync.run(root)
+        self._policy.sync_buffers(root, self._named_buffers)
         return True
 
     # Backward
@@ -377,18 +323,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
             )
         amount = float(weight)
-        reducer, policy = self._reducer, self._policy
+        policy = self._policy
         if not 0 <= amount < float("inf"):
-            if reducer is not None and policy is not None and policy.is_announced:
-                reducer.fail(f"its weight is {amount}")
+            if policy is not None and policy.is_announced:
+                policy.reducer.fail(f"its weight is {amount}")
             raise ArgumentError(f"weight is {amount}; it must be a number of at least 0")
-        if reducer is not None:
-            reducer.add_weight(amount)
+        if policy is not None:
+            policy.reducer.add_weight(amount)
         if amount:
             loss.backward(gradient=torch.full_like(loss, amount), **kwargs)  # type: ignore[no-untyped-call]
         elif policy is not None:
             policy.reduce_alone()
-        if reducer is None:
+        if policy is None:
             self._weigh_alone(amount)
 
     def _weigh_alone(self, amount: float) -> None:
@@ -422,33 +368,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> JoinedRankHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
-        reducer, policy = self._reducer, self._policy
-        if policy is not None:
-            policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-
-        def equalise(root: int, is_last: bool) -> None:
-            self._authoritative_rank = root
-            if reducer is not None and policy is not None:
-                policy.divides_by_active = False
-                self._equalise(root, with_buffers=self.forward_sync_buffers)
-                if not is_last:
-                    reducer.drop_gradients()  # of passes in which this rank only took part
-
-        return JoinedRankHook(self.process_group, self.device, self._reduce_as_joined, self._sync_buffers_of, equalise)
-
-    def _reduce_as_joined(self) -> None:
-        if self._policy is not None:
-            self._policy.reduce_as_joined()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device(self.device)
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
+        policy = self._policy
+        if policy is None:
+            return JoinHook()
+        policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
+        return JoinedRankHook(policy, self._sync_buffers_of, equalise)
 
     # Communication hooks
 
@@ -465,10 +392,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _use_hook(self, hook: CommHook) -> None:
         self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
-        if self._reducer is None:  # a world of one: the hook may still change gradients
-            self._attach()
-        assert self._reducer is not None
-        self._reducer.use_hook(hook)
+        if self._policy is None:  # a world of one: the hook may still change gradients
+            self._attach(self._new_channel())
+        assert self._policy is not None
+        self._policy.reducer.use_hook(hook)
 
     def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
         compressor, hook = make_compression(compression, self.process_group)
@@ -481,9 +408,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
         """
-        if self.compression is None or self._reducer is None:
+        if self.compression is None or self._policy is None:
             return None
-        return {"plan": self._reducer.plan_state(), "compression": self.compression.state_dict()}
+        return {"plan": self._policy.reducer.plan_state(), "compression": self.compression.state_dict()}
 
     def load_reduction_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
@@ -491,13 +418,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         Raises CheckpointError if it does not fit the module or its buckets. Without compression, nothing happens but
         a warning that what was owed is lost.
         """
-        if self.compression is None or self._reducer is None:
+        if self.compression is None or self._policy is None:
             warnings.warn(
                 "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
                 stacklevel=2,
             )
             return
-        self._reducer.load_plan_state(state["plan"])
+        self._policy.reducer.load_plan_state(state["plan"])
         self.compression.load_state_dict(state["compression"])
 
     def _register_buffer_comm_hook(
@@ -517,138 +444,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
                 "save its .module, and wrap that again"
             )
-        if self._reducer is not None and self._reducer.has_hook:
+        if self._policy is not None and self._policy.reducer.has_hook:
             warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
-        left_out = (
-            "process_group",
-            "_reducer",
-            "_policy",
-            "_buffer_sync",
-            "_report",
-            "_optimizers",
-            "_end",
-            "_buffer_hook",
-        )
+        left_out = ("process_group", "_policy", "_end", "_buffer_hook")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "compression": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the default group, without communication; alone where there is none."""
-        self._buffer_hook = None
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
-        self._detach()
         if dist.is_initialized():
-            self.process_group = member_group(None, None)
-            if self.process_group.size() > 1:
-                self._attach()
-
-    # What else torch's class has
-
-    @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
-    def broadcast_buffers(self) -> bool:
-        """Whether forward passes begin with rank 0's buffers."""
-        return self.forward_sync_buffers
-
-    @property
-    def reducer(self) -> ForwardPolicy | None:  # type: ignore[override]  # ours
-        """What libraries reach for that drive torch's reducer; None in a world of one."""
-        return self._policy
-
-    @property
-    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
-        return dict(self._named_buffers())
-
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]  # as above
-        return list(self.named_module_buffers.values())
-
-    def _assign_modules_buffers(self) -> None:
-        """They are looked up whenever they are needed."""
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward pass would begin with rank 0's buffers."""
-        return self._syncs_buffers() and bool(self.named_module_buffers)
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Outputs are returned as they are."""
-
-    def _set_static_graph(self) -> None:
-        self.static_graph = True
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """The facts that torch's class logs, as far as there are such here."""
-        return {
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "module_name": type(self.module).__name__,
-            "forward_sync_buffers": self.forward_sync_buffers,
-            "bucket_cap_bytes": self._limits.cap_bytes,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "comm_hook": self._hook_name or None,
-            "join_uneven_inputs": is_in_join(self),
-            "has_rebuilt_buckets": int(self._report is not None and self._report.step > 0),
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
-            "num_parameter_tensors": len(self._named_parameters()),
-            "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
-            "iteration": 0 if self._report is None else self._report.step,
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing is sampled."""
+            self._join_group(None)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over another group from now on. Every rank of it must call it; nothing is compared."""
         self._release()
-        self.process_group = member_group(new_process_group, None)
+        self._join_group(new_process_group)
+
+    def _join_group(self, group: dist.ProcessGroup | None) -> None:
+        self.process_group = checked_group(group, None)
         if self.process_group.size() > 1:
-            self._attach()
-
-    def _remove_autograd_hooks(self) -> None:
-        if self._reducer is not None:
-            _remove(self._reducer.handles)
-
-    def _check_reducer_finalized(self) -> None:
-        """Backward returns when everything is reduced, so there is nothing to check."""
-
-    def _register_fused_optim(self, *_: object, **__: object) -> None:
-        raise UnsupportedError(
-            "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
-        )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that put a prefix before its keys: this one, torch's, torch.compile's."""
-    while True:
-        if isinstance(model, TorchDistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif (inner := compiled_module(model)) is not None:
-            model = inner
-        else:
-            return model
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+            self._attach(self._new_channel())

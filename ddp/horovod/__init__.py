@@ -22,14 +22,9 @@ from ddp.horovod.broadcast_state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ddp.horovod.calls import Average, Handle, Max, Min, Product, Sum, is_initialized
 from ddp.horovod.collectives import (
-    Average,
     Compression,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -46,7 +41,6 @@ from ddp.horovod.collectives import (
     cross_size,
     grouped_allreduce,
     grouped_allreduce_,
-    is_initialized,
     local_rank,
     local_size,
     poll,

@@ -18,7 +18,8 @@ from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError
-from ddp.horovod.call_check import Call, check_same_call, own_group
+from ddp.horovod.calls import Call, check_same_call, no_rank, own_group
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -44,9 +45,9 @@ def broadcast_parameters(
     except ArgumentError as error:
         problem = str(error)
     check_same_call(
-        Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or _no_rank(root_rank, link)), link
+        Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or no_rank(root_rank, link)), link
     )
-    check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named], device_of(link))
+    check_same_layout(link, [Entry("tensor", name, _facts(tensor)) for name, tensor in named])
     _broadcast_all([tensor for _, tensor in named], root_rank, link)
 
 
@@ -62,7 +63,7 @@ def broadcast_optimizer_state(
     link = own_group(group, "broadcast_optimizer_state")
     counts = [len(param_group["params"]) for param_group in optimizer.param_groups]
     facts = f"from rank {root_rank}, {type(optimizer).__name__} with {counts} parameters in its groups"
-    check_same_call(Call("broadcast_optimizer_state", None, facts, problem=_no_rank(root_rank, link)), link)
+    check_same_call(Call("broadcast_optimizer_state", None, facts, problem=no_rank(root_rank, link)), link)
     is_root = link.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict() if is_root else {}
@@ -93,7 +94,7 @@ def broadcast_object(
         name,
         f"from rank {root_rank}",
         number=-len(data) if problem else len(data),
-        problem=_no_rank(root_rank, link),
+        problem=no_rank(root_rank, link),
     )
     length = check_same_call(call, link)[root_rank]
     received = _broadcast_bytes(data, abs(length), root_rank, link)
@@ -115,11 +116,8 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
         told = gather_values(problem, group=link)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         raise ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
-    return gather_values(obj, group=link)
-
-
-def _no_rank(root: int, link: dist.ProcessGroup) -> str:
-    return "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
+    with waiting_for_peers("allgather_object", link):
+        return gather_values(obj, group=link)
 
 
 def _named_tensors(params: Any) -> list[tuple[str, Tensor]]:
@@ -145,7 +143,8 @@ def _facts(tensor: Tensor) -> str:
 
 def _broadcast_all(tensors: list[Tensor], root: int, link: dist.ProcessGroup) -> None:
     if link.size() > 1:
-        broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
+        with waiting_for_peers(f"broadcast from rank {root}", link):
+            broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
 
 
 # Objects as bytes
@@ -173,23 +172,20 @@ def _broadcast_bytes(data: bytes, length: int, root: int, link: dist.ProcessGrou
 # A state without its tensors
 
 
-class _Frame:
-    """Marks, in a state that travels, the places of tensors: (mark, dtype, shape, type of device)."""
-
-    mark = "\0tensor"
+_TENSOR = "\0tensor"  # a tensor's place in a state that travels: (_TENSOR, dtype, shape, type of device)
 
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with marks in the place of its tensors, which are added to `tensors` in order."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors.append(value)
-        return (_Frame.mark, value.dtype, tuple(value.shape), value.device.type)
+        return (_TENSOR, value.dtype, tuple(value.shape), value.device.type)
     return _mapped(value, lambda part: _taken_apart(part, tensors))
 
 
 def _put_together(value: Any, tensors: list[Tensor], devices: Mapping[str, torch.device]) -> Any:
     """The other way, with empty tensors on `devices`, by type."""
-    if isinstance(value, tuple) and value and value[0] == _Frame.mark:
+    if isinstance(value, tuple) and value and value[0] == _TENSOR:
         _, dtype, shape, device = value
         tensors.append(torch.empty(shape, dtype=dtype, device=devices.get(device, torch.device("cpu"))))
         return tensors[-1]

@@ -22,56 +22,25 @@ from torch import Tensor
 
 from ddp import world
 from ddp.compression.compressors import Half
-from ddp.errors import NotInitializedError, UnsupportedError
-from ddp.horovod.call_check import Call, check_same_call, form_of, is_initialized, own_group, title
-from ddp.horovod.started_call import (
+from ddp.errors import UnsupportedError
+from ddp.horovod.calls import (
     Average,
+    Call,
     Handle,
-    Max,
     Min,
     Product,
     Sum,
+    check_same_call,
     exchange_rows,
+    form_of,
+    is_initialized,
+    own_group,
     reduction_problem,
     start_allgather,
     start_allreduce,
     start_broadcast,
+    title,
 )
-
-__all__ = [
-    "Average",
-    "Compression",
-    "Handle",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "cross_rank",
-    "cross_size",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "reducescatter",
-    "shutdown",
-    "size",
-    "synchronize",
-]
 
 
 class Compression:
@@ -129,8 +98,7 @@ def shutdown() -> None:
 
 
 def _here(what: str) -> world.World:
-    if not is_initialized():
-        raise NotInitializedError(f"there is no process group yet: call ddp.init() before ddp.horovod.{what}()")
+    own_group(None, what)
     return world.init()
 
 
@@ -173,9 +141,7 @@ def grouped_allreduce(
             raise UnsupportedError(f"{title('allreduce', name)} with op={op!r} has no gradient: detach its argument")
         return grouped_allreduce(grads, _gradient_of(name), op=op, compression=compression, group=group)
 
-    if not any(map(_needs_gradient, tensors)):
-        return run(*tensors)
-    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]  # torch has no types here
+    return list(_differentiable(run, back, *tensors))
 
 
 def allreduce_(
@@ -232,7 +198,8 @@ def reducescatter(
         whole = allgather(grad, _gradient_of(name), group=group)
         return whole / count if op == Average else whole
 
-    return _differentiable(tensor, run, back)
+    result: Tensor = _differentiable(run, back, tensor)
+    return result
 
 
 def _reduced_here(shares: Tensor, op: str) -> Tensor:
@@ -259,7 +226,8 @@ def broadcast(
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
         return total if own_group(group, "broadcast").rank() == root_rank else torch.zeros_like(total)
 
-    return _differentiable(tensor, lambda given: start_broadcast(given, root_rank, name, group).wait(), back)
+    result: Tensor = _differentiable(lambda given: start_broadcast(given, root_rank, name, group).wait(), back, tensor)
+    return result
 
 
 def broadcast_(
@@ -303,7 +271,8 @@ def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGro
         total = allreduce(grad, _gradient_of(name), op=Sum, group=group)
         return total.narrow(0, sum(counts[:at]), counts[at])
 
-    return _differentiable(mine, run, back)
+    result: Tensor = _differentiable(run, back, mine)
+    return result
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> Handle:
@@ -341,7 +310,7 @@ def alltoall(
         result: Tensor = alltoall(grad, received, _gradient_of(name), group=group)[0]
         return result
 
-    result = _differentiable(tensor, run, back)
+    result = _differentiable(run, back, tensor)
     return result if splits is None else (result, torch.tensor(received))
 
 
@@ -385,15 +354,11 @@ class _Differentiable(torch.autograd.Function):
         return (None, None, *(result if isinstance(result, list) else [result]))
 
 
-def _needs_gradient(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _differentiable(tensor: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    if not _needs_gradient(tensor):
-        return run(tensor.detach())
-    result: Tensor = _Differentiable.apply(run, back, tensor)  # type: ignore[no-untyped-call]  # torch has no types here
-    return result
+def _differentiable(run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+    """What `run(*tensors)` returns, with `back(*gradients)` as its derivative if a tensor needs one."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Differentiable.apply(run, back, *tensors)  # type: ignore[no-untyped-call]  # torch has no types here
+    return run(*(tensor.detach() for tensor in tensors))
 
 
 @torch.no_grad()

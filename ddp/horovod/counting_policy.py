@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ddp.comm.fingerprint import fingerprints
-from ddp.comm.objects import device_of, gather_values
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass
 from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.reducer import EndOfBackward, Pass, Reducer
+from ddp.data_parallel.reducer import Reducer
 from ddp.errors import BackwardError, DdpError, DriftError
 from ddp.torch_internals import call_after_backward, current_backward
 
@@ -214,28 +214,26 @@ class CountingPolicy:
 
         Nobody knows a sparse gradient before it is there, and this one has travelled as a dense one.
         """
-        group, members = self._reducer.channel.group, self._reducer.members
-        device = device_of(group)
-        told = gather_values([members[index].name for index in self._rows], device=device, group=group)
+        channel, members = self._reducer.channel, self._reducer.members
+        what = "exchange of the names of sparse gradients"
+        told = channel.gather([members[index].name for index in self._rows], what)
         found = frozenset(name for names in told for name in names)
         if not found:
             return found
-        told = gather_values(sorted(found & self._dense), device=device, group=group)
+        told = channel.gather(sorted(found & self._dense), what)
         found -= {name for names in told for name in names}
         for member in members:
             if member.name in found:
                 member.parameter.grad = self._rows.get(member.index)
-                factor = float(group.size()) if self._is_sum else 1.0
-                average_sparse(group, member, is_used=True, factor=factor)
+                average_sparse(channel, member, float(channel.group.size()) if self._is_sum else 1.0)
         return found
 
     def disagreement(self, statuses: StatusSum) -> DdpError | None:
         """Who has made other steps or backward passes than the others, or starts from other values. Collective."""
         if statuses.same_digest:
             return None
-        group = self._reducer.channel.group
         mine = (self._counts.steps, self._counts.waiting, {} if self._is_compared else self._samples())
-        every = gather_values(mine, group=group)
+        every = self._reducer.channel.gather(mine, "exchange of how the ranks differ")
         end = "The gradients of this step are dropped (None) on every rank"
         for at, what in enumerate(("optimizer steps so far", "backward passes since the last reduction")):
             if odd := _odd_ones([told[at] for told in every]):

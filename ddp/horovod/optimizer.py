@@ -22,20 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import device_of
 from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
-from ddp.data_parallel.arguments import bucket_limits, check_initialized, check_plain, control_group, single_device_type
-from ddp.data_parallel.buckets.bucket_schedule import Channel
+from ddp.data_parallel.arguments import bucket_limits, checked_device
 from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.call_check import Call, check_same_call, own_group
-from ddp.horovod.collectives import Average, Sum
+from ddp.horovod.calls import Average, Call, Sum, check_same_call, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
-from ddp.monitoring.stall_report import StallReport, waiting_for_peers
+from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import gradient_hooks, parameters_of, timeout_of
 from ddp.world import before_leaving
 
@@ -179,10 +178,7 @@ class _Engine:
         self._reducer: Reducer | None = None
         self._policy: CountingPolicy | None = None
         self._compressor: Compressor | None = None
-        named = self._named()
-        check_plain(named)
-        self._device = single_device_type(named)
-        check_initialized(named)
+        self._device = checked_device(self._named())
         self._link: dist.ProcessGroup | None = link
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
@@ -221,13 +217,14 @@ class _Engine:
                     "DistributedOptimizer: use one of them for each parameter"
                 )
         settings = self._settings
-        check_same_layout(link, describe(dataclasses.asdict(settings), named, ()), device_of(link))
-        report = StallReport(link, timeout_s=settings.stall_timeout_s, device=self._device)
+        channel = Channel.open(link, self._device, self._number, stall_timeout_s=settings.stall_timeout_s)
+        with channel.report.waiting("comparison of the optimizers"):
+            check_same_layout(channel.control, describe(dataclasses.asdict(settings), named, ()))
         holder = nn.Module()
         parameters_of(holder).update(named)
         is_compressed = settings.compression is not None
         reducer = Reducer(
-            Channel(link, control_group(link, self._device), report, self._number),
+            channel,
             named,
             ModuleWatch(holder, ()),
             bucket_limits(settings.bucket_cap_mb, None, self._device, is_compressed=is_compressed),

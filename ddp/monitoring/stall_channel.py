@@ -6,118 +6,37 @@ one key about once a second and writes nothing. A question is a counter that goe
 overwrites its one answer, so that any number of questions at once cost one answer. Before the interpreter ends,
 the answer becomes this process's last words.
 
-What crosses the store is JSON of bounded length, and what is read from it is checked and made printable.
+What crosses the store is JSON of bounded length (`stall_text.Answer`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
 
-__all__ = ["Answer", "Heard", "Position", "Reporter", "StoreThread", "printable", "store_thread_of_world"]
+__all__ = ["Reporter", "StoreThread", "store_thread_of_world"]
 
 _ASKED = "asked"  # how many questions there were
 _LAST_WORDS = 2**53  # answers every question that will come
 _TICK_S = 0.05  # between two looks at the answers, while somebody here waits for them
 _STORE_TIMEOUT_S = 2.0
 _SLACK_S = 1.0  # for the thread to notice a question of its own process
-_TEXT_LENGTH = 400
-_MOST_POSITIONS = 32
-
-
-def printable(text: str, most: int = _TEXT_LENGTH) -> str:
-    """Return `text` on one line, without control characters, cut after `most` characters."""
-    line = "".join(char if char.isprintable() else " " for char in text)
-    return line if len(line) <= most else line[: most - 3] + "..."
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`."""
-
-    step: int
-    phase: str
-    is_waiting: bool
-    for_s: float
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one process says of itself; `question` is the newest that it answers.
-
-    `line` is the user's code that its thread runs. `positions` are those of the models that live there, and `finished`
-    has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
-    `is_victim`: it left because another rank did.
-    """
-
-    question: int
-    line: str = ""
-    positions: Mapping[str, Position] = field(default_factory=dict)
-    finished: Mapping[str, int] = field(default_factory=dict)
-    ended: str = ""
-    is_victim: bool = False
-    has_group: bool = True
-
-    def to_json(self) -> str:
-        """Write it as one line."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: bytes) -> Answer | None:
-        """Read what another rank wrote; None if that is not an answer."""
-        try:
-            read = json.loads(text)
-            positions = {
-                str(key): Position(
-                    step=int(position["step"]),
-                    phase=printable(str(position["phase"])),
-                    is_waiting=bool(position["is_waiting"]),
-                    for_s=float(position["for_s"]),
-                    detail=printable(str(position["detail"])),
-                )
-                for key, position in list(read["positions"].items())[:_MOST_POSITIONS]
-            }
-            return Answer(
-                question=int(read["question"]),
-                line=printable(str(read["line"])),
-                positions=positions,
-                finished={str(key): int(step) for key, step in read["finished"].items()},
-                ended=printable(str(read["ended"])),
-                is_victim=bool(read["is_victim"]),
-                has_group=bool(read["has_group"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # JSONDecodeError is a ValueError
-            return None
-
-    def settles(self, question: int) -> bool:
-        """Whether nothing better will come; of a process that has closed its group, last words may."""
-        return bool(self.ended) or (self.question >= question and self.has_group)
-
-
-@dataclass(frozen=True)
-class Heard:
-    """The answers by global rank. `trouble` says why there are none, where the store itself is at fault."""
-
-    answers: Mapping[int, Answer]
-    trouble: str = ""
 
 
 class Reporter(Protocol):
@@ -130,6 +49,7 @@ class Reporter(Protocol):
     def look(self) -> None: ...
 
 
+T = TypeVar("T")
 Job = Callable[[Store], None]
 
 
@@ -203,7 +123,7 @@ class StoreThread:
         """Tell no more of it. Takes no lock: this may run in a destructor, in any thread."""
         if self._pid == os.getpid() and self._reporters.pop(key, None) is not None:
             self._finished[key] = step
-            for old in list(self._finished)[:-_MOST_POSITIONS]:
+            for old in list(self._finished)[:-MOST_POSITIONS]:
                 self._finished.pop(old, None)
 
     def ask(self, ranks: Sequence[int], patience_s: float) -> Heard:
@@ -223,25 +143,20 @@ class StoreThread:
 
     def append(self, key: str, text: str) -> None:
         """Add `text` to the value of `key`; wait for that at most a second. Never raises."""
-        done: SimpleQueue[None] = SimpleQueue()
-
-        def job(store: Store) -> None:
-            store.append(key, text)  # type: ignore[attr-defined]  # not in torch's stubs
-            done.put(None)
-
-        if self._is_usable():
-            self._jobs.put(job)
-            with contextlib.suppress(Empty):  # then it is told later or not at all, and the others know less
-                done.get(timeout=_SLACK_S)
+        self._do(lambda store: store.append(key, text), _SLACK_S)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def read(self, key: str, patience_s: float) -> bytes:
         """Return the value of `key`, or nothing if it has none or the store does not answer."""
-        done: SimpleQueue[bytes] = SimpleQueue()
+        return self._do(lambda store: store.get(key) if store.check([key]) else b"", patience_s) or b""
+
+    def _do(self, job: Callable[[Store], T], patience_s: float) -> T | None:
+        """What `job` returns in the thread, or None: then it is done later or not at all, and somebody knows less."""
+        done: SimpleQueue[T] = SimpleQueue()
         if self._is_usable():
-            self._jobs.put(lambda store: done.put(store.get(key) if store.check([key]) else b""))
-            with contextlib.suppress(Empty):  # as good as no value
+            self._jobs.put(lambda store: done.put(job(store)))
+            with contextlib.suppress(Empty):
                 return done.get(timeout=patience_s)
-        return b""
+        return None
 
     def _is_usable(self) -> bool:
         # The thread itself gets here if the garbage collector runs in it, and must not wait for itself.
@@ -338,13 +253,13 @@ class StoreThread:
 
     def _answer(self, question: int) -> Answer:
         positions, line = {}, ""
-        for key, reporter in self._living()[:_MOST_POSITIONS]:
+        for key, reporter in self._living()[:MOST_POSITIONS]:
             positions[key], line = reporter.position(), reporter.line()
         return Answer(question, line, positions, dict(self._finished), has_group=dist.is_initialized())
 
     def _last_words(self) -> Answer:
         ended, is_victim = self._how_it_ends()
-        steps = {key: reporter.position().step for key, reporter in self._living()[:_MOST_POSITIONS]}
+        steps = {key: reporter.position().step for key, reporter in self._living()[:MOST_POSITIONS]}
         steps.update(self._finished)
         return Answer(_LAST_WORDS, finished=steps, ended=ended, is_victim=is_victim)
 

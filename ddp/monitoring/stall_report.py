@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import ArgumentError, CollectiveError, DdpError
-from ddp.monitoring.stall_channel import Heard, Position, StoreThread, printable, store_thread_of_world
-from ddp.monitoring.stall_text import Scene, describe_stall
+from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
+from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, timeout_of
 

@@ -1,20 +1,99 @@
-"""Says in at most one screen who is missing and where every rank is: pure functions of what the ranks told.
+"""What the ranks tell each other of where they are, and the report that is made of it: pure, without a store.
 
-Called by `stall_report`.
+What is read of other ranks is checked and made printable; a report says in at most one screen who is missing and where
+every rank is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
-from ddp.monitoring.stall_channel import Answer, Heard
+__all__ = ["MOST_POSITIONS", "Answer", "Heard", "Position", "Scene", "describe_stall", "printable"]
 
-__all__ = ["Scene", "describe_stall"]
-
+MOST_POSITIONS = 32  # of models, in one answer
+_TEXT_LENGTH = 400
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
 _VICTIM = 5  # sorts after every other place
+
+
+def printable(text: str, most: int = _TEXT_LENGTH) -> str:
+    """Return `text` on one line, without control characters, cut after `most` characters."""
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`."""
+
+    step: int
+    phase: str
+    is_waiting: bool
+    for_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one process says of itself; `question` is the newest that it answers.
+
+    `line` is the user's code that its thread runs. `positions` are those of the models that live there, and `finished`
+    has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
+    `is_victim`: it left because another rank did.
+    """
+
+    question: int
+    line: str = ""
+    positions: Mapping[str, Position] = field(default_factory=dict)
+    finished: Mapping[str, int] = field(default_factory=dict)
+    ended: str = ""
+    is_victim: bool = False
+    has_group: bool = True
+
+    def to_json(self) -> str:
+        """Write it as one line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: bytes) -> Answer | None:
+        """Read what another rank wrote; None if that is not an answer."""
+        try:
+            read = json.loads(text)
+            positions = {
+                str(key): Position(
+                    step=int(position["step"]),
+                    phase=printable(str(position["phase"])),
+                    is_waiting=bool(position["is_waiting"]),
+                    for_s=float(position["for_s"]),
+                    detail=printable(str(position["detail"])),
+                )
+                for key, position in list(read["positions"].items())[:MOST_POSITIONS]
+            }
+            return Answer(
+                question=int(read["question"]),
+                line=printable(str(read["line"])),
+                positions=positions,
+                finished={str(key): int(step) for key, step in read["finished"].items()},
+                ended=printable(str(read["ended"])),
+                is_victim=bool(read["is_victim"]),
+                has_group=bool(read["has_group"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # JSONDecodeError is a ValueError
+            return None
+
+    def settles(self, question: int) -> bool:
+        """Whether nothing better will come; of a process that has closed its group, last words may."""
+        return bool(self.ended) or (self.question >= question and self.has_group)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The answers by global rank. `trouble` says why there are none, where the store itself is at fault."""
+
+    answers: Mapping[int, Answer]
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +163,7 @@ def _headline(scene: Scene, gone: Sequence[int], trouble: str) -> str:
 def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
     """Describe one other rank, and for how long that has been so."""
     if answer is None:
-        reason = "its process is gone, stopped or cut off, or native code in it holds Python's lock"
+        reason = "its process is gone, stopped or cut off, made no model yet, or native code in it holds Python's lock"
         return _Finding(1, f"does not answer: {reason}"), 0.0
     position = answer.positions.get(scene.key)
     if answer.ended or scene.key in answer.finished:
@@ -124,7 +203,7 @@ def _durations(ranks: Sequence[tuple[int, float]]) -> str:
     return f" for {last} s" if first == last else f" for {first} to {last} s"
 
 
-def _names(ranks: Any) -> str:
+def _names(ranks: Iterable[int]) -> str:
     """`rank 3` or `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []

@@ -36,9 +36,10 @@ from torch.utils.data import Dataset
 from ddp.comm.objects import gather_bytes
 from ddp.comm.reduction import combine, payload_of
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
+from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.environment import roles_of
 from ddp.errors import ArgumentError, LaunchEnvironmentError
+from ddp.torch_internals import unwrapped
 from ddp.world import World, init
 
 __all__ = ["Strategy", "strategy"]

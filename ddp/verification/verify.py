@@ -2,8 +2,7 @@
 
     print(ddp.verify(model, lambda model, batch: criterion(model(batch["x"]), batch["y"]), batch))
 
-`verify` checks its arguments, makes the ranks agree and writes the report; the runs and the reasons are in
-`ddp.verification.reasons`.
+`verify` checks its arguments, makes the ranks agree and writes the report.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ import copy
 import hashlib
 import textwrap
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.comm.objects import gather_values
-from ddp.data_parallel.wrapper import DistributedDataParallel, unwrapped
+from ddp.comm.objects import member_group
+from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
-from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only
-from ddp.verification.reasons import Comparison, Difference, Experiment, LossFunction, Treatment, find_reasons
+from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only, unwrapped
+from ddp.verification.experiment import Comparison, Difference, Experiment, LossFunction, Treatment, gather
+from ddp.verification.reasons import find_reasons
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -142,12 +142,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to compare in, or None where there is nobody else."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"this rank ({dist.get_rank()}) is not a member of process_group: call verify() only on its members"
-        )
+    group = member_group(group, "ddp.verify")
     return group if group.size() > 1 else None
 
 
@@ -175,7 +170,7 @@ def _require_same_batch(batch: Any, group: dist.ProcessGroup | None) -> int:
         digest = _digest(batch)
     except ArgumentError as error:
         problem = str(error)
-    gathered = _gathered((problem, digest), group)
+    gathered = gather((problem, digest), group)
     for rank, (found, _) in enumerate(gathered):
         if found:
             raise ArgumentError(found if world == 1 else f"rank {rank}: {found}")
@@ -232,7 +227,7 @@ def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str | None:
     """Say which parameter of replicas that should be equal is not. Every rank must call it; blocks."""
     names = [name for name, _ in model.named_parameters()]
     mine = [hashlib.sha256(_bytes(parameter)).hexdigest() for parameter in model.parameters()]
-    every = _gathered(mine, group)
+    every = gather(mine, group)
     for rank, other in enumerate(every):
         for name, here, there in zip(names, every[0], other, strict=False):
             if here != there:
@@ -285,7 +280,7 @@ def _experiment(
 
     if double:
         experiment = prepared(True)
-        if not any(_gathered(_problem(experiment), group)):
+        if not any(gather(_problem(experiment), group)):
             return experiment
     experiment = prepared(False)
     _raise_together(_problem(experiment), group)
@@ -315,16 +310,9 @@ def _doubled(model: nn.Module) -> nn.Module:
     return model
 
 
-T = TypeVar("T")
-
-
-def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    return [mine] if group is None else gather_values(mine, group=group)
-
-
 def _raise_together(problem: str, group: dist.ProcessGroup | None) -> None:
     """Raise ArgumentError on every rank if one has a problem. Every rank must call it; blocks."""
-    for rank, found in enumerate(_gathered(problem, group)):
+    for rank, found in enumerate(gather(problem, group)):
         if found:
             raise ArgumentError(found if group is None else f"rank {rank}: {found}")
 

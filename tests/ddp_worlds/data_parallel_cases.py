@@ -599,4 +599,4 @@ def follows_order_of_use() -> list[int]:
         loss_of(model, shard(x), shard(y)).backward()
         loss_of(oracle, x, y).backward()
         assert_close(replica, oracle, f"step {step}")
-    return list(model._reducer.order)
+    return list(model._policy.reducer._schedule.order)

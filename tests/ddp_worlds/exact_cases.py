@@ -146,12 +146,6 @@ def _dense(module: nn.Module) -> nn.Module:
     return dense
 
 
-def in_turn(cases: list[str]) -> None:
-    """Run several of these functions in one world."""
-    for case in cases:
-        globals()[case]()
-
-
 def names_of_programs() -> list[str]:
     return sorted(PROGRAMS)
 
@@ -1028,7 +1022,7 @@ def nothing_is_left_of_a_wrapper() -> None:
             compression="bf16" if kind == "compressed" else None,
             weight_checksum=kind == "checksum",
         )
-        alive = [weakref.ref(model), weakref.ref(model._reducer), weakref.ref(model._reducer._schedule)]
+        alive = [weakref.ref(model), weakref.ref(model._policy.reducer), weakref.ref(model._policy.reducer._schedule)]
         if kind == "words":
             _reads_words(model, shard(x), shard(y), dist.get_rank(), 0).backward()
         elif kind == "forward only":

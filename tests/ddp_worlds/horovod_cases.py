@@ -41,9 +41,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def in_turn(cases: list[str]) -> None:
-    for case in cases:
-        globals()[case]()
+def _step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def rank() -> int:
@@ -139,10 +140,7 @@ def a_sum_equals_the_sum() -> None:
             (loss_of(model, *rows) / 2 / size()).backward()
         loss_of(alone, x, y).backward()
         assert_close(model, alone, f"step {step}")
-        optimizer.step()
-        own.step()
-        optimizer.zero_grad()
-        own.zero_grad()
+        _step(optimizer, own)
     if size() > 1:
         for _ in range(2):
             loss_of(model, x, y).backward()
@@ -163,10 +161,7 @@ def more_passes_than_announced_are_exact() -> None:
                 loss_of(model, shard(x), shard(y)).backward()
                 loss_of(alone, x, y).backward()
             assert_close(model, alone)
-            optimizer.step()
-            own.step()
-            optimizer.zero_grad()
-            own.zero_grad()
+            _step(optimizer, own)
     assert len([w for w in caught if "averaged several times" in str(w.message)]) == (size() > 1)
     # Fewer passes than announced: step() averages them.
     optimizer.set_backward_passes_per_step(4)  # type: ignore[attr-defined]
@@ -240,9 +235,7 @@ def sparse_gradients_stay_sparse() -> None:
                 assert model[0].weight.grad.is_sparse is not as_dense
             for (name, a), (_, e) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
                 torch.testing.assert_close(a.grad.to_dense(), e.grad.to_dense(), rtol=1e-12, atol=1e-13, msg=name)
-            for each in (optimizer, own):
-                each.step()
-                each.zero_grad()
+            _step(optimizer, own)
 
 
 def closures_see_the_average() -> None:
@@ -314,10 +307,7 @@ def two_optimizers_share_a_backward_pass() -> None:
         (alone[0](x, [0, 1, 2, 3]) + alone[1](x, [0, 1, 2, 3]) - y).square().mean().backward()
         for at in range(2):
             assert_close(models[at], alone[at])
-            optimizers[at].step()
-            owns[at].step()
-            optimizers[at].zero_grad()
-            owns[at].zero_grad()
+            _step(optimizers[at], owns[at])
 
 
 def checkpoints_and_second_derivatives_are_exact() -> None:
@@ -341,10 +331,7 @@ def checkpoints_and_second_derivatives_are_exact() -> None:
                     for p in m.parameters():
                         p.grad = p.grad.detach()
         assert_close(model, alone, f"step {step}")
-        optimizer.step()
-        own.step()
-        optimizer.zero_grad()
-        own.zero_grad()
+        _step(optimizer, own)
 
 
 def unfrozen_and_added_parameters_are_averaged() -> None:
@@ -384,9 +371,7 @@ def compressed_training_comes_close() -> None:
             x, y = (t.float() for t in batch(step, 4 * size()))
             loss_of(model, shard(x), shard(y)).backward()
             loss_of(alone, x, y).backward()
-            for each in (optimizer, own):
-                each.step()
-                each.zero_grad()
+            _step(optimizer, own)
             assert_replicas_equal(model)
         for a, e in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(a, e, rtol=0.2, atol=0.1)
@@ -552,10 +537,7 @@ def a_failed_backward_is_everybodys_error() -> None:
             assert caught is None
             loss_of(alone, x, y).backward()
             assert_close(model, alone, f"step {step}")
-            optimizer.step()
-            own.step()
-            optimizer.zero_grad()
-            own.zero_grad()
+            _step(optimizer, own)
         assert_replicas_equal(model)
 
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ class Nursery:
                 raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
             return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
 
+    def in_turn(self, world_size: int, module: str, cases: Sequence[str]) -> None:
+        """Run several functions of a module in one world."""
+        self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases)
+
+
+def call_in_turn(module: str, cases: Sequence[str]) -> None:
+    for case in cases:
+        with warnings.catch_warnings():
+            getattr(importlib.import_module(module), case)()
+
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
@@ -103,10 +113,11 @@ def _serve(folder: Path, listener: socket.socket) -> None:
                 _serve_client(connection)
         clients = {pid for pid in clients if not os.waitpid(pid, os.WNOHANG)[0]}
         if not clients:
-            with _locked(folder):
-                if not select.select([listener], [], [], 0)[0]:
-                    (folder / "socket").unlink()
-                    return
+            with contextlib.suppress(FileNotFoundError), _locked(folder):  # the folder may be gone already
+                if select.select([listener], [], [], 0)[0]:
+                    continue
+                (folder / "socket").unlink()
+            return
 
 
 def _serve_client(connection: Connection) -> None:

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddp
 from ddp.errors import CollectiveError
 from ddp.monitoring.stall_report import StallReport
 
@@ -263,6 +264,41 @@ def blocks(folder: Path, size: int) -> str | None:
     with pytest.raises(CollectiveError) as caught, stall_report.waiting("broadcast of the plan"):
         dist.all_reduce(torch.ones(1))
     assert caught.value.what == "broadcast of the plan"
+    return str(caught.value)
+
+
+def wraps_alone(folder: Path, size: int) -> str | None:
+    """Rank 1 does not come to the comparison of the modules."""
+    if dist.get_rank() == 1:
+        time.sleep(2 * STALL_S)
+        return None
+    with pytest.raises(CollectiveError) as caught:
+        ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=STALL_S)
+    return str(caught.value)
+
+
+def iterates_alone(folder: Path, size: int) -> str | None:
+    """Rank 1 leaves in the middle of a loop with uneven inputs."""
+    model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=STALL_S)
+
+    def train() -> None:
+        with model.join():
+            model(torch.ones(1, 2)).sum().backward()
+            if dist.get_rank() == 1:
+                sys.exit()
+            model(torch.ones(1, 2))
+
+    with pytest.raises(CollectiveError) as caught:
+        train()
+    return str(caught.value)
+
+
+def verifies_alone(folder: Path, size: int) -> str | None:
+    """Rank 1 does not call ddp.verify."""
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(CollectiveError) as caught:
+        ddp.verify(torch.nn.Linear(2, 1), lambda model, batch: model(batch).sum(), torch.ones(4, 2))
     return str(caught.value)
 
 

@@ -45,13 +45,6 @@ import ddp
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def in_turn(cases: list[str]) -> None:
-    """Run several of these functions in one world."""
-    for case in cases:
-        with warnings.catch_warnings():
-            globals()[case]()
-
-
 def follows_whole_batch(
     model: nn.Module, *, oracle: nn.Module | None = None, steps: int = 5, what: str = "", start: int = 0
 ) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "BucketLimits",
     "BucketPlan",
     "GradSpec",
+    "Member",
     "Slot",
     "plan_buckets",
     "slot_view",
@@ -43,6 +44,15 @@ class BucketLimits:
     cap_bytes: int
     first_caps_bytes: tuple[int, ...]
     own_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Member:
+    """A parameter of a bucket: its index in the module, its name for messages, itself."""
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
 
 
 @dataclass(frozen=True)

@@ -7,36 +7,19 @@ step status among them, and plans them anew when the order or the parameters cha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, plan_buckets, spec_of
-from ddp.data_parallel.buckets.comm_hook import CommHook, HookSender
+from ddp.comm.channel import Channel
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, Member, plan_buckets, spec_of
+from ddp.data_parallel.buckets.comm_hook import CommHook, GradBucket, HookSender
 from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
 from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
-from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, Member, OwnTransfer, Sender
-from ddp.monitoring.stall_report import StallReport
+from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, OwnTransfer, Sender, Transfer
 
-__all__ = ["BucketSchedule", "Channel", "Transfer"]
-
-Transfer = OwnTransfer | FlatTransfer
-
-
-@dataclass(frozen=True)
-class Channel:
-    """How the ranks reach each other.
-
-    `control` is a group of the same ranks that can move host memory, for the step status: `group` itself on the CPU.
-    `number` tells the wrappers of one group apart, the same on every rank.
-    """
-
-    group: dist.ProcessGroup
-    control: dist.ProcessGroup
-    report: StallReport
-    number: int = 0
+__all__ = ["BucketSchedule"]
 
 
 class BucketSchedule:
@@ -102,7 +85,7 @@ class BucketSchedule:
         if not members:
             sender = Adder(self._channel.control)
         elif self._hook:
-            sender = HookSender(self._hook, index, plan, members, is_last=index == count - 2)
+            sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:
             return OwnTransfer(plan, members, sender)
         return FlatTransfer(plan, members, sender, as_views=self._as_views)
@@ -192,8 +175,8 @@ class BucketSchedule:
         for transfer in self._transfers:
             transfer.deliver(used, factor)
         for member in self._sparse:
-            with self._channel.report.waiting(f"exchange of the rows of {member.name!r}"):
-                average_sparse(self._channel.group, member, is_used=member.index in used, factor=factor)
+            if member.index in used:
+                average_sparse(self._channel, member, factor)
 
     def end(self) -> None:
         """Forget the pass, whether or not it was delivered."""

@@ -6,6 +6,7 @@ unchanged. Called by `bucket_schedule`, which starts one hook a bucket, in the s
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +20,7 @@ from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined] 
 from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan, slot_view
-from ddp.data_parallel.buckets.transfers import Member
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.errors import ArgumentError
 from ddp.torch_internals import AnyFuture
 
@@ -48,12 +48,12 @@ class CommHook:
 class GradBucket:
     """What a hook is given: the interface of `torch.distributed.GradBucket`. Gradients are not divided by anything."""
 
-    def __init__(self, index: int, buffer: torch.Tensor, plan: BucketPlan, members: Sequence[Member], *, is_last: bool):
+    def __init__(self, index: int, plan: BucketPlan, members: Sequence[Member], *, is_last: bool) -> None:
         self._index = index
-        self._buffer = buffer
         self._plan = plan
         self._members = members
         self._is_last = is_last
+        self._buffer = torch.empty(0)
 
     def index(self) -> int:
         """The bucket's place in the order in which buckets are reduced, from 0; after the first step another plan's."""
@@ -120,20 +120,19 @@ class _HookWork:
 
 
 class HookSender:
-    """Lets the hook reduce one bucket."""
+    """Lets the hook reduce one bucket. Each pass has a copy of `bucket`, with the gradients of that pass."""
 
     divisor = 1
 
-    def __init__(self, hook: CommHook, index: int, plan: BucketPlan, members: Sequence[Member], *, is_last: bool):
+    def __init__(self, hook: CommHook, bucket: GradBucket, numel: int) -> None:
         self._hook = hook
-        self._index = index
-        self._plan = plan
-        self._members = members
-        self._is_last = is_last
+        self._bucket = bucket
+        self._numel = numel
 
     def start(self, flat: torch.Tensor) -> _HookWork:
-        buffer = flat[: self._plan.numel]
-        bucket = GradBucket(self._index, buffer, self._plan, self._members, is_last=self._is_last)
+        buffer = flat[: self._numel]
+        bucket = copy.copy(self._bucket)
+        bucket.set_buffer(buffer)
         future = self._hook.call(self._hook.state, bucket)
         if not isinstance(future, AnyFuture):
             raise ArgumentError(

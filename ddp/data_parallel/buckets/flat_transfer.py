@@ -13,9 +13,8 @@ from typing import cast
 
 import torch
 
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Slot, slot_view
-from ddp.data_parallel.buckets.transfers import AT_THE_END, Member, Sender, dense, ready_twice
-from ddp.monitoring.stall_report import Pending
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, Slot, slot_view
+from ddp.data_parallel.buckets.transfers import Sender, Transfer, dense, ready_twice
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
 
 __all__ = ["FlatTransfer"]
@@ -41,13 +40,11 @@ class _Region:
 
     def is_watched(self) -> bool:
         """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
-        if not self.is_given_away:
-            return False
-        # None is held less often than at first, so equal sums are equal counts.
-        if self._count_at_first is not None and self._holder_count() == self._count_at_first:
+        # No place is held less often than at first, so equal sums are equal counts.
+        if not self.is_given_away or self._holder_count() == self._count_at_first:
             return False
         holders = self._holders()
-        if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
+        if holders[0] != self._holders_at_first[0]:
             return any(parameter.grad is not place for _, parameter, place in self.places)
         return any(
             now != then and parameter.grad is not place
@@ -56,23 +53,19 @@ class _Region:
             )
         )
 
-    def _holders(self) -> list[tuple[int, int]] | None:
+    def _holders(self) -> list[tuple[int, int]]:
         """How many hold the memory, then each place: as a Python object, and in all other ways."""
-        if tensor_owner_count is None:
-            return None
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage), memory_owner_count(storage)
         return [memory, *((sys.getrefcount(view), tensor_owner_count(view)) for _, _, view in self.places)]
 
-    def _holder_count(self) -> int | None:
-        if tensor_owner_count is None:
-            return None
+    def _holder_count(self) -> int:
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage) + memory_owner_count(storage)
         return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(tensor_owner_count, self.views)))
 
 
-class FlatTransfer:
+class FlatTransfer(Transfer):
     """Many gradients in one flat tensor.
 
     Small gradients go through a staging tensor, all with one call. Large ones are divided into the flat tensor when
@@ -81,30 +74,19 @@ class FlatTransfer:
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
-        self.members = tuple(members)
-        self.indices = frozenset(member.index for member in members)
-        self.missing = set(self.indices)
+        super().__init__(members, sender)
         self.taken_early = frozenset(member.index for member in members[plan.small_count :])
-        self.work: Pending | None = None
         self._plan = plan
-        self._sender = sender
         self._as_views = as_views
         self._renew_small()
         self._renew_large()
-        self._own = frozenset(member.index for member in members)
+        self._own = self.indices
         self._made_by_backward: frozenset[int] = frozenset()
         self._taken: set[int] = set()  # large ones that are in their places
         self._grads: list[torch.Tensor] = []  # those that lie elsewhere and get the average, and
         self._places: list[torch.Tensor] = []  # where it is
         self._absent: list[_Place] = []
         self._old: dict[int, torch.Tensor] = {}  # what was in the place of an absent gradient, by index
-
-    @property
-    def label(self) -> str:
-        """The parameters, for messages."""
-        if len(self.members) < 2:
-            return repr(self.members[0].name) if self.members else "the step status"
-        return f"{self.members[0].name!r} to {self.members[-1].name!r}"
 
     def _renew_small(self) -> None:
         plan = self._plan
@@ -117,15 +99,7 @@ class FlatTransfer:
         self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
         self._large_of = {place[0].index: place for place in self._large.places}
 
-    def hold_back(self, repeated: frozenset[int]) -> None:
-        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
-        if repeated & self.indices:
-            self.indices |= {AT_THE_END}
-            self.missing.update(self.indices)
-            self.taken_early -= repeated
-
     def begin(self) -> None:
-        """Prepare, before backward reaches the parameters, for the gradients that it will make."""
         if not self._as_views:
             if self._small.is_watched():
                 self._renew_small()
@@ -166,7 +140,6 @@ class FlatTransfer:
             self._places.append(view)
 
     def gather(self, touched: Mapping[int, None]) -> list[int]:
-        """Put the gradients, divided, into the flat tensor; return the indices of absent ones."""
         if self._small.places:
             self._gather_small(touched)
             torch.div(self._small.tensor, self._sender.divisor, out=self._flat[: self._plan.small_numel])
@@ -226,7 +199,6 @@ class FlatTransfer:
             view.copy_(dense(grad))
 
     def gather_nothing(self) -> None:
-        """Get ready to send zeros, whatever the gradients are; nothing will be delivered."""
         self._flat.zero_()
         self._forget()
 
@@ -236,11 +208,9 @@ class FlatTransfer:
         return self._flat[self._plan.numel :]
 
     def send(self) -> None:
-        """Start the all-reduce."""
         self.work = self._sender.start(self._flat)
 
     def deliver(self, used: Collection[int], factor: float) -> None:
-        """Put `factor` times the averages into `.grad`; absent ones only if they are in `used`: some rank had them."""
         if factor != 1.0:
             self._flat[: self._plan.numel].mul_(factor)
         if self._small.places:
@@ -256,12 +226,6 @@ class FlatTransfer:
             elif parameter.grad is not view:
                 parameter.grad.copy_(view)
         self.drop()
-
-    def drop(self) -> None:
-        """Forget what was on its way, once it has arrived or never will."""
-        self._forget()
-        self.work = None
-        self.missing.update(self.indices)
 
     def _forget(self) -> None:
         for record in (self._grads, self._places, self._absent, self._old, self._taken):

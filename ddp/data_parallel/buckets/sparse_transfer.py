@@ -8,26 +8,27 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ddp.data_parallel.buckets.transfers import Member
+from ddp.comm.channel import Channel
+from ddp.data_parallel.buckets.bucket_plan import Member
 
 __all__ = ["average_sparse"]
 
 _NONE, _SPARSE, _DENSE = range(3)
 
 
-def average_sparse(group: dist.ProcessGroup, member: Member, *, is_used: bool, factor: float) -> None:
-    """Average the gradient of `member` over `group`; `.grad` is sparse unless some rank's is dense.
+def average_sparse(channel: Channel, member: Member, factor: float) -> None:
+    """Average the gradient of `member` over the ranks; `.grad` is sparse unless some rank's is dense.
 
-    Every rank must call it; blocks. `is_used`: whether any rank has a new gradient, else nothing happens, as on
-    every other rank. A rank's `.grad` may be None, sparse with any number of rows, or dense. The result is `factor`
-    times the sum over the ranks divided by their number, and bitwise equal on all: each adds up the rows in the
-    order of the ranks.
+    Every rank must call it; blocks. A rank's `.grad` may be None, sparse with any number of rows, or dense. The result
+    is `factor` times the sum over the ranks divided by their number, and bitwise equal on all: each adds up the rows in
+    the order of the ranks.
     """
-    if not is_used:
-        return
-    parameter = member.parameter
-    grad = parameter.grad
-    mine = None if grad is None else grad.detach()
+    with channel.report.waiting(f"exchange of the rows of {member.name!r}"):
+        _average(channel.group, member.parameter, factor)
+
+
+def _average(group: dist.ProcessGroup, parameter: torch.nn.Parameter, factor: float) -> None:
+    mine = None if parameter.grad is None else parameter.grad.detach()
     if mine is not None and mine.layout is torch.sparse_coo:
         mine = mine.coalesce() if mine.sparse_dim() == 1 else mine.to_dense()
     kinds, counts = _gathered_sizes(group, mine, parameter.device)

@@ -1,4 +1,4 @@
-"""A bucket of one gradient on its way: gradient in, all-reduce, average out. The reducer decides when.
+"""A bucket on its way: gradients in, all-reduce, averages out; here, a bucket of one gradient.
 
 A gradient is *absent* where this rank has none to contribute since the last reduction: it contributes
 zeros, or what an older reduction left in `.grad`, which is the same on every rank.
@@ -6,18 +6,19 @@ zeros, or what an older reduction left in `.grad`, which is the same on every ra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import memory_owner_count
 
-__all__ = ["AT_THE_END", "Adder", "Member", "OwnTransfer", "Sender", "dense", "ready_twice"]
+__all__ = ["AT_THE_END", "Adder", "OwnTransfer", "Sender", "Transfer", "dense", "ready_twice"]
 
 
 def _owners(tensor: torch.Tensor) -> int:
@@ -29,17 +30,6 @@ def _owners(tensor: torch.Tensor) -> int:
 AT_THE_END = -1
 
 _SOLE_OWNER = _owners(torch.empty(1))
-
-
-class Member:
-    """A parameter of a bucket: its index in the module, its name for messages, itself."""
-
-    __slots__ = ("index", "name", "parameter")
-
-    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
-        self.index = index
-        self.name = name
-        self.parameter = parameter
 
 
 class Sender(Protocol):
@@ -66,43 +56,78 @@ class Adder:
         return self._group.allreduce([flat], self._options)
 
 
-class OwnTransfer:
-    """A single gradient, reduced in the memory where autograd left it."""
+class Transfer(ABC):
+    """A bucket of `members` on its way: gradients in, all-reduce, averages out. The schedule decides when."""
 
-    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
-        (self.member,) = members
+    def __init__(self, members: Sequence[Member], sender: Sender) -> None:
         self.members = tuple(members)
-        self.indices = frozenset({self.member.index})
-        self.missing = set(self.indices)
-        self.taken_early: frozenset[int] = frozenset()
+        self.indices = frozenset(member.index for member in members)
+        self.missing = set(self.indices)  # the gradients that it waits for
+        self.taken_early: frozenset[int] = frozenset()  # those for which `take_early` is called
         self.work: Pending | None = None
         self._sender = sender
-        spec = plan.slots[0].spec
-        self._spec = spec
-        self._buffer: torch.Tensor | None = None
-        self._is_absent = False
 
     @property
     def label(self) -> str:
-        return repr(self.member.name)
+        """The parameters, for messages."""
+        if len(self.members) < 2:
+            return repr(self.members[0].name) if self.members else "the step status"
+        return f"{self.members[0].name!r} to {self.members[-1].name!r}"
 
     def hold_back(self, repeated: frozenset[int]) -> None:
         """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
         if repeated & self.indices:
             self.indices |= {AT_THE_END}
             self.missing.update(self.indices)
+            self.taken_early -= repeated
 
-    def begin(self) -> None:
-        """Nothing to prepare."""
+    def begin(self) -> None:  # noqa: B027  # most have nothing to prepare
+        """Prepare, before backward reaches the parameters, for the gradients that it will make."""
 
-    def take_early(self, index: int) -> None:
-        """Nothing to do: `gather` follows at once, if it is this bucket's turn."""
+    def take_early(self, index: int) -> None:  # noqa: B027  # most take no gradient by itself
+        """Take a gradient that has just become ready."""
+
+    @abstractmethod
+    def gather(self, touched: Mapping[int, None]) -> list[int]:
+        """Get ready to send the gradients, divided; return the indices of absent ones."""
+
+    @abstractmethod
+    def gather_nothing(self) -> None:
+        """Get ready to send zeros, whatever the gradients are; nothing will be delivered."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Start the all-reduce."""
+
+    @abstractmethod
+    def deliver(self, used: Collection[int], factor: float) -> None:
+        """Put `factor` times the averages into `.grad`; absent ones only if they are in `used`: some rank had them."""
+
+    def drop(self) -> None:
+        """Forget what was on its way, once it has arrived or never will."""
+        self.work = None
+        self.missing.update(self.indices)
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the gradients."""
+
+
+class OwnTransfer(Transfer):
+    """A single gradient, reduced in the memory where autograd left it."""
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
+        super().__init__(members, sender)
+        (self._member,) = members
+        self._spec = plan.slots[0].spec
+        self._buffer: torch.Tensor | None = None
+        self._is_absent = False
 
     def gather(self, touched: Mapping[int, None]) -> list[int]:
-        """Get ready to send; return the indices of absent gradients."""
-        parameter = self.member.parameter
+        parameter = self._member.parameter
         grad = parameter.grad
-        self._is_absent = grad is None or self.member.index not in touched
+        self._is_absent = grad is None or self._member.index not in touched
         if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
             self._buffer = grad.div_(self._sender.divisor)
         else:
@@ -111,10 +136,9 @@ class OwnTransfer:
                 self._buffer.zero_()
             else:
                 self._buffer.copy_(dense(grad)).div_(self._sender.divisor)
-        return [self.member.index] if self._is_absent else []
+        return [self._member.index] if self._is_absent else []
 
     def gather_nothing(self) -> None:
-        """Get ready to send zeros, whatever `.grad` is."""
         self._is_absent = True
         self._buffer = self._empty().zero_()
 
@@ -127,7 +151,6 @@ class OwnTransfer:
         return grad.layout is torch.strided and grad.stride() == self._spec.stride and _owners(grad) == _SOLE_OWNER
 
     def send(self) -> None:
-        """Start the all-reduce."""
         buffer = self._buffer
         assert buffer is not None
         if not buffer.is_contiguous():
@@ -135,9 +158,8 @@ class OwnTransfer:
         self.work = self._sender.start(buffer)
 
     def deliver(self, used: Collection[int], factor: float) -> None:
-        """Put `factor` times the average into `.grad`; an absent one only if it is in `used`: some rank had it."""
-        parameter, buffer = self.member.parameter, self._buffer
-        is_wanted = not self._is_absent or self.member.index in used
+        parameter, buffer = self._member.parameter, self._buffer
+        is_wanted = not self._is_absent or self._member.index in used
         self.drop()
         if not is_wanted or buffer is None:
             return
@@ -148,10 +170,8 @@ class OwnTransfer:
         elif parameter.grad is not buffer:
             parameter.grad.copy_(buffer)
 
-    def drop(self) -> None:
-        """Forget what was on its way, once it has arrived or never will."""
-        self._buffer = self.work = None
-        self.missing.update(self.indices)
+    def _forget(self) -> None:
+        self._buffer = None
 
 
 def ready_twice(member: Member) -> BackwardError:

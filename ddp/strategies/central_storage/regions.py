@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.comm.broadcast import BufferSync, broadcast_tensors, buffer_collector
+from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.layout import check_same_layout, describe
-from ddp.comm.objects import gather_values
+from ddp.comm.objects import control_group, gather_values
 from ddp.comm.shared_memory import SharedSegment
-from ddp.data_parallel.arguments import control_group
 from ddp.errors import ArgumentError, CollectiveError
 from ddp.monitoring.stall_report import StallReport
 from ddp.strategies.sharding.chunk_gradient import Rows
@@ -133,7 +132,7 @@ class SharedRegion:
         self._stall_report = StallReport(self._control, timeout_s=stall_timeout_s)
         self._stall_report.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
-        self._buffers = BufferSync(self._group, buffer_collector(model, frozenset()), self._stall_report.wait)
+        self._buffers = BufferSync(self._group, model, (), self._stall_report.wait)
 
     def barrier(self, what: str, *, step: int = 0) -> None:
         """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
@@ -146,7 +145,7 @@ class SharedRegion:
         if self._group is None:
             return [mine]
         with self._stall_report.waiting(what):
-            return gather_values(mine, device=torch.device("cpu"), group=self._control)
+            return gather_values(mine, group=self._control)
 
     def compare(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, object]) -> None:
         """Raise LayoutMismatchError on every rank if the ranks' models, optimizers or settings differ."""
@@ -162,7 +161,6 @@ class SharedRegion:
             check_same_layout(
                 self._control,
                 describe(described, model.named_parameters(), model.named_buffers()),
-                torch.device("cpu"),
             )
 
     def open(self, plan: RegionPlan) -> list[RankRegion]:

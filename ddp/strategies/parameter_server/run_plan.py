@@ -7,7 +7,6 @@ join.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from ddp.comm.layout import Entry
+from ddp.comm.layout import Entry, first_difference
 from ddp.data_parallel.module_watch import sparse_names
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
@@ -167,12 +166,12 @@ def _describe(
 
 def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int, me: str, other: str) -> None:
     """Raise the LayoutMismatchError that names the first difference between the models of two processes."""
-    ours, others = next(pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1])
+    entry, ours, others = first_difference(mine, theirs)
     raise LayoutMismatchError(
-        f"{me} has another model than {other}: where {other} has {others or 'nothing more'}, {me} has "
-        f"{ours or 'nothing more'}; every process of the run must make the same model, optimizer and strategy",
+        f"{me} has another model than {other}: where {other} has {others}, {me} has {ours}; "
+        "every process of the run must make the same model, optimizer and strategy",
         rank=rank,
-        entry=(ours or others).name,
+        entry=entry,
     )
 
 

@@ -44,7 +44,7 @@ def test_losses_that_are_no_means_over_equal_shards(nursery: Nursery, world_size
             "weights_that_do_not_fit_are_errors",
             "no_sync_counts_where_the_forward_is",
         ]
-    nursery.run(world_size, "ddp_worlds.exact_cases:in_turn", cases=cases)
+    nursery.in_turn(world_size, "ddp_worlds.exact_cases", cases)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_losses_that_are_no_means_over_equal_shards(nursery: Nursery, world_size
     ],
 )
 def test_two_ranks(nursery: Nursery, cases: list[str]) -> None:
-    nursery.run(2, "ddp_worlds.exact_cases:in_turn", cases=cases)
+    nursery.in_turn(2, "ddp_worlds.exact_cases", cases)
 
 
 def test_three_ranks(nursery: Nursery) -> None:
@@ -88,7 +88,7 @@ def test_three_ranks(nursery: Nursery) -> None:
         "uneven_weighted_and_hooked_inputs",
         "unfreezing_on_one_rank_is_an_error",
     ]
-    nursery.run(3, "ddp_worlds.exact_cases:in_turn", cases=cases)
+    nursery.in_turn(3, "ddp_worlds.exact_cases", cases)
 
 
 def test_two_groups_train_side_by_side(nursery: Nursery) -> None:

@@ -41,7 +41,7 @@ from ddp_worlds.nursery import Nursery
     ],
 )
 def test_surface(nursery: Nursery, cases: list[str]) -> None:
-    nursery.run(2, "ddp_worlds.surface_cases:in_turn", cases=cases)
+    nursery.in_turn(2, "ddp_worlds.surface_cases", cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])  # of more ranks, float16 sums depend on the order

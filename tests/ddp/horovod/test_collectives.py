@@ -15,7 +15,7 @@ def test_results_and_gradients_are_those_of_one_process(nursery: Nursery, world_
         "copies_arrive_unchanged",
         "gradients_are_those_of_one_process",
     ]
-    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(world_size, CASES, cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -25,12 +25,12 @@ def test_states_and_objects_are_those_of_the_root(nursery: Nursery, world_size: 
         "optimizer_states_are_those_of_the_root",
         "objects_travel_without_pickle",
     ]
-    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(world_size, CASES, cases)
 
 
 def test_ranks_that_call_different_things_are_told_and_can_go_on(nursery: Nursery) -> None:
     cases = ["different_calls_are_errors_that_name_them", "groups_and_places"]
-    nursery.run(3, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(3, CASES, cases)
 
 
 def test_a_rank_that_does_not_come_is_named(nursery: Nursery) -> None:

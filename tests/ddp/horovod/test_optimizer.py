@@ -34,13 +34,13 @@ def test_other_ways_to_use_it_are_exact_too(nursery: Nursery, world_size: int) -
         "checkpoints_and_second_derivatives_are_exact",
         "unfrozen_and_added_parameters_are_averaged",
     ]
-    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(world_size, CASES, cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_is_the_users_optimizer(nursery: Nursery, world_size: int) -> None:
     cases = ["it_is_the_users_optimizer", "bad_arguments_are_errors", "compressed_training_comes_close"]
-    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(world_size, CASES, cases)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -51,7 +51,7 @@ def test_ranks_that_differ_are_told(nursery: Nursery, world_size: int) -> None:
         "different_numbers_are_errors",
         "a_failed_backward_is_everybodys_error",
     ]
-    nursery.run(world_size, f"{CASES}:in_turn", cases=cases)
+    nursery.in_turn(world_size, CASES, cases)
 
 
 def test_sharded_parameters_are_refused_before_anything_communicates(nursery: Nursery) -> None:

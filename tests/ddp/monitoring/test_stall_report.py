@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from ddp_worlds.nursery import ROOT
 
-from ddp.monitoring.stall_channel import Answer, Heard, Position, printable
-from ddp.monitoring.stall_text import Scene, describe_stall
+from ddp.monitoring.stall_text import Answer, Heard, Position, Scene, describe_stall, printable
 
 CASES = ROOT / "tests" / "ddp_worlds" / "stall_report_cases.py"
 
@@ -197,6 +196,23 @@ def test_what_blocks_without_a_work_is_reported_while_it_does(worlds: Worlds) ->
     assert "rank 1: has exited" in ended.results[0]
     assert ended.errors[0].count("rank 1 is missing: rank 0 of 2 has waited ") == 1
     assert " in blocks" in ended.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "why"),
+    [
+        ("wraps_alone", "the comparison of the modules of step 1", "does not answer: "),
+        ("iterates_alone", "the agreement on an iteration with uneven inputs of step 2", "has exited"),
+        ("verifies_alone", "the exchange of ddp.verify of step 1", "does not answer: "),
+    ],
+)
+def test_a_rank_that_leaves_before_or_between_steps_is_named(worlds: Worlds, case: str, where: str, why: str) -> None:
+    ended = worlds.run(case, 2, "file")
+    assert ended.codes == [0, 0]
+    assert ended.results[0].startswith(f"rank 1 is missing: {where} failed on rank 0 of 2 after ")
+    assert f"rank 1: {why}" in ended.results[0]
+    if case == "wraps_alone":
+        assert "rank 1 is missing: rank 0 of 2 has waited " in ended.errors[0]
 
 
 def test_a_stall_on_a_device_is_written_once_and_forgotten_when_it_ends(worlds: Worlds) -> None:

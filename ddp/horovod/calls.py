@@ -1,36 +1,45 @@
-"""Collectives under way: what `collectives` starts, and the handle that waits for it.
+"""Calls of collectives: compared between the ranks before data travels, started, and waited for by a handle.
 
-Each compares the call with those of the other ranks first (`call_check`), or leaves that to its handle.
+The comparison is 16 bytes a rank; where the calls differ, all ranks get the error. `collectives` calls what is here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.objects import device_of
+from ddp.comm.objects import device_of, gather_values, member_group
 from ddp.compression.compressors import Half
-from ddp.horovod.call_check import Call, CallCheck, form_of, own_group, title
+from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
 from ddp.torch_internals import allgather_flat
 
 __all__ = [
     "Average",
+    "Call",
     "Handle",
     "Max",
     "Min",
     "Product",
     "Sum",
+    "check_same_call",
     "exchange_rows",
+    "form_of",
+    "is_initialized",
+    "no_rank",
+    "own_group",
     "reduction_problem",
     "start_allgather",
     "start_allreduce",
     "start_broadcast",
+    "title",
 ]
 
 Average, Sum, Min, Max, Product = "average", "sum", "min", "max", "product"
@@ -44,11 +53,114 @@ _REDUCTIONS = {
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+# The comparison
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group: after `ddp.init()`, until `shutdown()`."""
+    return dist.is_available() and dist.is_initialized()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank calls: `facts` must agree between the ranks, `number` need not; a `problem` is all ranks' error."""
+
+    kind: str
+    name: str | None
+    facts: str
+    number: int = 0
+    problem: str = ""
+
+    def __str__(self) -> str:
+        text = title(self.kind, self.name) + (f" ({self.facts})" if self.facts else "")
+        return f"{text}: {self.problem}" if self.problem else text
+
+
+class CallCheck:
+    """The comparison of a call with those of the other ranks; under way if `is_async`, and then it holds `group`.
+
+    Raises as `settle` does.
+    """
+
+    def __init__(self, call: Call, group: dist.ProcessGroup, *, is_async: bool = False) -> None:
+        self.report = report_of(group)
+        self.what = str(call)
+        self._problem = call.problem
+        self._group: dist.ProcessGroup | None = group
+        self._numbers = [call.number]
+        if group.size() > 1:
+            device = device_of(group)
+            digest = int.from_bytes(hashlib.blake2b(self.what.encode(), digest_size=8).digest(), "little", signed=True)
+            self._mine = torch.tensor([digest, call.number], device=device)  # int64
+            self._every = torch.empty(2 * group.size(), dtype=torch.int64, device=device)
+            self._work: dist.Work = allgather_flat(group, self._every, self._mine)
+        if call.problem or not is_async:
+            self.settle()
+
+    def is_completed(self) -> bool:
+        return self._group is None or self._group.size() == 1 or self._work.is_completed()
+
+    def settle(self) -> list[int]:
+        """Wait for the others; return their numbers. Raises ArgumentError on every rank if the calls differ."""
+        if self._group is None:
+            return self._numbers
+        group, self._group = self._group, None
+        if group.size() > 1:
+            self.report.wait(self._work, self.what)
+            self.report.step += 1
+            every = self._every.tolist()
+            self._numbers = every[1::2]
+            if len(set(every[::2])) > 1:
+                raise _calls_differ(gather_values(self.what, group=group))
+        if self._problem:
+            raise ArgumentError(self.what)
+        return self._numbers
+
+
+def check_same_call(call: Call, group: dist.ProcessGroup | None) -> list[int]:
+    """Wait until every rank has made the same call; return their numbers, by rank. See `CallCheck.settle`."""
+    return CallCheck(call, own_group(group, call.kind)).settle()
+
+
+def _calls_differ(told: Sequence[str]) -> ArgumentError:
+    texts: dict[str, list[int]] = {}
+    for rank_, text in enumerate(told):
+        texts.setdefault(text, []).append(rank_)
+    usual = max(texts, key=lambda text: (len(texts[text]), -texts[text][0]))
+    lines = [
+        f"rank {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} called {text}"
+        for text, ranks in sorted(texts.items(), key=lambda item: (item[0] == usual, item[1]))
+    ]
+    return ArgumentError(
+        f"the ranks do not make the same call: {'; '.join(lines)}. Call the same collective, by the same name, with "
+        "the same dtype, shape and settings on every rank, in the same order"
+    )
+
+
+def own_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+    """Return the group that `what` works on; default: all. Raises NotInitializedError, ArgumentError if not in it."""
+    return member_group(group, f"ddp.horovod.{what}")
+
+
+def title(kind: str, name: str | None) -> str:
+    return kind if name is None else f"{kind} {name!r}"
+
+
+def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
+    shape = [str(length) for length in tensor.shape]
+    if rows is not None and shape:
+        shape[0] = rows
+    where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}, shape ({', '.join(shape)}){where}"
+
+
+# Calls under way
+
+
 class Handle:
     """A call under way. It knows its result once it was waited for; waiting again returns the same."""
 
-    def __init__(self, what: str, check: CallCheck, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
-        self.what = what
+    def __init__(self, check: CallCheck, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
         self._check = check
         self._works = list(works)
         self._finish: Callable[[], Any] | None = finish
@@ -59,7 +171,7 @@ class Handle:
         if self._finish is not None:
             self._check.settle()
             for work in self._works:
-                self._check.report.wait(work, self.what)
+                self._check.report.wait(work, self._check.what)
             with torch.no_grad():
                 self._result = self._finish()
             self._finish = None
@@ -122,9 +234,7 @@ def start_allreduce(
     call = Call("allreduce" if len(tensors) == 1 else "grouped_allreduce", name, facts, problem=problem)
     link = own_group(group, call.kind)
     compression = compression if link.size() > 1 else None
-    check = CallCheck(call, link)
-    if problem or not is_async:
-        check.settle()
+    check = CallCheck(call, link, is_async=is_async)
     bundles: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         bundles.setdefault((tensor.device, _sent_dtype(tensor.dtype, compression)), []).append(index)
@@ -150,13 +260,18 @@ def start_allreduce(
                 results[index] = part.to(tensors[index].dtype).reshape(tensors[index].shape)
         return results
 
-    return Handle(str(call), check, works, finish)
+    return Handle(check, works, finish)
 
 
 def _name_problem(name: object) -> str:
     if name is None or isinstance(name, str):
         return ""
     return f"name={name!r} is no text (Horovod's average=True and False are op='average' and 'sum' here)"
+
+
+def no_rank(root: int, link: dist.ProcessGroup) -> str:
+    """Why `root` is no rank of the group, or nothing."""
+    return "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -168,18 +283,16 @@ def start_broadcast(
     tensor: Tensor, root: int, name: str | None, group: dist.ProcessGroup | None, *, is_async: bool = False
 ) -> Handle:
     link = own_group(group, "broadcast")
-    problem = "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
-    call = Call("broadcast", name, f"from rank {root}, {form_of(tensor)}", problem=problem or _name_problem(name))
-    check = CallCheck(call, link)
-    if call.problem or not is_async:
-        check.settle()
+    problem = no_rank(root, link) or _name_problem(name)
+    call = Call("broadcast", name, f"from rank {root}, {form_of(tensor)}", problem=problem)
+    check = CallCheck(call, link, is_async=is_async)
     data = _bytes_of(tensor)
     works = []
     if link.size() > 1 and data.numel():
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         works.append(link.broadcast([data], options))
-    return Handle(str(call), check, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
+    return Handle(check, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
 
 
 def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup | None) -> tuple[Handle, list[int]]:
@@ -202,7 +315,7 @@ def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup |
         parts = [every[at * longest :][: count * row_bytes] for at, count in enumerate(counts)]
         return torch.cat(parts).view(tensor.dtype).reshape(sum(counts), *tensor.shape[1:])
 
-    return Handle(str(call), check, works, finish), counts
+    return Handle(check, works, finish), counts
 
 
 def exchange_rows(

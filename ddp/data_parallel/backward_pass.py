@@ -1,0 +1,81 @@
+"""What a reducer and its policy share: one pass, the callback at its end, and what a policy decides of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
+from ddp.data_parallel.double_backward import GraphKeeper
+from ddp.errors import DdpError
+
+__all__ = ["EndOfBackward", "Pass", "PassPolicy"]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One reduction on this rank, from its start until its averages are in place or it has failed.
+
+    Its identity tells it from later ones: what belongs to an earlier pass cannot end this one. `problem` is why it will
+    count as failed; `holds` whether all buckets wait for its end; `has_joined` whether this rank has no more inputs.
+    """
+
+    problem: DdpError | None
+    graphs: GraphKeeper | None
+    unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
+    holds: bool
+    has_joined: bool
+    arrived: set[int] = field(default_factory=set)  # gradients, while it holds
+
+
+class EndOfBackward:
+    """What the engine calls at the end of a backward pass; `failed` instead, if it drops this without a call.
+
+    That may be late, and in another thread: the graph of a pass that failed lives as long as somebody holds it.
+    """
+
+    def __init__(self, done: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._done = done
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._done()
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()
+
+
+class PassPolicy(Protocol):
+    """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them."""
+
+    def may_begin(self) -> bool:
+        """A gradient has come and no pass runs: begin one and return True, or leave it where it is."""
+
+    def begin(self) -> None:
+        """Call the reducer's `begin`, in a backward pass that will be reduced."""
+
+    def end(self, pass_: Pass) -> None:
+        """The backward pass has ended, or there is none: call the reducer's `finish`."""
+
+    def starting(self) -> None:
+        """A pass starts."""
+
+    def fill(self, **common: Any) -> RankStatus:
+        """This rank's status, from what the reducer knows of it."""
+
+    def disagreement(self, statuses: StatusSum) -> DdpError | None:
+        """Why the ranks' gradients must not be averaged. Collective where it is not None."""
+
+    def divisor(self, statuses: StatusSum) -> int:
+        """What the sum of the gradients is divided by."""
+
+    def delivered(self, *, is_first: bool) -> None:
+        """The averages are in `.grad`."""
+
+    def ended(self, *, has_failed: bool) -> None:
+        """The pass is over, or a failure has come in its place."""

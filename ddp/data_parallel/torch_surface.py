@@ -1,0 +1,117 @@
+"""What torch's DistributedDataParallel has beside training: what scripts read of it, and libraries call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.errors import UnsupportedError
+from ddp.torch_internals import is_in_join
+
+__all__ = ["TorchSurface"]
+
+
+class TorchSurface(TorchDistributedDataParallel):
+    """The base of ddp's class, which sets what is only declared here."""
+
+    process_group: dist.ProcessGroup
+    device: torch.device
+    parameters_to_ignore: set[str]
+    forward_sync_buffers: bool
+    broadcast_bucket_size = 250 << 20
+    mixed_precision = None
+    logger = None
+    require_backward_grad_sync = True
+    require_forward_param_sync = True
+    _policy: Any = None  # a ForwardPolicy
+    _limits: BucketLimits
+    _hook_name = ""
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+
+    def _syncs_buffers(self) -> bool:
+        return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
+
+    @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
+    def broadcast_buffers(self) -> bool:
+        """Whether forward passes begin with rank 0's buffers."""
+        return self.forward_sync_buffers
+
+    @property
+    def reducer(self) -> Any:  # type: ignore[override]  # ours
+        """What libraries reach for that drive torch's reducer; None in a world of one."""
+        return self._policy
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
+        return dict(self._named_buffers())
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]  # as above
+        return list(self.named_module_buffers.values())
+
+    def _assign_modules_buffers(self) -> None:
+        """They are looked up whenever they are needed."""
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass would begin with rank 0's buffers."""
+        return self._syncs_buffers() and bool(self.named_module_buffers)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are returned as they are."""
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """The facts that torch's class logs, as far as there are such here."""
+        steps = 0 if self._policy is None else self._policy.reducer.report.step
+        return {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "bucket_cap_bytes": self._limits.cap_bytes,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "comm_hook": self._hook_name or None,
+            "join_uneven_inputs": is_in_join(self),
+            "has_rebuilt_buckets": int(steps > 0),
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in self._named_parameters()})),
+            "num_parameter_tensors": len(self._named_parameters()),
+            "total_parameter_size_bytes": sum(p.nbytes for _, p in self._named_parameters()),
+            "iteration": steps,
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing is sampled."""
+
+    def _remove_autograd_hooks(self) -> None:
+        for handle in () if self._policy is None else self._policy.reducer.handles:
+            handle.remove()
+
+    def _check_reducer_finalized(self) -> None:
+        """Backward returns when everything is reduced, so there is nothing to check."""
+
+    def _register_fused_optim(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(
+            "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group

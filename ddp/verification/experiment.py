@@ -1,0 +1,344 @@
+"""Runs copies of a user's model, alone and in a wrapper, and compares the gradients. Used by `verify` and `reasons`.
+
+Every rank must make the same calls with the same batch; each collective here is one that all ranks reach, because
+what is decided is decided by rank 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.checkpoint import rng
+from ddp.comm.objects import gather_values
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.errors import ArgumentError
+from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.torch_internals import AnyBatchNorm, AnyDropout, tree_leaves, tree_map_only
+
+__all__ = ["Comparison", "Difference", "Experiment", "LossFunction", "RunResult", "Treatment", "drops", "gather"]
+
+T = TypeVar("T")
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+_SEED = 20200713
+_FLOOR = 0.01  # of the tolerance: what of the model's largest gradient counts as zero in every parameter
+_NUMPY_SEED_LIMIT = 1 << 32
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter whose gradients differ: |distributed - alone| / |alone|, and the factor from alone that fits best."""
+
+    name: str
+    relative_error: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one run alone and one distributed gave. `unused_*` are parameters without a gradient."""
+
+    loss_alone: float
+    loss_distributed: float
+    loss_is_equal: bool
+    differences: tuple[Difference, ...]
+    largest_error: float
+    unused_alone: tuple[str, ...]
+    unused_distributed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is changed in the copies for a run. `weights` are factors of the ranks' losses in the average."""
+
+    without_dropout: bool = False
+    norms_in_eval: bool = False
+    others_in_eval: bool = False
+    weights: tuple[float, ...] | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The loss and the gradients by parameter in float64 on the CPU; None where there is none."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor | None]
+
+
+class Experiment:
+    """Runs of copies of `model` on `batch`, alone and on the ranks of `group`, that leave both as they are.
+
+    `batch` is the same whole batch on every rank, `rows` its length; `tolerance` is relative. All gradients are
+    compared in float64, whatever the model computes in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        *,
+        rows: int,
+        group: dist.ProcessGroup | None,
+        tolerance: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self.tolerance = tolerance
+        self.world_size = 1 if group is None else group.size()
+        self._loss_fn, self._batch, self._rows, self._dtype = loss_fn, batch, rows, dtype
+        self._group = group
+        self._rank = 0 if group is None else group.rank()
+
+    # Runs
+
+    def alone(self, treatment: Treatment, *, other_seed: bool = False, permuted: bool = False) -> RunResult:
+        """The whole batch in this process."""
+        order = _shuffled(self._rows) if permuted else None
+        seed = _SEED - 1 if other_seed else _SEED
+        return self._run(self._treated(treatment), self._selected(order), seed)
+
+    def on_shard(self, treatment: Treatment) -> RunResult:
+        """This rank's shard, without a wrapper."""
+        return self._run(self._treated(treatment), self._selected(self._shard(treatment)), _SEED + 1 + self._rank)
+
+    def distributed(self, treatment: Treatment) -> RunResult:
+        """This rank's shard in a wrapper. Every rank must call it; blocks."""
+        model = DistributedDataParallel(self._treated(treatment), process_group=self._group)
+        factor = 1.0 if treatment.weights is None else self.world_size * treatment.weights[self._rank]
+        shard = self._selected(self._shard(treatment))
+        mine = self._run(model, shard, _SEED + 1 + self._rank, factor=factor)
+        losses = self.gather(mine.loss)
+        return RunResult(sum(losses) / len(losses), mine.gradients)
+
+    def compare(self, treatment: Treatment) -> Comparison:
+        """Rank 0's comparison of both. Every rank must call it; blocks."""
+        mine = self.difference(self.alone(replace(treatment, interleaved=False)), self.distributed(treatment))
+        received = self.gather(asdict(mine))[0]
+        return Comparison(**{**received, "differences": tuple(Difference(**each) for each in received["differences"])})
+
+    def gather(self, mine: T) -> list[T]:
+        """The values of all ranks. Every rank must call it; blocks."""
+        return gather(mine, self._group)
+
+    def decide(self, mine: Any) -> Any:
+        """Rank 0's value, so that all ranks go on in the same way. Every rank must call it; blocks."""
+        return self.gather(mine)[0]
+
+    def _treated(self, treatment: Treatment) -> nn.Module:
+        model = copy.deepcopy(self.model)
+        for module in model.modules():
+            if isinstance(module, AnyBatchNorm):
+                if treatment.norms_in_eval:
+                    _freeze_statistics(module)
+            elif drops(module):
+                if treatment.without_dropout:
+                    _stop_dropping(module)
+            elif treatment.others_in_eval:
+                module.training = False
+        return model
+
+    def _shard(self, treatment: Treatment) -> torch.Tensor:
+        every = torch.arange(self._rows)
+        if treatment.interleaved:
+            return every[self._rank :: self.world_size]
+        return every.chunk(self.world_size)[self._rank]
+
+    def _selected(self, rows: torch.Tensor | None) -> Any:
+        """Copies of these rows of the batch: a loss may change its batch in place."""
+
+        def select(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or rows is None:
+                return tensor.clone()
+            return tensor[rows.to(tensor.device)]
+
+        return tree_map_only(torch.Tensor, select, self._batch)
+
+    def _run(self, model: nn.Module, batch: Any, seed: int, *, factor: float = 1.0) -> RunResult:
+        with _undisturbed(self._devices(), self._dtype), torch.enable_grad():
+            _seed_all(seed, self._devices())
+            loss = self._loss_fn(model, batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ArgumentError(
+                    f"loss_fn must return a tensor of one element with a gradient, not {_described(loss)}"
+                )
+            if factor != 1.0:
+                loss = loss * factor
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        gradients = {
+            name: None if p.grad is None else _comparable(p.grad)
+            for name, p in inner.named_parameters()
+            if p.requires_grad
+        }
+        return RunResult(float(loss.detach()), gradients)
+
+    def _devices(self) -> list[int]:
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self._batch)]
+        devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
+        return sorted({device.index for device in devices if device.type == "cuda" and device.index is not None})
+
+    # Measures
+
+    def difference(self, alone: RunResult, other: RunResult) -> Comparison:
+        """Compare the gradients of two runs. A missing gradient is as good as zeros."""
+        pairs = {}
+        for name, a in alone.gradients.items():
+            d = other.gradients[name]
+            if a is not None or d is not None:
+                shape = (a if d is None else d).shape  # type: ignore[union-attr]  # one of them is not None
+                pairs[name] = tuple(torch.zeros(shape, dtype=torch.float64) if t is None else t for t in (a, d))
+        largest = max((_peak(t) for pair in pairs.values() for t in pair), default=0.0)
+        differences, worst = [], 0.0
+        for name, (a, d) in pairs.items():
+            gap, scale = _peak(d - a), max(_peak(a), _peak(d))
+            if not gap <= self.tolerance * (scale + _FLOOR * largest):  # also what is not a number
+                differences.append(
+                    Difference(name, _quotient((d - a).norm(), a.norm()), _quotient((d * a).sum(), (a * a).sum()))
+                )
+            worst = max(worst, gap / max(scale, _FLOOR * largest, sys.float_info.min))
+        scale = max(abs(alone.loss), abs(other.loss))
+        return Comparison(
+            loss_alone=alone.loss,
+            loss_distributed=other.loss,
+            loss_is_equal=abs(alone.loss - other.loss) <= self.tolerance * scale,
+            differences=tuple(differences),
+            largest_error=worst,
+            unused_alone=tuple(name for name, g in alone.gradients.items() if g is None),
+            unused_distributed=tuple(name for name, g in other.gradients.items() if g is None),
+        )
+
+    def error_between(self, one: RunResult, other: RunResult) -> float:
+        """The largest relative error of rank 0's two runs, 0 if within tolerance. Every rank must call it; blocks."""
+        found = self.difference(one, other)
+        return float(self.decide(found.largest_error if found.differences else 0.0))
+
+    def fitting_weights(self, treatment: Treatment) -> tuple[float, ...] | None:
+        """The factors of the ranks' gradients whose sum is the gradient alone, or None. Every rank must call it.
+
+        Found by least squares in a random projection (count sketch; Charikar, Chen and Farach-Colton 2002).
+        """
+        size = 8 * self.world_size + 64
+        alone = self.alone(treatment)
+        target = _sketch(alone, size)
+        columns = torch.tensor(self.gather(_sketch(self.on_shard(treatment), size).tolist()), dtype=torch.float64)
+        if not (columns.isfinite().all() and target.isfinite().all()):
+            return self.decide(None)  # type: ignore[no-any-return]
+        # By the pseudoinverse: where shards have the same gradient, it shares the weight equally.
+        found = torch.linalg.pinv(columns.T, rtol=1e-10) @ target
+        is_found = (columns.T @ found - target).norm() <= 100 * self.tolerance * target.norm()
+        elements = sum(g.numel() for g in alone.gradients.values() if g is not None)
+        is_telling = elements > self.world_size or bool((found - found.mean()).abs().max() < self.tolerance)
+        received = self.decide(found.tolist() if is_found and is_telling else None)
+        return None if received is None else tuple(received)
+
+
+def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks; without a group, the own. Every rank must call it; blocks."""
+    if group is None:
+        return [mine]
+    with waiting_for_peers("exchange of ddp.verify", group):
+        return gather_values(mine, group=group)
+
+
+def _described(loss: object) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return f"a {type(loss).__name__}"
+    return f"one of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module has a dropout of its own that can be switched off."""
+    if isinstance(module, AnyDropout):
+        return module.p > 0
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+
+
+def _stop_dropping(module: Any) -> None:
+    if isinstance(module, AnyDropout):
+        module.p = 0.0
+    else:
+        module.dropout = 0.0
+
+
+def _freeze_statistics(module: Any) -> None:
+    """Make a norm use statistics that do not depend on the batch: its running ones, else mean 0 and variance 1."""
+    if module.running_mean is None:
+        like = next((p for p in module.parameters(recurse=False)), None)
+        device = None if like is None else like.device
+        dtype = None if like is None else like.dtype
+        module.running_mean = torch.zeros(module.num_features, device=device, dtype=dtype)
+        module.running_var = torch.ones(module.num_features, device=device, dtype=dtype)
+        module.track_running_stats = True
+    module.eval()
+
+
+@contextmanager
+def _undisturbed(devices: Sequence[int], dtype: torch.dtype) -> Iterator[None]:
+    """Give back every random number generator as it was, and torch's default dtype, which is `dtype` meanwhile."""
+    states, default = rng.capture(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=devices):
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+            rng.restore(states)
+
+
+def _seed_all(seed: int, devices: Sequence[int]) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for index in devices:
+        torch.cuda.default_generators[index].manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
+
+
+def _comparable(grad: torch.Tensor) -> torch.Tensor:
+    """(n,) float64 on the CPU, of complex numbers both parts."""
+    dense = grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    return dense.to("cpu", torch.float64).reshape(-1)
+
+
+def _shuffled(rows: int) -> torch.Tensor:
+    """(rows,) a fixed order in which no sample keeps its place."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(_SEED))
+    return torch.empty_like(order).scatter_(0, order, order.roll(1))
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _quotient(above: torch.Tensor, below: torch.Tensor) -> float:
+    if float(below) == 0:
+        return math.inf if float(above) else math.nan
+    return float(above / below)
+
+
+def _sketch(result: RunResult, size: int) -> torch.Tensor:
+    """(size,) sums of all gradients' elements, each with a random sign in a random place, the same on every rank."""
+    total = torch.zeros(size, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, gradient in result.gradients.items():
+        if gradient is None:
+            continue
+        generator.manual_seed(_SEED + sum(name.encode()))
+        places = torch.randint(size, (gradient.numel(),), generator=generator)
+        signs = torch.randint(2, (gradient.numel(),), generator=generator, dtype=torch.float64) * 2 - 1
+        total.index_add_(0, places, gradient * signs)
+    return total
