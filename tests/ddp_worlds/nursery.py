@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_kept: list[Any] = []  # by a rank until it exits
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
 
 
@@ -155,9 +156,11 @@ def _run_rank(rank: int, world_size: int, case: str, arguments: dict[str, Any], 
     torch.manual_seed(1000 + rank)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    group = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")
     result = getattr(importlib.import_module(module), function)(**arguments)
     dist.destroy_process_group()
+    _kept.append(group)
     return result
 
 
