@@ -164,7 +164,7 @@ class Attempt:
     def start(self, message: StartWorker) -> None:
         """Start a worker, and tell of it."""
         self._orders[message.rank] = message
-        self._start(message, standing=0)
+        self._start(message, restart_policy=0)
 
     def restart(self, message: RestartWorker) -> None:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
@@ -178,18 +178,18 @@ class Attempt:
             order = cleared.order
             if cleared.left:
                 left = ", ".join(cleared.left)
-                standing = self.workers[order.rank].standing
-                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", standing)
+                restart_policy = self.workers[order.rank].restart_policy
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", restart_policy)
                 continue
             old = self.workers[order.rank]
             first = self._orders[order.rank]
             env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
             self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
-            if self._start(replace(first, env=env), standing=old.standing):
+            if self._start(replace(first, env=env), restart_policy=old.restart_policy):
                 self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
                 self._release(old)
 
-    def _start(self, message: StartWorker, *, standing: int) -> bool:
+    def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
         """Start a worker, and tell of it; return whether it runs."""
         argv = message.argv
         if message.through:
@@ -203,7 +203,7 @@ class Attempt:
         try:
             cores = self._cores(message)
         except DtrainError as error:
-            self._never_started(message.rank, str(error), standing)
+            self._never_started(message.rank, str(error), restart_policy)
             return False
         threads = message.defaults.get("OMP_NUM_THREADS")
         if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
@@ -221,11 +221,11 @@ class Attempt:
                 files=files,
                 run_tag=self._run_tag,
                 cores=cores,
-                standing=standing,
+                restart_policy=restart_policy,
             )
         except OSError as error:
             reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
-            self._never_started(message.rank, reason, standing)
+            self._never_started(message.rank, reason, restart_policy)
             return False
         self.workers[message.rank] = worker
         self._writer.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
@@ -246,7 +246,7 @@ class Attempt:
         topology, places = self._topology
         return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
 
-    def _never_started(self, rank: int, reason: str, standing: int) -> None:
+    def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(
             Exited(
                 attempt=self.number,
@@ -259,7 +259,7 @@ class Attempt:
                 error={"type": "", "message": f"could not be started: {reason}", "where": "", "inside": ""},
                 error_file=None,
                 time=time.monotonic(),
-                standing=standing,
+                restart_policy=restart_policy,
             )
         )
 
@@ -285,7 +285,7 @@ class Attempt:
             if not self._writer.holding or self._writer.closed:
                 worker.reported = True
                 self._writer.send(worker.exited(self.number))
-                if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
+                if worker.status != 0 and not worker.provoked and worker.restart_policy:  # the others go on beside it
                     self.worker_restarts.clear(worker)
 
     @property

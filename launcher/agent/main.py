@@ -271,7 +271,7 @@ class Agent:
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        self._leftovers = LeftoverSweep(message.clean)
+        self._leftovers = LeftoverSweep(message.lost_agents)
 
     def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
         """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""

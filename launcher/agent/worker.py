@@ -22,8 +22,8 @@ from launcher.protocol import Exited
 
 __all__ = ["Files", "Worker", "spawn"]
 
-_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/monitoring/progress.py
-_STANDINGS = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
+_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, restart_policy; see ddp/monitoring/progress.py
+_ALONE = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
 
 
 def spawn(
@@ -128,9 +128,9 @@ class Worker:
         files: Files,
         run_tag: RunTag,
         cores: Sequence[int] = (),
-        standing: int = 0,
+        restart_policy: int = 0,
     ) -> None:
-        """`standing` is that of the worker whose place it takes, until it says its own."""
+        """`restart_policy` is that of the worker whose place it takes, until it says its own."""
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
@@ -140,7 +140,7 @@ class Worker:
         self.reported = False
         self.ended = 0.0
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._progress, _PROGRESS.pack(0, 0, standing), 0)
+        os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
@@ -173,16 +173,16 @@ class Worker:
         return steps, saved
 
     @property
-    def standing(self) -> int:
+    def restart_policy(self) -> int:
         """Whether it is an ordinary worker (0), or its failure does not end the attempt, as far as it says so."""
-        standing = self._said()[2]
-        return standing if standing in _STANDINGS else 0
+        restart_policy = self._said()[2]
+        return restart_policy if restart_policy in _ALONE else 0
 
     def _said(self) -> tuple[int, int, int]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved, standing = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
-        return steps, saved, standing
+        steps, saved, restart_policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
+        return steps, saved, restart_policy
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
@@ -213,7 +213,7 @@ class Worker:
             error=facts or _elastic_error(text),
             error_file=text,
             time=_raised_at(facts, self.ended),
-            standing=self.standing,
+            restart_policy=self.restart_policy,
             steps=steps,
             saved=saved,
         )

@@ -166,7 +166,7 @@ class _Examination:
         try:
             greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
-            question = vars(prepare(self.spec, link.host, lease_s=0.0, clean=()))
+            question = vars(prepare(self.spec, link.host, lease_s=0.0, lost_agents=()))
             facts = decode_value(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
             return Examined(link.host, "", greeting, facts, clock)
         except DtrainError as error:

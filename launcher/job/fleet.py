@@ -99,14 +99,13 @@ class Fleet:
             self.coming.discard(state.name)
 
     def add(self, host: Host, now: float) -> HostState:
-        """Take in a host that was not known before."""
-        state = self.states[host.name] = HostState(host, heard=now)
-        self._counts[HostPhase.AWAY] += 1
-        return state
-
-    def named_again(self, state: HostState, host: Host) -> None:
-        """Note how the user names it now: its slots may be others."""
+        """Take in a host as the user names it now: it may be new, or have other slots."""
+        if host.name not in self.states:
+            self.states[host.name] = HostState(host, heard=now)
+            self._counts[HostPhase.AWAY] += 1
+        state = self.states[host.name]
         state.host = host
+        return state
 
     def want(self, state: HostState, now: float) -> None:
         """Use a host again that was dropped."""
@@ -116,33 +115,23 @@ class Fleet:
             self._move(state, HostPhase.AWAY)
             self.try_again(state, now)
 
-    def drop(self, state: HostState) -> None:
+    def drop(self, state: HostState, reason: str = "") -> None:
         """Use a host no more; it is still tried again until what it may have left is gone."""
+        state.reason = reason or state.reason
         self.dropped.add(state.name)
         self.coming.discard(state.name)
 
-    def dismiss(self, state: HostState) -> list[Command]:
-        """Tell a host on which no worker runs to end."""
-        return self.stop(state, Stop(signum=signal.SIGKILL))
-
-    def stop(self, state: HostState, order: Stop) -> list[Command]:
-        """Tell a host to end, however far it has come."""
+    def stop(self, state: HostState, signum: int = signal.SIGKILL, *, reason: str = "") -> list[Command]:
+        """Tell a host to end, however far it has come; `signum` is for its workers."""
+        state.reason = reason or state.reason
         self._move(state, HostPhase.LEAVING)
-        return [Tell(state.name, order)]
-
-    def leave(self, state: HostState) -> None:
-        """Give a host up for good that has no link."""
-        self._move(state, HostPhase.OUT)
+        return [Tell(state.name, Stop(signum=signum))]
 
     def give_up(self, state: HostState) -> list[Command]:
         """Give a host up for good, and its link if it has one."""
         has_link = state.phase is not HostPhase.AWAY
         self._move(state, HostPhase.OUT)
         return [Close(state.name)] if has_link else []
-
-    def note_reason(self, state: HostState, reason: str) -> None:
-        """Note why it cannot be used, in words."""
-        state.reason = reason
 
     def count_strike(self, state: HostState, *, failed: bool) -> None:
         """Count an attempt that ended through it; one that did not ends the row."""
@@ -191,17 +180,16 @@ class Fleet:
         state.our_address, state.heard = our_address, now
         self._move(state, HostPhase.GREETING)
 
-    def hear(self, state: HostState, message: Report, now: float) -> None:
-        """Note that a host spoke, and what its clock says if the message carries the time of its sending."""
+    def hear(self, state: HostState, message: Report | None, now: float) -> None:
+        """Note that a host spoke, and what its clock says if the message carries the time of its sending.
+
+        None: it may have spoken, since nobody reads what it says.
+        """
         state.heard = now
         if isinstance(message, Hello | Facts | Heartbeat):
             state.clock.hear(message.time, now)
             if state.rests_until is not None and state.clock.corrected(message.time) > state.rests_until:
                 state.rests_until = None
-
-    def not_read(self, state: HostState, now: float) -> None:
-        """Note that a host may have spoken, since nobody reads what it says."""
-        state.heard = now
 
     def greeted(self, state: HostState, agent_identity: str) -> None:
         state.agent_identity = agent_identity
@@ -269,13 +257,12 @@ class Fleet:
         self._move(state, HostPhase.AWAY)
         return [Close(state.name)]
 
-    def try_afresh(self, state: HostState, now: float) -> None:
-        """Try a host that is away again, as if it had not been tried yet."""
-        state.tries = 0
-        self.try_again(state, now)
+    def try_again(self, state: HostState, now: float, *, afresh: bool = False) -> None:
+        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment.
 
-    def try_again(self, state: HostState, now: float) -> None:
-        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment."""
+        `afresh`: as if it had not been tried yet.
+        """
+        state.tries = 0 if afresh else state.tries
         if state.ready_at is not None:
             state.flights = state.flights + 1 if now - state.ready_at < STEADY_S else 0
             state.ready_at = None

@@ -82,7 +82,7 @@ class Gathering:
         if problem is not None:
             return self.unusable(state, problem)
         lease_s = self._fleet.lease_s if state.leased else 0.0
-        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, clean=state.lost_agents))]
+        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""
@@ -94,13 +94,12 @@ class Gathering:
             return self.unusable(state, "; ".join([*left, *facts.problems]))
         self._fleet.checked(state, facts)
         self.problems.pop(state.name, None)
-        return self._fleet.dismiss(state) if self.closed or not self._fleet.wanted(state) else []
+        return self._fleet.stop(state) if self.closed or not self._fleet.wanted(state) else []
 
     def unusable(self, state: HostState, reason: str) -> list[Command]:
         """Note why a host that has joined cannot be used; it is told to end at once."""
         self.problems[state.name] = reason
-        self._fleet.note_reason(state, reason)
-        return [*self._fleet.dismiss(state), *self.say_unusable(state, reason)]
+        return [*self._fleet.stop(state, reason=reason), *self.say_unusable(state, reason)]
 
     def say_unusable(self, state: HostState, reason: str) -> list[Command]:
         """Say that a host cannot be used, where the run goes on without it; once."""
@@ -120,7 +119,7 @@ class Gathering:
             self._fleet.count_strike(state, failed=state.name in failed)
             wanted = self._fleet.wanted(state)
             if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
-                commands += self._fleet.dismiss(state)
+                commands += self._fleet.stop(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
             if state.strikes >= STRIKES and wanted and others >= self._spec.min_hosts:
                 commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
@@ -145,13 +144,12 @@ class Gathering:
         return [c for name, why in problems.items() for c in self._leave_out(self._fleet.states[name], why)]
 
     def _leave_out(self, state: HostState, why: str) -> list[Command]:
-        self._fleet.drop(state)
-        self._fleet.note_reason(state, why)
+        self._fleet.drop(state, why)
         notice = Notice(f"{state.name} is excluded from further attempts: {why}")
         if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
-            return [notice, *([] if self._fleet.works(state) else self._fleet.dismiss(state))]
+            return [notice, *([] if self._fleet.works(state) else self._fleet.stop(state))]
         if state.phase is HostPhase.AWAY and not self._fleet.dirty(state):
-            self._fleet.leave(state)
+            self._fleet.give_up(state)
         return [notice]
 
     def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
@@ -164,12 +162,10 @@ class Gathering:
             if state.name not in named and self._fleet.wanted(state):
                 commands += self._leave_out(state, "it is no longer named by --hosts-script")
         for host in hosts:
-            state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
+            state = self._fleet.add(host, now)
             if state.link == 0:
                 commands.append(self._fleet.open(state))
-                continue
-            self._fleet.named_again(state, host)
-            if not self._fleet.wanted(state):
+            elif not self._fleet.wanted(state):
                 self._fleet.want(state, now)
         return commands
 

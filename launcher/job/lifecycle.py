@@ -4,8 +4,8 @@
                                                                              -> stopping -> ended
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
-attempt.py, what the cause was in cause.py, whether there is another, and which processes fail without ending it, in
-restarts.py, how the run ends in stopping.py and outcome.py.
+attempt.py, what the cause was in failure.py, whether there is another, and which processes fail without ending it,
+in restarts.py, how the run ends in stopping.py and outcome.py.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import signal
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members
-from launcher.job.cause import first_cause
 from launcher.job.events import Command, Notice, Tell
 from launcher.job.evidence_round import EvidenceRounds
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, fit, misfits
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.restarts import FailedAttempt, RestartDecision, WorkerRestarts, failed_attempt, judge, judge_early
+from launcher.job.restarts import FailedAttempt, WorkerRestarts, failed_attempt, judge, judge_early
 from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
@@ -167,7 +166,7 @@ class Lifecycle:
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
             return []
-        if not attempt.all_started or attempt.any_ended or len(attempt.members) >= self.spec.max_hosts:
+        if not attempt.all_started or attempt.ended or len(attempt.members) >= self.spec.max_hosts:
             return []
         if state is None:
             members = set(attempt.members)
@@ -201,8 +200,8 @@ class Lifecycle:
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
         """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
-        decision, notices = self.restarts.failed(self.current, failure, exited, now)
-        if decision is RestartDecision.ENDS:
+        notices = self.restarts.failed(self.current, failure, exited, now)
+        if notices is None:
             return self.fail(failure, now)
         return [*notices, *(self.stop(now) if self.current.finished else [])]
 
@@ -235,10 +234,10 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            restart = judge_early(self.spec, self.past, cause)
+            decision = judge_early(self.spec, self.past, cause)
             last_word = self.restarts.last_word(cause)
-            if restart.again_after_s is None or last_word is not None:
-                return self.stop(now, no_restart_reason=restart.reason if last_word is None else last_word)
+            if decision.again_after_s is None or last_word is not None:
+                return self.stop(now, no_restart_reason=decision.reason if last_word is None else last_word)
         attempt.stopped_at = now
         commands = self.evidence.end(attempt)
         self._enter(Phase.ENDING)
@@ -256,10 +255,10 @@ class Lifecycle:
         if cause is not None:
             ran_s = max(0.0, cause.at - attempt.began)
             self.past.append(failed_attempt(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
-            restart = judge(self.spec, self.past)
-            if restart.again_after_s is None:
-                return self.stop(now, no_restart_reason=restart.reason)
-            delay_s = restart.again_after_s
+            decision = judge(self.spec, self.past)
+            if decision.again_after_s is None:
+                return self.stop(now, no_restart_reason=decision.reason)
+            delay_s = decision.again_after_s
             notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
         commands = self.gathering.leave_out(attempt, cause)
         self._enter(Phase.GATHERING)

@@ -31,7 +31,7 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     return None
 
 
-def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) -> Prepare:
+def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[str]) -> Prepare:
     command = spec.command
     return Prepare(
         run_id=spec.run_id,
@@ -41,7 +41,7 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) 
         export={} if host.kind is HostKind.JOINED else dict(spec.export),  # who typed the command there said it there
         grace_s=spec.grace_s,
         lease_s=lease_s,
-        clean=list(clean),
+        lost_agents=list(lost_agents),
         part=host.part,
         parts=host.parts,
         interfaces=list(spec.interfaces),

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from launcher.errors import DtrainError
 from launcher.job.attempt import AttemptState
-from launcher.job.cause import first_cause
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
 from launcher.placement.job_spec import JobSpec

@@ -68,7 +68,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             export={},
             grace_s=10.0,
             lease_s=0.6 * T,
-            clean=[],
+            lost_agents=[],
             part=0,
             parts=1,
             interfaces=[],
@@ -690,7 +690,7 @@ def test_a_host_that_is_lost_between_attempts_is_waited_for() -> None:
     drive.swept("a")
     assert opened(drive.event(Tick())) == ["b"]
     drive.join("b")
-    clean = messages(drive.commands, Prepare)[-1].clean
+    clean = messages(drive.commands, Prepare)[-1].lost_agents
     assert clean == ["b1"], "its new agent ends what the lost one left, before it answers"
     assert drive.job.phase is Phase.ENDING
     assert told(drive.check("b"), OpenStore) == ["a"]
@@ -1208,7 +1208,7 @@ def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     assert drive.job.outcome is None
     assert opened(drive.event(Tick())) == ["b"]
     drive.join("b")
-    assert messages(drive.commands, Prepare)[-1].clean == ["b1"]
+    assert messages(drive.commands, Prepare)[-1].lost_agents == ["b1"]
     assert told(drive.check("b"), Stop) == ["b"]
     drive.goodbye("b")
     assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
@@ -1272,7 +1272,7 @@ def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
     assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
     drive.wait(1, heard="a")
     drive.join("b")
-    assert messages(drive.commands, Prepare)[-1].clean[0] == "b1"
+    assert messages(drive.commands, Prepare)[-1].lost_agents[0] == "b1"
     assert told(drive.check("b"), OpenStore) == ["a"]
 
 
@@ -1320,9 +1320,9 @@ def running(*names: str, **changes: Any) -> Drive:
     return drive
 
 
-def fails_alone(drive: Drive, rank: int, standing: int = 1, status: int = -9, **changes: Any) -> list[Command]:
+def fails_alone(drive: Drive, rank: int, restart_policy: int = 1, status: int = -9, **changes: Any) -> list[Command]:
     host = drive.host_of(rank)
-    return drive.say(host, drive.exited(host, rank, status, standing=standing, **changes))
+    return drive.say(host, drive.exited(host, rank, status, restart_policy=restart_policy, **changes))
 
 
 def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> None:
@@ -1333,7 +1333,9 @@ def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> N
         "rank 3 on b was killed by SIGKILL after 12.3 s; only this worker restarts (restart 1 of 3)"
     ]
     drive.say("b", Started(0, 3, 200, drive.time("b")))
-    assert messages(fails_alone(drive, 2, standing=2, status=1), RestartWorker) == [RestartWorker(2, 0, restart=1)]
+    assert messages(fails_alone(drive, 2, restart_policy=2, status=1), RestartWorker) == [
+        RestartWorker(2, 0, restart=1)
+    ]
     again = fails_alone(drive, 3) + drive.wait(0.5, heard="ab")
     assert messages(again, RestartWorker) == [RestartWorker(3, 0, restart=2)]
     assert notices(again) == [
@@ -1424,9 +1426,9 @@ def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
 
 def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
     drive = running("a", "b", max_restarts=1)
-    fails_alone(drive, 3, standing=2)
+    fails_alone(drive, 3, restart_policy=2)
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
-    fails_alone(drive, 3, standing=2, status=-11, ran_s=40.0)
+    fails_alone(drive, 3, restart_policy=2, status=-11, ran_s=40.0)
     drive.collected()
     assert drive.job.phase is Phase.STOPPING
     drive.stop_all()
@@ -1439,11 +1441,11 @@ def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_resta
 def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
     drive = running("a", "b", max_restarts=100)
     for life in range(5):
-        fails_alone(drive, 3, standing=2, status=3)
+        fails_alone(drive, 3, restart_policy=2, status=3)
         if life < 4:
             drive.wait(5.0, heard="ab")
             drive.say("b", Started(0, 3, 200, drive.time("b")))
-            fails_alone(drive, 2, standing=1, status=3)  # of another rank: it says nothing of that one
+            fails_alone(drive, 2, restart_policy=1, status=3)  # of another rank: it says nothing of that one
             drive.say("b", Started(0, 2, 300, drive.time("b")))
     drive.collected()
     assert drive.job.phase is Phase.STOPPING
@@ -1478,10 +1480,10 @@ def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
 def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
     drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0)
     for _ in range(3):
-        fails_alone(drive, 3, standing=2, status=3)
+        fails_alone(drive, 3, restart_policy=2, status=3)
         drive.wait(1.1, heard="ab")
         drive.say("b", Started(0, 3, 200, drive.time("b")))
-    fails_alone(drive, 3, standing=2, status=3)
+    fails_alone(drive, 3, restart_policy=2, status=3)
     drive.wait(1.9, heard="ab")
     assert drive.job.phase is Phase.RUNNING
     drive.wait(10.0, heard="ab")  # sweeping what it left takes a while
