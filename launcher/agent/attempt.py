@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from launcher.protocol import (
     OpenStore,
     Output,
     PortsReserved,
+    Prepare,
     ReservePorts,
     RestartWorker,
     Started,
@@ -53,20 +54,18 @@ class Attempt:
     def __init__(
         self,
         number: int,
+        prepared: Prepare,
         *,
         folder: str,
         run_tag: RunTag,
         selector: selectors.BaseSelector,
         writer: StreamWriter,
         store_process: StoreProcess,
-        interfaces: Sequence[str],
-        workdir: str,
-        grace_s: float,
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.worker_restarts = WorkerRestarts(run_tag, grace_s=grace_s)
-        self._workdir = workdir
+        self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
+        self._workdir = prepared.workdir
         self._orders: dict[int, StartWorker] = {}
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
@@ -76,7 +75,7 @@ class Attempt:
         self._writer = writer
         self._store: RendezvousStore | None = None
         self._store_process = store_process
-        self._interfaces = interfaces
+        self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
         self._topology: tuple[Topology, list[int]] | None = None  # and the NUMA nodes of the GPUs, once they are known
@@ -111,12 +110,12 @@ class Attempt:
 
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
-            self._store = RendezvousStore(address, message.port, self._store_process, exact=message.exact)
+            self._store = RendezvousStore(
+                address, message.port, self._store_process, self._selector, exact=message.exact
+            )
         except DtrainError as error:
-            self._writer.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
+            self._store_failed(str(error))
             return
-        assert self._store.listening is not None
-        self._watch(self._store.listening.fileno(), self._first_client)
         self._writer.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
 
     def reserve_ports(self, message: ReservePorts, address: str) -> None:
@@ -127,8 +126,7 @@ class Attempt:
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
                 self._reserved[-1].bind((address, 0))
         except OSError as error:
-            reason = f"cannot find free ports on {address}: {error.strerror}"
-            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            self._store_failed(f"cannot find free ports on {address}: {error.strerror}")
             return
         ports = [reserved.getsockname()[1] for reserved in self._reserved]
         self._writer.send(PortsReserved(attempt=self.number, address=address, ports=ports))
@@ -137,27 +135,18 @@ class Attempt:
         while self._reserved:
             self._reserved.pop().close()
 
-    def _first_client(self) -> None:
-        if self._store is None or self._store.listening is None:  # closed since the selector looked
-            return
-        self._selector.unregister(self._store.listening.fileno())
-        self._store.start()
-
     def store_ended(self, last_words: str) -> None:
         """Take note that the store's process was reaped."""
         if self._store is not None and self._store.listening is None:
-            reason = f"the store's process ended: {last_words}"
-            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            self._store_failed(f"the store's process ended: {last_words}")
+
+    def _store_failed(self, reason: str) -> None:
+        self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
 
     def close_store(self, *, keep_process: bool) -> int | None:
         """Release the store's port; return the pid of its process if that has to be reaped yet."""
-        if self._store is None:
-            return None
-        if self._store.listening is not None:
-            self._selector.unregister(self._store.listening.fileno())
-        killed = self._store.close(keep_process=keep_process)
-        self._store = None
-        return killed
+        store, self._store = self._store, None
+        return None if store is None else store.close(keep_process=keep_process)
 
     # ---- the workers ----
 
@@ -169,19 +158,16 @@ class Attempt:
     def restart(self, message: RestartWorker) -> None:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
         worker = self.workers.get(message.rank)
-        if worker is not None and worker.reported:
+        if worker is not None and worker.reported and message.attempt == self.number:
             self.worker_restarts.take(message)
 
     def go_on(self) -> None:
         """Go on with those that are to be started again."""
-        for cleared in self.worker_restarts.step():
-            order = cleared.order
-            if cleared.left:
-                left = ", ".join(cleared.left)
-                restart_policy = self.workers[order.rank].restart_policy
-                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", restart_policy)
-                continue
+        for order, left in self.worker_restarts.step():
             old = self.workers[order.rank]
+            if left:
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", old.restart_policy)
+                continue
             first = self._orders[order.rank]
             env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
             self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
@@ -199,7 +185,7 @@ class Attempt:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
-        files = Files.of(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
+        files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores(message)
         except DtrainError as error:
@@ -324,10 +310,8 @@ class Attempt:
 
     def _watch_pipes(self, worker: Worker) -> None:
         for descriptor in worker.pipes:
-            self._watch(descriptor, partial(self._read_pipe, worker, descriptor))
-
-    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, action)
+            read = partial(self._read_pipe, worker, descriptor)
+            self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def _drain(self, worker: Worker) -> None:
         for descriptor in list(worker.pipes):

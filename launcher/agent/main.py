@@ -22,7 +22,7 @@ from launcher import __version__
 from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
-from launcher.agent.evidence_round import EvidenceRound
+from launcher.agent.evidence import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
@@ -30,7 +30,6 @@ from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.suspension import Suspension
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
@@ -63,12 +62,10 @@ FLUSH_S = 5.0
 def main() -> None:
     processes.adopt_orphans()
     processes.raise_file_limit()
-    run_tag, limits, parent = RunTag.new(), Limits(), os.getpid()
+    run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(
-            guard(guarded, run_tag, limits)
-        )  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(guard(guarded, run_tag, limits))  # not sys.exit: its teardown would only take time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
@@ -100,7 +97,7 @@ class Agent:
         self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
-        self._suspension: Suspension | None = None
+        self._suspension: processes.Suspension | None = None
         self._evidence_round = EvidenceRound(self._writer)
         self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
@@ -157,9 +154,7 @@ class Agent:
     def _pause_s(self) -> float:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now]
-        pauses += [
-            work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work is not None
-        ]
+        pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work]
         if self._attempt_end is not None and self._leftovers is None:
             pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
@@ -243,26 +238,26 @@ class Agent:
             self._exit(signal.SIGTERM, str(error))
 
     def _obey(self, message: Message) -> None:
-        if isinstance(message, Heartbeat):
-            self._lease.beat(message.time, time.monotonic())
-        elif isinstance(message, Prepare):
-            self._prepare(message)
-        elif isinstance(message, OpenStore | ReservePorts | StartWorker):
-            self._begin(message)
-        elif isinstance(message, RestartWorker):
-            if self._attempt is not None and self._attempt.number == message.attempt and self._attempt_end is None:
-                self._attempt.restart(message)
-        elif isinstance(message, SignalWorkers):
-            if self._attempt is not None:
-                self._attempt.signal(message.signum, stop=False)
-        elif isinstance(message, Suspend):
-            self._suspend(message.suspended)
-        elif isinstance(message, Collect):
-            self._evidence_round.begin(message, None if self._attempt_end is not None else self._attempt)
-        elif isinstance(message, EndAttempt):
-            self._end_attempt(message)
-        elif isinstance(message, Stop):
-            self._exit(message.signum, "")
+        attempt = self._attempt
+        match message:
+            case Heartbeat():
+                self._lease.beat(message.time, time.monotonic())
+            case Prepare():
+                self._prepare(message)
+            case OpenStore() | ReservePorts() | StartWorker():
+                self._begin(message)
+            case RestartWorker() if attempt is not None and self._attempt_end is None:
+                attempt.restart(message)
+            case SignalWorkers() if attempt is not None:
+                attempt.signal(message.signum, stop=False)
+            case Suspend():
+                self._suspend(message.suspended)
+            case Collect():
+                self._evidence_round.begin(message, attempt if self._attempt_end is None else None)
+            case EndAttempt():
+                self._end_attempt(message)
+            case Stop():
+                self._exit(message.signum, "")
 
     # ---- what it is told ----
 
@@ -288,29 +283,23 @@ class Agent:
         facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
-        self._lease.renew(
-            time.monotonic()
-        )  # before it is told, so that it never begins later than the controller knows
+        self._lease.renew(time.monotonic())  # first, so that it never begins later than the controller knows
         self._writer.send(facts)
 
     def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
         """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
         assert self._prepared is not None
-        if (
-            self._attempt_end is not None or time.monotonic() >= self._lease.end
-        ):  # after a thaw, that is looked at later
+        if self._attempt_end is not None or time.monotonic() >= self._lease.end:  # after a thaw, seen later than this
             return
         if self._attempt is None:
             self._attempt = Attempt(
                 message.attempt,
+                self._prepared,
                 folder=self._folder,
                 run_tag=self._run_tag,
                 selector=self._selector,
                 writer=self._writer,
                 store_process=self._store_process,
-                interfaces=self._prepared.interfaces,
-                workdir=self._prepared.workdir,
-                grace_s=self._prepared.grace_s,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._address(message))
@@ -327,7 +316,7 @@ class Agent:
     def _suspend(self, suspended: bool) -> None:
         if suspended and self._suspension is None and self._attempt_end is None:
             self._lease.rest()
-            self._suspension = Suspension(self._members)
+            self._suspension = processes.Suspension(self._members)
             self._suspension.step()
         elif not suspended:
             self._go_on()
@@ -339,10 +328,8 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        store = self._store_process.pid
-        return self._run_tag.members(
-            ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store]
-        )
+        spare = [pid for pid in (self._guard, self._store_process.pid) if pid is not None]
+        return self._run_tag.members(ancestor=os.getpid(), spare=spare)
 
     # ---- the end of an attempt, and of the agent ----
 

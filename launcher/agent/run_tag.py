@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from launcher.agent import temp_folder
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
-from launcher.machine.processes import Process, Sweep
+from launcher.machine.processes import Process
 
 __all__ = ["NAME", "RunTag"]
 
@@ -31,6 +31,7 @@ class RunTag:
             raise ValueError(f"{value[:40]!r} is no run tag")
         self.value = value
         self.cgroup = cgroup
+        self.variables = {NAME: value}  # for a worker's environment
         self._variable = f"{NAME}={value}".encode()
         self._number = int(value[:10], 16)
         self._workers = 0
@@ -40,18 +41,13 @@ class RunTag:
         value = os.urandom(16).hex()
         return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"))
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """What a worker's environment gets."""
-        return {NAME: self.value}
-
     def number_worker(self) -> int:
         """Return a number for a worker that none before it had, or none for long."""
         self._workers = (self._workers + 1) % (1 << _WORKER_BITS)
         return self._workers
 
     def put_on(self, worker: int = 0) -> None:
-        """RunTag this process, between fork and exec, in the two other ways, as the worker of that number."""
+        """Mark this process, between fork and exec, in the two other ways, as the worker of that number."""
         processes.set_tag_number(self._tag_number(worker))
         if self.cgroup is not None:
             self.cgroup.enter()
@@ -73,25 +69,6 @@ class RunTag:
             return processes.tag_number_of(process.pid) == tag_number or processes.has_variable(process, encoded)
 
         return processes.related(ancestor=None, ours=is_its, spare=[os.getpid()])
-
-    def sweep(
-        self,
-        *,
-        ancestor: int,
-        grace_s: float = 0.0,
-        spare: Iterable[int] = (),
-        kill_wait_s: float = 5.0,
-        adopted: bool = True,
-    ) -> Sweep:
-        """Return what ends all members; see Sweep."""
-        spared = list(spare)
-        return Sweep(
-            lambda: self.members(ancestor=ancestor, spare=spared),
-            grace_s=grace_s,
-            kill_wait_s=kill_wait_s,
-            adopted=adopted,
-            kill_all=self.kill_group,
-        )
 
     def kill_group(self) -> None:
         if self.cgroup is not None:

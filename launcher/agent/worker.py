@@ -13,7 +13,6 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.agent.run_tag import RunTag
@@ -67,12 +66,7 @@ def spawn(
     return pid
 
 
-def _become(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    cwd: str,
-    streams: tuple[int | None, int, int],
-) -> None:
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: tuple[int | None, int, int]) -> None:
     os.setsid()
     processes.restore_file_limit()
     signal.set_wakeup_fd(-1)
@@ -86,33 +80,18 @@ def _become(
     os.execvpe(argv[0], list(argv), dict(env))
 
 
-@dataclass(frozen=True)
 class Files:
-    """The files of one worker in the agent's folder. Their names begin with the attempt's number."""
+    """The files of one worker in the agent's folder. Their names begin with the attempt's number.
 
-    error: Path
+    `life` counts how often the worker was started again alone: what the dead one wrote is not taken for its.
+    """
 
-    @classmethod
-    def of(cls, folder: str, attempt: int, rank: int, life: int = 0) -> Files:
-        """`life` counts how often the worker was started again alone: what the dead one wrote is not taken for its."""
-        return cls(Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json"))
-
-    @property
-    def facts(self) -> Path:
-        return self.error.with_name(self.error.name + ".facts")
-
-    @property
-    def stack(self) -> Path:
-        return self.error.with_name(self.error.name + ".stack")
-
-    @property
-    def progress(self) -> Path:
-        return self.error.with_name(self.error.name + ".progress")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What tells the worker of them."""
-        return {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
+    def __init__(self, folder: str, attempt: int, rank: int, life: int = 0) -> None:
+        self.error = Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json")
+        self.facts = Path(f"{self.error}.facts")
+        self.stack = Path(f"{self.error}.stack")
+        self.progress = Path(f"{self.error}.progress")
+        self.variables = {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
 
 
 class Worker:
@@ -169,8 +148,7 @@ class Worker:
     @property
     def progress(self) -> tuple[int, int]:
         """How many steps it made and how many checkpoints it saved, as far as it says so."""
-        steps, saved, _ = self._said()
-        return steps, saved
+        return self._said()[:2]
 
     @property
     def restart_policy(self) -> int:
@@ -181,8 +159,8 @@ class Worker:
     def _said(self) -> tuple[int, int, int]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved, restart_policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
-        return steps, saved, restart_policy
+        steps, saved, policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
+        return steps, saved, policy
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)

@@ -98,7 +98,7 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
 
 
 def _leads(options: Options, address: str) -> bool:
-    from launcher.machine.routes import is_own
+    from launcher.machine.network import is_own
 
     return is_own(address) if options.rdzv_is_host is None else options.rdzv_is_host
 

@@ -18,8 +18,7 @@ from functools import partial
 from launcher.cli.node_role import NodeRole, is_loopback
 from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import AGENT_WORKDIR
-from launcher.machine.network import choose_address
-from launcher.machine.routes import addresses, is_own
+from launcher.machine.network import addresses, choose_address, is_own
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError, dial

@@ -24,7 +24,7 @@ from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.restarts import FailedAttempt, WorkerRestarts, failed_attempt, judge, judge_early
+from launcher.job.restarts import Restarts
 from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
@@ -36,7 +36,7 @@ ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 
 
 class Lifecycle:
-    """`attempt` is the newest; `past` what failed before; `stopping` is set once the run ends."""
+    """`attempt` is the newest; `stopping` is set once the run ends."""
 
     def __init__(self, spec: JobSpec, now: float, run_key: str) -> None:
         self.spec = spec
@@ -46,8 +46,7 @@ class Lifecycle:
         self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
-        self.past: list[FailedAttempt] = []
-        self.restarts = WorkerRestarts(spec, self.past, timers)
+        self.restarts = Restarts(spec, timers)
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
@@ -153,9 +152,8 @@ class Lifecycle:
             attempt.ports_wanted.discard(host)
         if attempt.store is None or attempt.ports_wanted:
             return []
-        placement, ports = attempt.placement, attempt.ports
         try:
-            starts = [*start_workers(self.spec, placement, attempt.store, ports, attempt.number, run_key=self._run_key)]
+            starts = [*start_workers(self.spec, attempt.placement, attempt.store, attempt.ports, run_key=self._run_key)]
         except PlacementError as error:
             return self.stop(now, error=error)
         self.phase = Phase.RUNNING  # the time for the start goes on
@@ -234,10 +232,9 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            decision = judge_early(self.spec, self.past, cause)
-            last_word = self.restarts.last_word(cause)
-            if decision.again_after_s is None or last_word is not None:
-                return self.stop(now, no_restart_reason=decision.reason if last_word is None else last_word)
+            decision = self.restarts.judge_early(cause)
+            if decision.again_after_s is None:
+                return self.stop(now, no_restart_reason=decision.reason)
         attempt.stopped_at = now
         commands = self.evidence.end(attempt)
         self._enter(Phase.ENDING)
@@ -253,9 +250,7 @@ class Lifecycle:
             return self.stop(now)
         delay_s, notices = 0.0, []
         if cause is not None:
-            ran_s = max(0.0, cause.at - attempt.began)
-            self.past.append(failed_attempt(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
-            decision = judge(self.spec, self.past)
+            decision = self.restarts.attempt_failed(attempt, cause)
             if decision.again_after_s is None:
                 return self.stop(now, no_restart_reason=decision.reason)
             delay_s = decision.again_after_s

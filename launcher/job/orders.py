@@ -94,13 +94,7 @@ def _another(state: HostState, hosts: Sequence[HostState]) -> str:
 
 
 def start_workers(
-    spec: JobSpec,
-    placement: Placement,
-    store: StoreOpened,
-    ports: Mapping[str, PortsReserved],
-    attempt: int,
-    *,
-    run_key: str,
+    spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], *, run_key: str
 ) -> Iterator[Tell]:
     """Yield the order to start each worker, for the agent of its host. Raises PlacementError."""
     addresses = _addresses(spec, placement, ports)
@@ -108,31 +102,16 @@ def start_workers(
     others = ecosystem_environments(spec.env_for, placement, addresses)
     for worker, for_others in zip(placement.workers, others, strict=True):
         command = spec.command_of(worker.role)
-        env = worker_environment(
-            placement,
-            worker,
-            roles=roles,
-            run_key=run_key,
-            run_id=spec.run_id,
-            attempt=attempt,
-            max_restarts=spec.first_attempt + spec.max_restarts,
-            elastic=spec.elastic,
-            signals=spec.signals,
-            master_addr=store.address,
-            master_port=store.port,
-        )
-        env |= for_others
+        env = worker_environment(spec, placement, worker, store, roles=roles, run_key=run_key)
         args = command.args
         if spec.pass_local_rank:
             args = (f"--local-rank={worker.local_rank}", *args)
-        if spec.virtual_local_rank or (worker.bound and len(worker.gpus) == 1):
-            env["LOCAL_RANK"] = "0"  # cuda:LOCAL_RANK is its own
         start = StartWorker(
             rank=worker.rank,
-            attempt=attempt,
+            attempt=store.attempt,
             through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
             argv=[command.target, *args],
-            env=env,
+            env={**env, **for_others},
             defaults=worker_defaults(worker),
             local_rank=worker.local_rank,
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",

@@ -23,7 +23,7 @@ from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker
 
-__all__ = ["RestartDecision", "WorkerRestarts", "failed_attempt", "judge", "judge_early"]
+__all__ = ["RestartDecision", "Restarts", "failed_attempt", "judge"]
 
 FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
 PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
@@ -68,11 +68,6 @@ class RestartDecision:
     reason: str = ""
 
 
-def judge_early(spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure) -> RestartDecision:
-    """Decide while an attempt is about to end by this cause: as if it had made progress, which is known later only."""
-    return judge(spec, [*past, failed_attempt(spec, cause, ran_s=cause.ran_s, saved=1)])
-
-
 def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> FailedAttempt:
     free = spec.elastic and cause.kind is FailureKind.HOST_LOST
     return FailedAttempt(cause, ran_s, saved, free)
@@ -115,13 +110,13 @@ def _is_futile(cause: Failure) -> bool:
     return cause.kind is FailureKind.EXITED and cause.status in _FUTILE_CODES
 
 
-class WorkerRestarts:
-    """Shares `past` with the job. `count` is of restarts of single processes."""
+class Restarts:
+    """`past` is what has failed before in the run; `count` is of restarts of single processes."""
 
-    def __init__(self, spec: JobSpec, past: list[FailedAttempt], timers: Timers) -> None:
+    def __init__(self, spec: JobSpec, timers: Timers) -> None:
         self.count = 0
+        self.past: list[FailedAttempt] = []
         self._spec = spec
-        self._past = past
         self._failed: list[tuple[Failure, FailedAttempt | None]] = []  # in this attempt, and what was counted for it
         self._timers = timers
         self._waiting: list[int] = []  # ranks that are to be started again, each at its Timer.RESTART
@@ -144,15 +139,15 @@ class WorkerRestarts:
         rank = exited.rank
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
-        decision = judge(self._spec, [*self._past, made])
+        decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is not None:
-            self._past.append(made)
+            self.past.append(made)
             self._failed.append((failure, made))
             self.count += 1
             wait_s = max(decision.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
             self._timers.set((Timer.RESTART, rank), now + wait_s)
             self._waiting.append(rank)
-            number = f"restart {_restarts_used(self._past)} of {self._spec.max_restarts}"
+            number = f"restart {_restarts_used(self.past)} of {self._spec.max_restarts}"
             return [Notice(starts_again(failure, number, wait_s))]
         if exited.restart_policy != WITHOUT_IT:
             self._last = (decision.reason, [failure])
@@ -166,10 +161,18 @@ class WorkerRestarts:
         attempt.left_out = []
         return None
 
-    def last_word(self, cause: Failure) -> str | None:
-        """Return why there is to be no other attempt after one that ended by this cause, if that is decided."""
+    def judge_early(self, cause: Failure) -> RestartDecision:
+        """Decide while an attempt is about to end by this cause: as if it had made progress, known only later."""
         reason, failures = self._last
-        return reason if any(failure is cause for failure in failures) else None
+        if any(failure is cause for failure in failures):
+            return RestartDecision(None, reason)
+        return judge(self._spec, [*self.past, failed_attempt(self._spec, cause, ran_s=cause.ran_s, saved=1)])
+
+    def attempt_failed(self, attempt: AttemptState, cause: Failure) -> RestartDecision:
+        """Decide after an attempt that has ended by this cause."""
+        ran_s = max(0.0, cause.at - attempt.began)
+        self.past.append(failed_attempt(self._spec, cause, ran_s=ran_s, saved=attempt.saved))
+        return judge(self._spec, self.past)
 
     def due(self, attempt: AttemptState, now: float) -> list[Command]:
         """Start those again whose time has come."""
@@ -203,9 +206,9 @@ class WorkerRestarts:
         self._cancel()
 
     def _uncount(self, made: FailedAttempt | None) -> None:
-        kept = [past for past in self._past if past is not made]
-        self.count -= len(self._past) - len(kept)
-        self._past[:] = kept
+        kept = [past for past in self.past if past is not made]
+        self.count -= len(self.past) - len(kept)
+        self.past[:] = kept
 
     def _cancel(self) -> None:
         self._timers.cancel(*((Timer.RESTART, rank) for rank in self._waiting))

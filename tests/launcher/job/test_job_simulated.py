@@ -73,7 +73,7 @@ from launcher.protocol import (
 )
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000")), 20
-LIMITS = Limits()  # for nobody: the guards here know by themselves
+LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -307,11 +307,11 @@ class World:
     def handle(self, event: Event) -> None:
         if self.trace and not (isinstance(event, Tick) or _is_beat(event)):
             self.say(f"<- {event}")
-        past, attempt = len(self.job._run.past), self.job.attempt
+        past, attempt = len(self.job._run.restarts.past), self.job.attempt
         commands = self.job.handle(event, self.now)
-        if len(self.job._run.past) > past and self.job._run.past[-1].rank is None:
+        if len(self.job._run.restarts.past) > past and self.job._run.restarts.past[-1].rank is None:
             assert attempt is not None
-            self.check_cause(attempt, self.job._run.past[-1].cause)
+            self.check_cause(attempt, self.job._run.restarts.past[-1].cause)
             self.check_strikes()
         self.obey(commands)
 
@@ -1058,7 +1058,7 @@ class World:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
     def check_strikes(self) -> None:
-        past = [attempt for attempt in self.job._run.past if attempt.rank is None]
+        past = [attempt for attempt in self.job._run.restarts.past if attempt.rank is None]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
@@ -1079,7 +1079,7 @@ class World:
         for name, node in self.nodes.items():
             living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
-        free = sum(attempt.free for attempt in job._run.past)
+        free = sum(attempt.free for attempt in job._run.restarts.past)
         assert outcome.attempts - 1 - self.grown - free + outcome.worker_restarts <= spec.max_restarts
         assert free == 0 or spec.elastic
         if outcome.error is not None:
@@ -1233,7 +1233,7 @@ def test_ten_thousand_ranks_from_the_start_through_a_failure_and_a_restart_to_th
     outcome = large.job.outcome
     assert outcome is not None
     assert (outcome.exit_code, outcome.attempts, outcome.world_size, outcome.hosts) == (0, 2, 10_000, 1250)
-    assert [attempt.cause.rank for attempt in large.job._run.past] == [0]
+    assert [attempt.cause.rank for attempt in large.job._run.restarts.past] == [0]
     print(f"{large.steps} events in {time.process_time() - began:.1f} s")
 
 
