@@ -95,6 +95,14 @@ class ReservePorts(Command):
 
 
 @dataclass(frozen=True)
+class SharePrefixes(Command):
+    """Say how the values of some variables of StartWorker.env begin, which only have the rest: it may be long."""
+
+    attempt: int
+    prefixes: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class StartWorker(Command):
     rank: int
     attempt: int
@@ -105,7 +113,7 @@ class StartWorker(Command):
     local_rank: int = 0  # on its host, whatever LOCAL_RANK says
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
     gpu: int = 0  # its first GPU, by the place in Facts.gpus; without GPUs its local rank
-    beside: int = 1  # how many workers of its role the host has
+    local_world_size: int = 1  # how many workers of its role the host has
 
 
 @dataclass(frozen=True)

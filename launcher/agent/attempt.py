@@ -64,6 +64,7 @@ class Attempt:
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
+        self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self._workdir = prepared.workdir
         self._orders: dict[int, StartWorker] = {}
@@ -151,7 +152,7 @@ class Attempt:
     # ---- the workers ----
 
     def start(self, message: StartWorker) -> None:
-        """Start a worker, and tell of it."""
+        """Start a worker, and report that."""
         self._orders[message.rank] = message
         self._start(message, restart_policy=0)
 
@@ -176,7 +177,7 @@ class Attempt:
                 self._release(old)
 
     def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
-        """Start a worker, and tell of it; return whether it runs."""
+        """Start a worker, and report that; return whether it runs."""
         argv = message.argv
         if message.through:
             argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
@@ -184,7 +185,8 @@ class Attempt:
         if self._sockets is None:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
-        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
+        own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores(message)
@@ -230,7 +232,7 @@ class Attempt:
             places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
             self._topology = numa.read_topology(devices.cores()), places
         topology, places = self._topology
-        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
+        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.local_world_size)
 
     def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(
@@ -276,7 +278,7 @@ class Attempt:
 
     @property
     def reported(self) -> bool:
-        """Whether there is nothing more to tell of it, or nobody to tell it to."""
+        """Whether there is nothing more to report of it, or nobody to report it to."""
         ended = (worker for worker in self.workers.values() if worker.status is not None)
         return self._writer.closed or (not self._writer.holding and all(worker.reported for worker in ended))
 

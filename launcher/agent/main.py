@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from launcher import __version__
 from launcher.agent import temp_folder
@@ -48,6 +48,7 @@ from launcher.protocol import (
     Prepare,
     ReservePorts,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     StartWorker,
     Stop,
@@ -101,7 +102,7 @@ class Agent:
         self._evidence_round = EvidenceRound(self._writer)
         self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
-        self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
+        self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
         self._left: list[str] = []
         self._done = False
         self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
@@ -115,15 +116,14 @@ class Agent:
         for descriptor in (0, 1, wake_read, wake_write):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._told_to_end)
-        for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
+        ignored = (signal.SIGCHLD, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # USR: SLURM sends it to all
+        for signum in ignored:
             signal.signal(signum, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
-        self._watch(0, self._read_controller)
-        self._watch(wake_read, lambda: self._children_ended(wake_read))
+        self._selector.register(0, selectors.EVENT_READ, self._read_controller)
+        self._selector.register(wake_read, selectors.EVENT_READ, partial(self._children_ended, wake_read))
         self._writer.put(PREAMBLE)
         self._writer.send(
             Hello(
@@ -148,7 +148,7 @@ class Agent:
                 os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
         return 1 if self._left else 0
 
-    def _told_to_end(self, *_: object) -> None:
+    def _note_sigterm(self, *_: object) -> None:
         self._terminated = True
 
     def _pause_s(self) -> float:
@@ -198,9 +198,6 @@ class Agent:
         grace_s = 0.0 if self._prepared is None or signum == signal.SIGKILL else self._prepared.grace_s
         return time.monotonic() + grace_s
 
-    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, action)
-
     def _hold(self, hold: bool) -> None:
         if self._attempt is not None:
             self._attempt.hold(hold)
@@ -244,7 +241,7 @@ class Agent:
                 self._lease.beat(message.time, time.monotonic())
             case Prepare():
                 self._prepare(message)
-            case OpenStore() | ReservePorts() | StartWorker():
+            case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():
                 self._begin(message)
             case RestartWorker() if attempt is not None and self._attempt_end is None:
                 attempt.restart(message)
@@ -259,7 +256,7 @@ class Agent:
             case Stop():
                 self._exit(message.signum, "")
 
-    # ---- what it is told ----
+    # ---- its orders ----
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
@@ -286,8 +283,8 @@ class Agent:
         self._lease.renew(time.monotonic())  # first, so that it never begins later than the controller knows
         self._writer.send(facts)
 
-    def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
-        """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
+    def _begin(self, message: OpenStore | ReservePorts | SharePrefixes | StartWorker) -> None:
+        """Open an attempt's store, prepare for workers or start one; the first such order begins the attempt."""
         assert self._prepared is not None
         if self._attempt_end is not None or time.monotonic() >= self._lease.end:  # after a thaw, seen later than this
             return
@@ -305,11 +302,13 @@ class Agent:
             self._attempt.open_store(message, self._address(message))
         elif isinstance(message, ReservePorts):
             self._attempt.reserve_ports(message, self._address(message))
+        elif isinstance(message, SharePrefixes):
+            self._attempt.prefixes = message.prefixes
         else:
             self._attempt.start(message)
 
     def _address(self, message: OpenStore | ReservePorts) -> str:
-        """Return this host's address for the others, whether or not it was told."""
+        """Return this host's address for the others, whether or not the order names it."""
         assert self._prepared is not None
         return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
@@ -365,7 +364,7 @@ class Agent:
         self._go_on()  # after the signal, which is then the first thing that they see
 
     def _ended(self, attempt_end: AttemptEnd) -> None:
-        """Answer, once all of it is told; then wait for the next attempt, or exit."""
+        """Answer, once all of it is reported; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved

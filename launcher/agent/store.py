@@ -39,7 +39,7 @@ class StoreProcess:
         if self.pid is None:
             self._start()
         assert self._control is not None
-        with contextlib.suppress(OSError):  # it has just died, which is told when it is reaped
+        with contextlib.suppress(OSError):  # it has just died, which is reported when it is reaped
             socket.send_fds(self._control, [b"s"], [listening.fileno()])
 
     def release(self) -> bool:

@@ -26,10 +26,10 @@ class AttemptState:
         self.members = members
         self.placement = placement
         self.began = began
-        self.stopped_at: float | None = None  # when its workers were told to end
+        self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
         self.started: set[int] = set()
-        self.stopped: set[int] = set()  # ranks that ended because they were told to
+        self.stopped: set[int] = set()  # ranks that ended because they were stopped
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.secondary_failures: list[Failure] = []  # after that
         self.left_out: list[Failure] = []  # of processes that the others went on without

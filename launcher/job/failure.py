@@ -75,7 +75,7 @@ class Failure:
     """Something that went wrong by itself; `at` is its time on the controller's monotonic clock.
 
     `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
-    was already told to stop when it ended, although it had failed before. `killer` says who killed it, where that
+    was already being stopped when it ended, although it had failed before. `killer` says who killed it, where that
     is known; `inside` is the function in which it raised, `where` the line of the user's own code above that.
     """
 

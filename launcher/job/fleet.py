@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Close, Command, Open, Tell
+from launcher.job.events import Close, Command, Open, Send
 from launcher.job.host_state import HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol import Bye, Facts, Heartbeat, Hello, Report, Stop, Suspend, Swept, heartbeat_pause_s
@@ -78,7 +78,7 @@ class Fleet:
         return state.name not in self.dropped
 
     def works(self, state: HostState) -> bool:
-        """Whether its agent was told to take part in an attempt, and has not said that it is over there."""
+        """Whether its agent was ordered to take part in an attempt, and has not said that it is over there."""
         return state.phase is HostPhase.READY and state.name in self.busy
 
     def dirty(self, state: HostState) -> bool:
@@ -110,7 +110,7 @@ class Fleet:
     def want(self, state: HostState, now: float) -> None:
         """Use a host again that was dropped."""
         self.dropped.discard(state.name)
-        state.strikes = state.tries = 0
+        state.failed_attempts = state.tries = 0
         if state.phase in (HostPhase.OUT, HostPhase.AWAY):
             self._move(state, HostPhase.AWAY)
             self.try_again(state, now)
@@ -122,10 +122,10 @@ class Fleet:
         self.coming.discard(state.name)
 
     def stop(self, state: HostState, signum: int = signal.SIGKILL, *, reason: str = "") -> list[Command]:
-        """Tell a host to end, however far it has come; `signum` is for its workers."""
+        """Order a host to end, however far it has come; `signum` is for its workers."""
         state.reason = reason or state.reason
         self._move(state, HostPhase.LEAVING)
-        return [Tell(state.name, Stop(signum=signum))]
+        return [Send(state.name, Stop(signum=signum))]
 
     def give_up(self, state: HostState) -> list[Command]:
         """Give a host up for good, and its link if it has one."""
@@ -133,9 +133,9 @@ class Fleet:
         self._move(state, HostPhase.OUT)
         return [Close(state.name)] if has_link else []
 
-    def count_strike(self, state: HostState, *, failed: bool) -> None:
+    def count_failed(self, state: HostState, *, failed: bool) -> None:
         """Count an attempt that ended through it; one that did not ends the row."""
-        state.strikes = state.strikes + 1 if failed else 0
+        state.failed_attempts = state.failed_attempts + 1 if failed else 0
 
     # ---- workers that may live there ----
 
@@ -208,10 +208,13 @@ class Fleet:
 
     def said_swept(self, state: HostState, swept: Swept) -> None:
         """Take the end of an attempt on a host."""
-        self.swept += swept.swept
         self._vacate(state)
-        if swept.left:
-            self.left[state.name] = swept.left
+        self._take_swept(state, swept)
+
+    def _take_swept(self, state: HostState, message: Swept | Bye) -> None:
+        self.swept += message.swept
+        if message.left:
+            self.left[state.name] = message.left
             self.drop(state)  # what cannot be ended must not meet the next attempt
 
     def could_not_clean(self, state: HostState, facts: Facts) -> None:
@@ -242,10 +245,7 @@ class Fleet:
 
     def said_bye(self, state: HostState, bye: Bye, reason: str) -> list[Command]:
         """Take the end of an agent that has swept its host; `reason` says why it ended."""
-        self.swept += bye.swept
-        if bye.left:
-            self.left[state.name] = bye.left
-            self.drop(state)
+        self._take_swept(state, bye)
         if not state.lost_agents:  # otherwise it ended before it could clean up after another
             self._vacate(state)
         return self._left(state, reason)
@@ -264,9 +264,9 @@ class Fleet:
         """
         state.tries = 0 if afresh else state.tries
         if state.ready_at is not None:
-            state.flights = state.flights + 1 if now - state.ready_at < STEADY_S else 0
+            state.flaps = state.flaps + 1 if now - state.ready_at < STEADY_S else 0
             state.ready_at = None
-        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flights - 1), len(RETRIES_S) - 1)]
+        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flaps - 1), len(RETRIES_S) - 1)]
         heapq.heappush(self._retries, (state.retry_at, state.name))
         self._timers.set(Timer.RETRY, self._next_retry())
 
@@ -293,7 +293,7 @@ class Fleet:
         """Renew the leases of the hosts that answer."""
         self._timers.set(Timer.BEAT, now + self.beat_s)
         return [
-            Tell(state.name, Heartbeat(time=state.clock.theirs(now)))
+            Send(state.name, Heartbeat(time=state.clock.theirs(now)))
             for state in self
             if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s
         ]
@@ -327,7 +327,7 @@ class Fleet:
         for state in self:
             if state.greeted:
                 state.rests_until = NEVER if suspended else now + FENCE * self.timeout_s
-                commands.append(Tell(state.name, Suspend(suspended=suspended)))
+                commands.append(Send(state.name, Suspend(suspended=suspended)))
         return commands
 
     def slept(self, seconds: float) -> None:

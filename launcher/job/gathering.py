@@ -13,7 +13,7 @@ from launcher.errors import PlacementError
 from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, Notice, Tell
+from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
@@ -31,7 +31,7 @@ OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run
 LARGE = 16  # hosts; of fewer, nothing is said as long as they come
 SHOWN = 4  # reasons in that
 SHOW_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
-STRIKES = 2  # a host that ends so many attempts in a row is left out
+MAX_FAILED = 2  # a host that ends so many attempts in a row is left out
 
 
 class Readiness(Enum):
@@ -82,7 +82,7 @@ class Gathering:
         if problem is not None:
             return self.unusable(state, problem)
         lease_s = self._fleet.lease_s if state.leased else 0.0
-        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
+        return [Send(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""
@@ -97,7 +97,7 @@ class Gathering:
         return self._fleet.stop(state) if self.closed or not self._fleet.wanted(state) else []
 
     def unusable(self, state: HostState, reason: str) -> list[Command]:
-        """Note why a host that has joined cannot be used; it is told to end at once."""
+        """Note why a host that has joined cannot be used; it is stopped at once."""
         self.problems[state.name] = reason
         return [*self._fleet.stop(state, reason=reason), *self.say_unusable(state, reason)]
 
@@ -116,13 +116,13 @@ class Gathering:
         failed |= {cause.host} if cause is not None else set()
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
-            self._fleet.count_strike(state, failed=state.name in failed)
+            self._fleet.count_failed(state, failed=state.name in failed)
             wanted = self._fleet.wanted(state)
             if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
                 commands += self._fleet.stop(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-            if state.strikes >= STRIKES and wanted and others >= self._spec.min_hosts:
-                commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
+            if state.failed_attempts >= MAX_FAILED and wanted and others >= self._spec.min_hosts:
+                commands += self._leave_out(state, f"it ended {MAX_FAILED} attempts in a row")
         return commands
 
     def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
@@ -130,10 +130,10 @@ class Gathering:
         if not name or name in members:
             return []
         state = self._fleet.states[name]
-        self._fleet.count_strike(state, failed=True)
-        if state.strikes < STRIKES or not self._fleet.wanted(state):
+        self._fleet.count_failed(state, failed=True)
+        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state):
             return []
-        return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
+        return self._leave_out(state, f"for {MAX_FAILED} attempts that ended for it, it was gone again")
 
     def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
         """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""

@@ -18,10 +18,10 @@ from launcher.job.events import (
     Event,
     Lost,
     ReaderBlocked,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
 from launcher.job.failure import FailureKind, failure_of
@@ -176,12 +176,12 @@ class Job:
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
 
     def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
-        told = state.phase is HostPhase.LEAVING
-        reason = state.reason if told else bye.reason or "its agent was told to end by somebody else"
+        expected = state.phase is HostPhase.LEAVING
+        reason = state.reason if expected else bye.reason or "its agent was told to end by somebody else"
         had_workers = state.name in self.fleet.busy
         commands = self.fleet.said_bye(state, bye, reason)
         self._after_link(state, now)
-        if told:
+        if expected:
             return commands
         provoked_at = self.attempt.provoked_at.get(state.name) if self.attempt is not None else None
         at = now if provoked_at is None else min(now, provoked_at)
@@ -202,7 +202,7 @@ class Job:
         self, state: HostState, had_workers: bool, reason: str, at: float, now: float, *,
         silent: bool = False, was_coming: bool = False,
     ) -> list[Command]:  # fmt: skip
-        """Draw the consequences of a host that has gone without having been told to."""
+        """Draw the consequences of a host that has gone without an order to."""
         attempt = self.attempt
         if attempt is None or self.phase is Phase.GATHERING:
             self._run.gathering.problems.setdefault(state.name, reason)
@@ -283,7 +283,7 @@ class Job:
             return run.stop(now)
         if self.phase is not Phase.RUNNING:
             return []
-        return [Tell(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
+        return [Send(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
 
     def _told_to_stop(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt

@@ -1,4 +1,4 @@
-"""The way of a run from phase to phase. Pure; job.py owns it, and tells it what has happened.
+"""The way of a run from phase to phase. Pure; job.py owns it, and says what has happened.
 
     gathering hosts -> opening the store -> running -> (a round of evidence) -> ending the attempt -> gathering ...
                                                                              -> stopping -> ended
@@ -15,7 +15,7 @@ import signal
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members
-from launcher.job.events import Command, Notice, Tell
+from launcher.job.events import Command, Notice, Send
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
@@ -50,8 +50,8 @@ class Lifecycle:
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
-        self.preempted = False  # told by USR1 that its time is nearly up, and to make room once it has saved
-        self.signum: int | None = None  # the signal that told us to stop
+        self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
+        self.signum: int | None = None  # the signal that ends the run
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
         self._began = now
@@ -137,11 +137,11 @@ class Lifecycle:
             self.fleet.occupy(state)
         ports = reserve_ports(spec, states, placement, number)
         self.attempt.ports_wanted = set(ports)
-        store = Tell(states[0].name, open_store(spec, states, number))
-        return [*commands, store, *(Tell(name, order) for name, order in ports.items())]
+        store = Send(states[0].name, open_store(spec, states, number))
+        return [*commands, store, *(Send(name, order) for name, order in ports.items())]
 
     def opened(self, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
-        """Start the workers, once the store is open and all ports are known that they are to tell each other."""
+        """Start the workers, once the store is open and all ports are known by which they reach each other."""
         attempt = self.current
         if self.phase is not Phase.OPENING_STORE:
             return []
@@ -240,7 +240,7 @@ class Lifecycle:
         self._enter(Phase.ENDING)
         self.timers.set(Timer.PHASE, now + self.spec.grace_s + ANSWER_S)
         end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
-        return [*commands, *(Tell(name, end) for name in self.fleet.workers_of(attempt.members))]
+        return [*commands, *(Send(name, end) for name in self.fleet.workers_of(attempt.members))]
 
     def _attempt_over(self, now: float) -> list[Command]:
         """Decide what comes after an attempt whose workers are gone everywhere."""

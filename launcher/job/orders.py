@@ -1,4 +1,4 @@
-"""What an agent is told to make a job start on its host, and whether it is fit to be told. Pure."""
+"""The orders that make a job start on a host, and whether its agent can take them. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launcher import __version__
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Tell
+from launcher.job.events import Send
 from launcher.job.host_state import HostState
-from launcher.placement.ecosystems import ecosystem_environments, serving_ranks
+from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.placement.placement import Placement
-from launcher.protocol import PROTOCOL, Hello, OpenStore, PortsReserved, Prepare, ReservePorts, StartWorker, StoreOpened
+from launcher.protocol import (
+    PROTOCOL,
+    Hello,
+    OpenStore,
+    PortsReserved,
+    Prepare,
+    ReservePorts,
+    SharePrefixes,
+    StartWorker,
+    StoreOpened,
+)
 
 __all__ = ["mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
 
@@ -95,11 +105,15 @@ def _another(state: HostState, hosts: Sequence[HostState]) -> str:
 
 def start_workers(
     spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], *, run_key: str
-) -> Iterator[Tell]:
-    """Yield the order to start each worker, for the agent of its host. Raises PlacementError."""
+) -> Iterator[Send]:
+    """Yield the orders to start each worker, for the agent of its host. Raises PlacementError."""
     addresses = _addresses(spec, placement, ports)
     roles = roles_in_order(placement)
-    others = ecosystem_environments(spec.env_for, placement, addresses)
+    prefixes = shared_prefixes(spec.env_for, placement, addresses)
+    if prefixes:
+        for host in dict.fromkeys(worker.host for worker in placement.workers):
+            yield Send(host, SharePrefixes(attempt=store.attempt, prefixes=prefixes))
+    others = ecosystem_environments(spec.env_for, placement, prefixes)
     for worker, for_others in zip(placement.workers, others, strict=True):
         command = spec.command_of(worker.role)
         env = worker_environment(spec, placement, worker, store, roles=roles, run_key=run_key)
@@ -116,9 +130,9 @@ def start_workers(
             local_rank=worker.local_rank,
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
             gpu=worker.gpu_place,
-            beside=worker.local_world_size,
+            local_world_size=worker.local_world_size,
         )
-        yield Tell(worker.host, start)
+        yield Send(worker.host, start)
 
 
 def _addresses(spec: JobSpec, placement: Placement, ports: Mapping[str, PortsReserved]) -> dict[int, str]:

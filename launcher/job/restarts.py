@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, Notice, Tell
+from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.progress_messages import left_out, starts_again
 from launcher.job.timers import Timer, Timers
@@ -120,7 +120,7 @@ class Restarts:
         self._failed: list[tuple[Failure, FailedAttempt | None]] = []  # in this attempt, and what was counted for it
         self._timers = timers
         self._waiting: list[int] = []  # ranks that are to be started again, each at its Timer.RESTART
-        self._starting: set[int] = set()  # told to start again
+        self._starting: set[int] = set()  # ordered to start again
         self._last: tuple[str, list[Failure]] = ("", [])  # those that end the run, and why if that is news
 
     def begin(self) -> None:
@@ -182,7 +182,7 @@ class Restarts:
             self._waiting.remove(rank)
             self._starting.add(rank)
             order = RestartWorker(rank=rank, attempt=attempt.number, restart=attempt.start_again(rank, now))
-            commands.append(Tell(attempt.placement.workers[rank].host, order))
+            commands.append(Send(attempt.placement.workers[rank].host, order))
         return commands
 
     def started(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run: every host is told, heard out, and looked at once more if it was lost. Pure; owned by job.py."""
+"""The end of a run: every host is stopped, heard out, and looked at once more if it was lost. Pure; owned by job.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stopping:
         return self._fleet.count(HostPhase.OUT) == len(self._fleet)
 
     def begin(self, signum: int, now: float) -> list[Command]:
-        """Tell the hosts that joined, give the others up; but those that may hold something of the run."""
+        """Stop the hosts that joined, give the others up; but those that may hold something of the run."""
         commands: list[Command] = []
         for state in self._fleet:
             dirty = self._fleet.dirty(state)

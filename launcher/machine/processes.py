@@ -256,13 +256,13 @@ class Sweep:
         self._adopted = adopted
         self._kill_all = kill_all
         self._empty = 0
-        self._told: set[Process] = set()
+        self._signalled: set[Process] = set()
         self.left: list[Process] = []
         self.pause_s = 0.002  # until the next step is worth while
 
     @property
     def ended(self) -> int:
-        return len(self._told.difference(self.left))
+        return len(self._signalled.difference(self.left))
 
     def hurry(self) -> None:
         self._kill_at = min(self._kill_at, time.monotonic())
@@ -281,10 +281,10 @@ class Sweep:
             if now >= self._kill_at:
                 send(process, signal.SIGKILL)
                 kill_group(process)
-            elif process not in self._told:
+            elif process not in self._signalled:
                 send(process, signal.SIGTERM)
                 send(process, signal.SIGCONT)
-        self._told.update(self.left)
+        self._signalled.update(self.left)
         self.pause_s = min(2 * self.pause_s, 0.05)
         return False
 

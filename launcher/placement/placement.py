@@ -171,7 +171,7 @@ class _Layout:
 
 
 def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
-    """Tell the ordinary workers who they are."""
+    """Give the ordinary workers their roles."""
     lead = 1 if roles.first else 0
     named = []
     for worker in workers:

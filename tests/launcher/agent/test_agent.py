@@ -31,6 +31,7 @@ from launcher.protocol import (
     Heartbeat,
     Output,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     Started,
     Stop,
@@ -673,6 +674,15 @@ def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: Agent
     assert path.read_bytes() == struct.pack("<QQQ", 0, 0, 0)
     assert path.parent == temp_folder_of(agent)
     agent.stop()
+
+
+def test_values_begin_with_the_prefixes_that_were_sent_before(agent: AgentProcess) -> None:
+    agent.prepare()
+    agent.tell(SharePrefixes(attempt=0, prefixes={"LONG": "a long "}))
+    agent.start(
+        "import os; os.write(1, os.environb[b'LONG'] + os.environb[b'OTHER'])", env={"LONG": "st", "OTHER": "ory"}
+    )
+    assert agent.expect(Output).data == b"a long story"
 
 
 def test_a_worker_is_started_again_alone_with_nothing_of_its_former_life_but_its_restart_policy(

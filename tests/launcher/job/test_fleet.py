@@ -13,7 +13,7 @@ import pytest
 from launcher.agent.lease import Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job import fleet as fleet_module
-from launcher.job.events import Open, Tell
+from launcher.job.events import Open, Send
 from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, RETRIES_S, STEADY_S, Fleet
 from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
@@ -95,7 +95,7 @@ class OneHost:
 
     def beats(self) -> None:
         for command in self.fleet.heartbeats(self.now):
-            assert isinstance(command, Tell)
+            assert isinstance(command, Send)
             assert isinstance(command.message, Heartbeat)
             self.send(1, lambda message=command.message: self.hears(message))  # type: ignore[misc]
         self.later(self.now + BEAT * T, self.beats)
@@ -166,7 +166,7 @@ def test_on_this_machine_only_time_helps() -> None:
 def test_a_lease_that_rests_never_ends() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
-    assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Tell)] == 2 * [Suspend(suspended=True)]
+    assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Send)] == 2 * [Suspend(suspended=True)]
     fleet.suspend(False, 100.0)
     for state in fleet:
         fleet.occupy(state)
@@ -187,7 +187,7 @@ def test_heartbeats_go_to_hosts_that_answer() -> None:
     fleet.states["c"].heard = 100.0
     fleet._move(fleet.states["c"], HostPhase.LEAVING)
     beat = Heartbeat(999.5)  # when it is sent by their clock, and no later than that
-    assert fleet.heartbeats(100.0) == [Tell("a", beat), Tell("c", beat)]
+    assert fleet.heartbeats(100.0) == [Send("a", beat), Send("c", beat)]
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
 
 
@@ -292,7 +292,7 @@ def test_what_is_known_of_a_host_changes_in_the_fleet_only() -> None:
     "change",
     [
         "state.reason = 'gone'",
-        "self._fleet.states[name].strikes += 1",
+        "self._fleet.states[name].failed_attempts += 1",
         "state.facts, now = None, 0.0",
         "for state.tries in range(3): pass",
         "del state.clock",

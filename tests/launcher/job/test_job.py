@@ -1,5 +1,6 @@
 """The job driven by hand: events and times go in, commands and one outcome come out. No process, no clock."""
 
+import json
 import signal
 from typing import Any
 
@@ -17,10 +18,10 @@ from launcher.job.events import (
     Lost,
     ReaderBlocked,
     SaveEvidence,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
 from launcher.job.evidence_round import COLLECT_S
@@ -41,6 +42,7 @@ from launcher.protocol import (
     PortsReserved,
     Prepare,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     Started,
     StartWorker,
@@ -171,6 +173,23 @@ def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_sta
     drive.goodbye()
     assert isinstance(drive.outcome.error, PlacementError)
     assert "TF_CONFIG names every process, and would have " in str(drive.outcome.error)
+
+
+def test_the_cluster_of_tensorflow_is_sent_to_each_host_once_before_its_workers() -> None:
+    drive = Drive("a", "b", env_for=("tf",))
+    drive.join()
+    drive.say("a", drive.facts("a"))
+    drive.say("b", drive.facts("b"), PortsReserved(0, "b", [5, 6]))
+    drive.say("a", PortsReserved(0, "a", [3, 4]))
+    commands = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
+    sent = [(c.host, type(c.message)) for c in commands if isinstance(c, Send)]
+    assert [host for host, kind in sent if kind is SharePrefixes] == ["a", "b"]
+    assert all(sent.index((host, SharePrefixes)) < sent.index((host, StartWorker)) for host in "ab")
+    (prefix,) = {prefixes.prefixes["TF_CONFIG"] for prefixes in messages(commands, SharePrefixes)}
+    starts = messages(commands, StartWorker)
+    configs = [json.loads(prefix + start.env["TF_CONFIG"]) for start in starts]
+    assert [config["cluster"] for config in configs] == 4 * [{"worker": ["a:3", "a:4", "b:5", "b:6"]}]
+    assert [config["task"]["index"] for config in configs] == [0, 1, 2, 3]
 
 
 def test_the_python_of_a_host_does_not_matter_to_a_program() -> None:
@@ -494,7 +513,7 @@ def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive.say("a", evidence(1, 1), Collected(1))
     assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
     commands = drive.wait(0.01)
-    assert [type(command) for command in commands[:2]] == [SaveEvidence, Tell]
+    assert [type(command) for command in commands[:2]] == [SaveEvidence, Send]
     assert told(commands, Stop) == ["a", "b"]
 
 
@@ -511,7 +530,7 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     drive.say("a", evidence(2, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
-    assert [type(command) for command in commands] == [SaveEvidence, Tell, Tell], (
+    assert [type(command) for command in commands] == [SaveEvidence, Send, Send], (
         "what was asked for is shown, then it is anew"
     )
 

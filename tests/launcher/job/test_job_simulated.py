@@ -34,10 +34,10 @@ from launcher.job.events import (
     Open,
     ReaderBlocked,
     SaveEvidence,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
@@ -312,15 +312,15 @@ class World:
         if len(self.job._run.restarts.past) > past and self.job._run.restarts.past[-1].rank is None:
             assert attempt is not None
             self.check_cause(attempt, self.job._run.restarts.past[-1].cause)
-            self.check_strikes()
+            self.check_failed_attempts()
         self.obey(commands)
 
     def obey(self, commands: list[Command]) -> None:
-        starts: list[Tell] = []
+        starts: list[Send] = []
         for command in commands:
             if self.trace and not _is_beat(command):
                 self.say(f"   -> {command}")
-            if isinstance(command, Tell):
+            if isinstance(command, Send):
                 if isinstance(command.message, StartWorker):
                     starts.append(command)
                 elif isinstance(command.message, RestartWorker):
@@ -340,7 +340,7 @@ class World:
         if starts:
             self.check_starts(starts)
 
-    def tell(self, command: Tell) -> None:
+    def tell(self, command: Send) -> None:
         agent = self.links[command.host]
         assert isinstance(agent, Agent), "told before it was connected"
         key = (command.host, agent.link)
@@ -967,7 +967,7 @@ class World:
             assert all(self.members[i] == members[i] for i in range(len(members)) if self.members[i] in members)
         self.members = members
 
-    def check_starts(self, starts: list[Tell]) -> None:
+    def check_starts(self, starts: list[Send]) -> None:
         slots = self.spec.hosts[0].slots or 1
         assert [start.host for start in starts] == [name for name in self.members for _ in range(slots)]
         for rank, start in enumerate(starts):
@@ -979,7 +979,7 @@ class World:
             assert env["TORCHELASTIC_RESTART_COUNT"] == str(self.attempt)
             assert env["DTRAIN_ROLES"] == f"default:{len(starts)}"
 
-    def check_restart(self, tell: Tell, order: RestartWorker) -> None:
+    def check_restart(self, tell: Send, order: RestartWorker) -> None:
         """One that is started again alone has failed, where it is, and is told that it is another life."""
         key = (order.attempt, order.rank)
         assert self.job.phase is Phase.RUNNING
@@ -1057,7 +1057,7 @@ class World:
     def silent_reason(self, cause: Failure) -> bool:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
-    def check_strikes(self) -> None:
+    def check_failed_attempts(self) -> None:
         past = [attempt for attempt in self.job._run.restarts.past if attempt.rank is None]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
@@ -1190,7 +1190,7 @@ class LargeJob:
     def begin(self, attempt: int) -> None:
         self.told = []
         self.say(self.names[0], StoreOpened(attempt, "10.0.0.1", 29500))
-        starts = [(t.host, t.message) for t in self.told if isinstance(t, Tell) and isinstance(t.message, StartWorker)]
+        starts = [(t.host, t.message) for t in self.told if isinstance(t, Send) and isinstance(t.message, StartWorker)]
         assert [start.rank for _, start in starts] == list(range(self.world_size))
         for host, start in starts:
             self.say(host, Started(attempt, start.rank, 100, self.now))

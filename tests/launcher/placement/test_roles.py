@@ -13,7 +13,7 @@ from testbed.processes import run_dtrain
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks
+from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_environment
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, Placement, place
@@ -164,7 +164,9 @@ def test_an_isolated_worker_sees_its_own_gpu() -> None:
 def _environments(wanted: tuple[str, ...], roles: Roles) -> list[dict[str, str]]:
     placement = place([CPU, GPU], nproc=2, roles=roles)
     addresses = {rank: f"10.0.0.1:{5000 + rank}" for rank in serving_ranks(wanted, placement)}
-    return list(ecosystem_environments(wanted, placement, addresses))
+    prefixes = shared_prefixes(wanted, placement, addresses)
+    environments = ecosystem_environments(wanted, placement, prefixes)
+    return [{name: prefixes.get(name, "") + value for name, value in env.items()} for env in environments]
 
 
 def test_tensorflow_s_cluster_has_all_but_the_evaluator() -> None:
@@ -209,7 +211,7 @@ def _calls_for_each_worker(wanted: tuple[str, ...], workers: int) -> float:
         calls += event in ("call", "c_call")
 
     sys.setprofile(count)
-    environments = list(ecosystem_environments(wanted, placement, addresses))
+    environments = list(ecosystem_environments(wanted, placement, shared_prefixes(wanted, placement, addresses)))
     sys.setprofile(None)
     assert len(environments) == workers
     return calls / workers
