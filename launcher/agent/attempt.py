@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.agent import temp_folder
-from launcher.agent.run_tag import RunTag
+from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import Files, Worker
@@ -290,7 +289,7 @@ class Attempt:
             self._release(worker)
         self.workers = {}
         self._memory = None
-        temp_folder.clear(self._folder, self.number)
+        clear_folder(self._folder, self.number)
 
     def _release(self, worker: Worker) -> None:
         self._drain(worker)

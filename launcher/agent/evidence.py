@@ -52,7 +52,6 @@ class EvidenceRound:
 
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
-        self._number = 0
         self._collection: Collection | None = None
 
     @property
@@ -67,7 +66,6 @@ class EvidenceRound:
             self._writer.send(Collected(number=order.number))
             return
         subjects = [Subject(attempt.number, worker.rank, worker.pid, worker.files.stack) for worker in running]
-        self._number = order.number
         self._collection = Collection(order.number, subjects, order.limit_s)
 
     def step(self) -> None:
@@ -83,8 +81,8 @@ class EvidenceRound:
         """End what is under way: nothing waits for it any more."""
         if self._collection is not None:
             self._collection.close()
+            self._writer.send(Collected(number=self._collection.number))
             self._collection = None
-            self._writer.send(Collected(number=self._number))
 
     def without_helpers(self, ended: dict[int, int]) -> dict[int, int]:
         """Return those of the reaped children (pid to wait status) that no look had started."""
@@ -103,6 +101,7 @@ class Collection:
 
     def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float) -> None:
         now = time.monotonic()
+        self.number = number
         self.pause_s = 0.005
         self._end = now + limit_s
         self._answers_until = now + min(limit_s / 2, ANSWER_S)

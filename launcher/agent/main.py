@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 
 from launcher import __version__
-from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
@@ -27,7 +26,7 @@ from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
-from launcher.agent.run_tag import RunTag
+from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.errors import ProtocolError
@@ -271,7 +270,7 @@ class Agent:
         self._leftovers = None
         problems = []
         try:
-            self._folder = temp_folder.make_folder(self._run_tag.value)
+            self._folder = make_folder(self._run_tag.value)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:

@@ -143,20 +143,17 @@ class RendezvousStore:
 
 
 def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for candidate in [port] if exact else [port, 0]:
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((address, candidate))
-            listening.listen(_BACKLOG)
-            return listening
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and candidate != 0 and not exact:
-                continue
-            raise StoreError(_why(address, candidate, error)) from error
-    raise AssertionError("port 0 is never in use")
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE and not exact:
+            return _bind(address, 0, exact=True)
+        raise StoreError(_why(address, port, error)) from error
+    return listening
 
 
 def _why(address: str, port: int, error: OSError) -> str:
