@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from launcher.check.facts import Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, on_host
 from launcher.hosts.folding import fold
+from launcher.machine.network import is_loopback
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
 __all__ = ["Summary", "pair_findings", "store_findings", "summary", "targets"]
@@ -206,10 +206,3 @@ def store_findings(spec: JobSpec, name: str, where: Listening) -> Iterator[Findi
         yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
     else:
         yield Finding(Severity.ERROR, "store-port", (name,), message, f"ss -ltnp 'sport = :{port}'")
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"

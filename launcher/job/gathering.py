@@ -21,10 +21,10 @@ from launcher.job.orders import mismatch, prepare
 from launcher.job.progress_messages import some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import Placement, place
+from launcher.placement.placement import place_job
 from launcher.protocol import Facts, Hello
 
-__all__ = ["Gathering", "Readiness", "fit", "misfits"]
+__all__ = ["Gathering", "Readiness", "misfits"]
 
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
 OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run cannot start; a closed port takes 3 s
@@ -249,24 +249,12 @@ class Gathering:
         return f"{ready} of at least {least} hosts were ready for another attempt within {limit}: {some(missing)}"
 
 
-def fit(spec: JobSpec, states: Sequence[HostState]) -> Placement:
-    """Place the workers. Raises PlacementError."""
-    return place(
-        [state.offer() for state in states],
-        nproc=spec.nproc,
-        gpus_per_proc=spec.gpus_per_proc,
-        oversubscribe=spec.oversubscribe,
-        isolate=spec.virtual_local_rank,
-        roles=spec.roles,
-    )
-
-
 def misfits(spec: JobSpec, states: Sequence[HostState]) -> dict[str, str]:
     """Return, by host, why the workers meant for it do not fit there."""
     problems = {}
     for state in states:
         try:
-            fit(spec, [state])
+            place_job(spec, [state.offer()])
         except PlacementError as error:
             problems[state.name] = str(error).removeprefix(f"{state.name}: ")
     return problems

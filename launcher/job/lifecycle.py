@@ -19,7 +19,7 @@ from launcher.job.events import Command, Notice, Send
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
-from launcher.job.gathering import Gathering, Readiness, fit, misfits
+from launcher.job.gathering import Gathering, Readiness, misfits
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
@@ -28,6 +28,7 @@ from launcher.job.restarts import Restarts
 from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
+from launcher.placement.placement import place_job
 from launcher.protocol import EndAttempt, Exited, PortsReserved, StoreOpened
 
 __all__ = ["ROOT_WAIT_S", "Lifecycle"]
@@ -114,7 +115,7 @@ class Lifecycle:
         members = choose_members(previous, [state.name for state in self.fleet.ready()], spec.max_hosts)
         states = [self.fleet.states[name] for name in members]
         try:
-            placement = fit(spec, states)
+            placement = place_job(spec, [state.offer() for state in states])
         except PlacementError as error:
             if commands := self.gathering.leave_out_misfits(states):
                 return [*commands, *self._gather(now)]

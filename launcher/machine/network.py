@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from launcher.errors import DtrainError, UsageError
 
 __all__ = [
-    "address_of_interface", "address_towards", "addresses", "choose_address", "interface_of", "is_own",
+    "address_of_interface", "address_towards", "addresses", "choose_address", "interface_of", "is_loopback", "is_own",
     "socket_interfaces",
 ]  # fmt: skip
 
@@ -73,9 +73,9 @@ def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     if named:
         found = address_of_interface(named)
         return {} if found is None else dict.fromkeys(_VARIABLES, found[0])
-    if _is_loopback(master_addr):
+    if is_loopback(master_addr):
         return {}
-    others = [name for name, found in addresses().items() if not all(map(_is_loopback, found))]
+    others = [name for name, found in addresses().items() if not all(map(is_loopback, found))]
     if not others:
         return {}
     try:
@@ -186,7 +186,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
