@@ -721,3 +721,24 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert (swept.swept, swept.saved) == (2, 1), "a shell, and its sleep"
     assert sum(isinstance(message, Started) for message in agent.seen) == 3
     agent.stop()
+
+
+def test_a_worker_that_could_not_be_started_again_is_when_that_is_ordered_once_more(agent: AgentProcess) -> None:
+    agent.prepare(grace_s=0.2)
+    script = """
+import os, struct
+file = os.open(os.environ["DTRAIN_PROGRESS_FILE"], os.O_RDWR)
+os.pwrite(file, struct.pack("<QQQ", 3, 1, 2), 0)
+raise SystemExit(3)
+"""
+    agent.start(script)
+    assert agent.expect(Exited).status == 3
+    away = agent.folder.rename(agent.folder.with_name("away"))
+    agent.tell(RestartWorker(rank=0, attempt=0, restart=1))
+    failed = agent.expect(Exited)
+    assert (failed.pid, failed.status, failed.restart_policy) == (0, 127, 2)
+    away.rename(agent.folder)
+    agent.tell(RestartWorker(rank=0, attempt=0, restart=2))
+    assert agent.expect(Started).pid > 0
+    assert agent.expect(Exited).status == 3
+    agent.stop()
