@@ -9,14 +9,15 @@ decode.py checks what arrives.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -28,17 +29,34 @@ _END = b"\n"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
 
 
+class Message:
+    """Goes over a stream under its `kind`, the name of its class: `start_worker`. Command and Report say which way."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
+
+
+class Command(Message):
+    """What a controller sends."""
+
+
+class Report(Message):
+    """What an agent sends."""
+
+
 # ---- controller to agent -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Command):
     """Check that the job can start here and say what this host has; `export` is for the workers alone.
 
-    `clean` are the identities of agents that were lost here: what is left of their workers is ended before the answer.
+    `lost_agents` are the identities of those that were lost here: what is left of their workers is ended before the
+    answer.
     """
 
-    kind: ClassVar[str] = "prepare"
     run_id: str
     workdir: str
     script: str | None  # a file that must be readable from workdir; None for modules and programs
@@ -46,20 +64,19 @@ class Prepare:
     export: dict[str, str]
     grace_s: float  # between a signal that ends the workers and SIGKILL
     lease_s: float  # without a heartbeat for so long, the host has been given up: kill everything; 0: no such limit
-    clean: list[str]
+    lost_agents: list[str]
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
     interfaces: list[str]  # the network interfaces of which the first that is up is to be used; empty: by the routes
 
 
 @dataclass(frozen=True)
-class OpenStore:
+class OpenStore(Command):
     """Bind the rendezvous store's socket on `address`.
 
     Empty: the address by which this host was reached, or that of its route `towards` another host.
     """
 
-    kind: ClassVar[str] = "open_store"
     attempt: int
     address: str
     towards: str
@@ -68,10 +85,9 @@ class OpenStore:
 
 
 @dataclass(frozen=True)
-class ReservePorts:
+class ReservePorts(Command):
     """Find free ports for workers that others connect to, on `address` as in OpenStore."""
 
-    kind: ClassVar[str] = "reserve_ports"
     attempt: int
     address: str
     towards: str
@@ -79,8 +95,15 @@ class ReservePorts:
 
 
 @dataclass(frozen=True)
-class StartWorker:
-    kind: ClassVar[str] = "start_worker"
+class SharePrefixes(Command):
+    """Say how the values of some variables of StartWorker.env begin, which only have the rest: it may be long."""
+
+    attempt: int
+    prefixes: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class StartWorker(Command):
     rank: int
     attempt: int
     through: str  # `script` or `module`: the first of argv is run by the agent's own Python; empty: a program
@@ -90,58 +113,52 @@ class StartWorker:
     local_rank: int = 0  # on its host, whatever LOCAL_RANK says
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
     gpu: int = 0  # its first GPU, by the place in Facts.gpus; without GPUs its local rank
-    beside: int = 1  # how many workers of its role the host has
+    local_world_size: int = 1  # how many workers of its role the host has
 
 
 @dataclass(frozen=True)
-class RestartWorker:
+class RestartWorker(Command):
     """Start a worker of this attempt again that has failed, alone, once what it left is ended."""
 
-    kind: ClassVar[str] = "restart_worker"
     rank: int
     attempt: int
     restart: int  # its TORCHELASTIC_RESTART_COUNT
 
 
 @dataclass(frozen=True)
-class SignalWorkers:
+class SignalWorkers(Command):
     """Pass a signal on to every worker; nothing else changes."""
 
-    kind: ClassVar[str] = "signal_workers"
     signum: int
 
 
 @dataclass(frozen=True)
-class Suspend:
+class Suspend(Command):
     """Stop every process of the run where it is (SIGSTOP), or let it go on; the lease rests meanwhile."""
 
-    kind: ClassVar[str] = "suspend"
     suspended: bool
 
 
 @dataclass(frozen=True)
-class Collect:
+class Collect(Command):
     """Say where every living worker stands: an Evidence for each, then Collected, within `limit_s`."""
 
-    kind: ClassVar[str] = "collect"
     number: int
     limit_s: float
 
 
 @dataclass(frozen=True)
-class EndAttempt:
+class EndAttempt(Command):
     """Send `signum` to the workers, SIGKILL after the grace period, sweep, close the store; answer with Swept."""
 
-    kind: ClassVar[str] = "end_attempt"
     attempt: int
     signum: int
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Command):
     """As EndAttempt, but answer with Bye and exit."""
 
-    kind: ClassVar[str] = "stop"
     signum: int
 
 
@@ -149,10 +166,9 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Hello:
-    """The first message of an agent, before it is told anything."""
+class Hello(Report):
+    """The first message of an agent, before it receives any."""
 
-    kind: ClassVar[str] = "hello"
     protocol: int
     version: str
     python: str
@@ -163,8 +179,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Facts:
-    kind: ClassVar[str] = "facts"
+class Facts(Report):
     gpus: list[str]  # ids to hand out, in order
     gpu_variable: str  # CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES
     gpus_verified: bool  # seen by the driver, not only listed in the environment
@@ -172,7 +187,7 @@ class Facts:
     cpu_limit: int  # how many at a time (cgroup quota)
     problems: list[str]  # why the job cannot start here
     time: float
-    left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.clean) that cannot be ended
+    left: list[str] = field(default_factory=list)  # processes of lost agents (Prepare.lost_agents) that cannot be ended
     slots: int | None = None  # how many workers it takes, where that was said on the host itself
     machine: str = ""  # where several agents may be on one machine: which it is
     room: int | None = None  # for so many workers its limits leave room
@@ -180,34 +195,30 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class StoreOpened:
-    kind: ClassVar[str] = "store_opened"
+class StoreOpened(Report):
     attempt: int
     address: str
     port: int
 
 
 @dataclass(frozen=True)
-class PortsReserved:
+class PortsReserved(Report):
     """The ports are free, and kept so until the first worker is started."""
 
-    kind: ClassVar[str] = "ports_reserved"
     attempt: int
     address: str
     ports: list[int]
 
 
 @dataclass(frozen=True)
-class StoreFailed:
-    kind: ClassVar[str] = "store_failed"
+class StoreFailed(Report):
     attempt: int
     reason: str
     time: float
 
 
 @dataclass(frozen=True)
-class Started:
-    kind: ClassVar[str] = "started"
+class Started(Report):
     attempt: int
     rank: int
     pid: int
@@ -215,20 +226,18 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Report):
     """Bytes that a worker wrote, as they were read: any cut, any encoding. `stream` is 1 or 2."""
 
-    kind: ClassVar[str] = "output"
     rank: int
     stream: int
     data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
-class Exited:
+class Exited(Report):
     """A worker ended. `status` is the exit code, or minus the signal's number, as subprocess counts."""
 
-    kind: ClassVar[str] = "exited"
     attempt: int
     rank: int
     pid: int
@@ -239,16 +248,15 @@ class Exited:
     error: dict[str, str] | None  # type, message, where, inside; from the file that the worker wrote
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
-    standing: int = 0  # 1: the others go on without it, 2: they wait for its successor; 0: its failure is everybody's
+    restart_policy: int = 0  # see job/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Report):
     """Where one worker stands: what the kernel says of it, and the stacks of its threads if they could be had."""
 
-    kind: ClassVar[str] = "evidence"
     number: int  # of the Collect
     attempt: int
     rank: int
@@ -261,16 +269,14 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Collected:
-    kind: ClassVar[str] = "collected"
+class Collected(Report):
     number: int
 
 
 @dataclass(frozen=True)
-class Swept:
+class Swept(Report):
     """The workers of an attempt are gone and the host is swept; `left` describes what could not be killed."""
 
-    kind: ClassVar[str] = "swept"
     attempt: int
     swept: int  # processes that outlived their workers and were ended
     saved: int  # checkpoints that the workers said they saved in it
@@ -278,10 +284,9 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Bye:
-    """As Swept, and the agent exits; `reason` says why when nobody told it to."""
+class Bye(Report):
+    """As Swept, and the agent exits; `reason` says why where no Stop has come."""
 
-    kind: ClassVar[str] = "bye"
     swept: int
     left: list[str]
     reason: str
@@ -291,17 +296,15 @@ class Bye:
 
 
 @dataclass(frozen=True)
-class Question:
-    kind: ClassVar[str] = "question"
+class Question(Command):
     ask: str
     about: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Report):
     """What was asked for, in the order of the questions; or why it cannot be said."""
 
-    kind: ClassVar[str] = "answer"
     value: Any
     problem: str = ""
 
@@ -310,8 +313,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    kind: ClassVar[str] = "heartbeat"
+class Heartbeat(Command, Report):
     time: float  # when it was sent, by the agent's clock; to an agent: not after that, and what renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
@@ -322,46 +324,7 @@ def heartbeat_pause_s(lease_s: float) -> float:
     return min(HEARTBEAT_S, lease_s / HEARTBEATS) if lease_s > 0 else HEARTBEAT_S
 
 
-Command: TypeAlias = (
-    Prepare
-    | OpenStore
-    | ReservePorts
-    | StartWorker
-    | RestartWorker
-    | SignalWorkers
-    | Suspend
-    | Collect
-    | EndAttempt
-    | Stop
-    | Question
-    | Heartbeat
-)
-Report: TypeAlias = (
-    Hello
-    | Facts
-    | StoreOpened
-    | PortsReserved
-    | StoreFailed
-    | Started
-    | Output
-    | Exited
-    | Evidence
-    | Collected
-    | Swept
-    | Bye
-    | Answer
-    | Heartbeat
-)
-Message: TypeAlias = Command | Report
-
-_KINDS: dict[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
-        Prepare, OpenStore, ReservePorts, StartWorker, RestartWorker, SignalWorkers, Suspend, Collect, EndAttempt, Stop,
-        Hello, Facts, StoreOpened, PortsReserved, StoreFailed, Started, Output, Exited, Evidence, Collected, Swept, Bye,
-        Heartbeat, Question, Answer,
-    )
-}  # fmt: skip
+_KINDS: dict[str, type[Message]] = {cls.kind: cls for way in (Command, Report) for cls in way.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

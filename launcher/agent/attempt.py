@@ -9,14 +9,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.agent import temp_folder
-from launcher.agent.run_tag import RunTag
+from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import Files, Worker
@@ -28,6 +27,7 @@ from launcher.protocol import (
     OpenStore,
     Output,
     PortsReserved,
+    Prepare,
     ReservePorts,
     RestartWorker,
     Started,
@@ -53,20 +53,19 @@ class Attempt:
     def __init__(
         self,
         number: int,
+        prepared: Prepare,
         *,
         folder: str,
         run_tag: RunTag,
         selector: selectors.BaseSelector,
         writer: StreamWriter,
         store_process: StoreProcess,
-        interfaces: Sequence[str],
-        workdir: str,
-        grace_s: float,
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.worker_restarts = WorkerRestarts(run_tag, grace_s=grace_s)
-        self._workdir = workdir
+        self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
+        self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
+        self._workdir = prepared.workdir
         self._orders: dict[int, StartWorker] = {}
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
@@ -76,7 +75,7 @@ class Attempt:
         self._writer = writer
         self._store: RendezvousStore | None = None
         self._store_process = store_process
-        self._interfaces = interfaces
+        self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
         self._topology: tuple[Topology, list[int]] | None = None  # and the NUMA nodes of the GPUs, once they are known
@@ -111,12 +110,12 @@ class Attempt:
 
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
-            self._store = RendezvousStore(address, message.port, self._store_process, exact=message.exact)
+            self._store = RendezvousStore(
+                address, message.port, self._store_process, self._selector, exact=message.exact
+            )
         except DtrainError as error:
-            self._writer.send(StoreFailed(attempt=self.number, reason=str(error), time=time.monotonic()))
+            self._store_failed(str(error))
             return
-        assert self._store.listening is not None
-        self._watch(self._store.listening.fileno(), self._first_client)
         self._writer.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
 
     def reserve_ports(self, message: ReservePorts, address: str) -> None:
@@ -127,8 +126,7 @@ class Attempt:
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
                 self._reserved[-1].bind((address, 0))
         except OSError as error:
-            reason = f"cannot find free ports on {address}: {error.strerror}"
-            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            self._store_failed(f"cannot find free ports on {address}: {error.strerror}")
             return
         ports = [reserved.getsockname()[1] for reserved in self._reserved]
         self._writer.send(PortsReserved(attempt=self.number, address=address, ports=ports))
@@ -137,60 +135,48 @@ class Attempt:
         while self._reserved:
             self._reserved.pop().close()
 
-    def _first_client(self) -> None:
-        if self._store is None or self._store.listening is None:  # closed since the selector looked
-            return
-        self._selector.unregister(self._store.listening.fileno())
-        self._store.start()
-
     def store_ended(self, last_words: str) -> None:
         """Take note that the store's process was reaped."""
         if self._store is not None and self._store.listening is None:
-            reason = f"the store's process ended: {last_words}"
-            self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
+            self._store_failed(f"the store's process ended: {last_words}")
+
+    def _store_failed(self, reason: str) -> None:
+        self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
 
     def close_store(self, *, keep_process: bool) -> int | None:
         """Release the store's port; return the pid of its process if that has to be reaped yet."""
-        if self._store is None:
-            return None
-        if self._store.listening is not None:
-            self._selector.unregister(self._store.listening.fileno())
-        killed = self._store.close(keep_process=keep_process)
-        self._store = None
-        return killed
+        store, self._store = self._store, None
+        return None if store is None else store.close(keep_process=keep_process)
 
     # ---- the workers ----
 
     def start(self, message: StartWorker) -> None:
-        """Start a worker, and tell of it."""
+        """Start a worker, and report that."""
         self._orders[message.rank] = message
-        self._start(message, standing=0)
+        self._start(message, restart_policy=0)
 
     def restart(self, message: RestartWorker) -> None:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
         worker = self.workers.get(message.rank)
-        if worker is not None and worker.reported:
+        if worker is not None and worker.reported and message.attempt == self.number:
             self.worker_restarts.take(message)
 
     def go_on(self) -> None:
         """Go on with those that are to be started again."""
-        for cleared in self.worker_restarts.step():
-            order = cleared.order
-            if cleared.left:
-                left = ", ".join(cleared.left)
-                standing = self.workers[order.rank].standing
-                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", standing)
-                continue
+        for order, left in self.worker_restarts.step():
             old = self.workers[order.rank]
+            if left:
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", old.restart_policy)
+                continue
             first = self._orders[order.rank]
             env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
             self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
-            if self._start(replace(first, env=env), standing=old.standing):
+            if self._start(replace(first, env=env), restart_policy=old.restart_policy):
                 self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
                 self._release(old)
 
-    def _start(self, message: StartWorker, *, standing: int) -> bool:
-        """Start a worker, and tell of it; return whether it runs."""
+    def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
+        """Start a worker, and report that; return whether it runs."""
         argv = message.argv
         if message.through:
             argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
@@ -198,12 +184,13 @@ class Attempt:
         if self._sockets is None:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
-        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **message.env}
-        files = Files.of(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
+        own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own}
+        files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores(message)
         except DtrainError as error:
-            self._never_started(message.rank, str(error), standing)
+            self._never_started(message.rank, str(error), restart_policy)
             return False
         threads = message.defaults.get("OMP_NUM_THREADS")
         if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
@@ -221,11 +208,11 @@ class Attempt:
                 files=files,
                 run_tag=self._run_tag,
                 cores=cores,
-                standing=standing,
+                restart_policy=restart_policy,
             )
         except OSError as error:
             reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
-            self._never_started(message.rank, reason, standing)
+            self._never_started(message.rank, reason, restart_policy)
             return False
         self.workers[message.rank] = worker
         self._writer.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
@@ -244,9 +231,9 @@ class Attempt:
             places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
             self._topology = numa.read_topology(devices.cores()), places
         topology, places = self._topology
-        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.beside)
+        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.local_world_size)
 
-    def _never_started(self, rank: int, reason: str, standing: int) -> None:
+    def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(
             Exited(
                 attempt=self.number,
@@ -259,7 +246,7 @@ class Attempt:
                 error={"type": "", "message": f"could not be started: {reason}", "where": "", "inside": ""},
                 error_file=None,
                 time=time.monotonic(),
-                standing=standing,
+                restart_policy=restart_policy,
             )
         )
 
@@ -285,12 +272,12 @@ class Attempt:
             if not self._writer.holding or self._writer.closed:
                 worker.reported = True
                 self._writer.send(worker.exited(self.number))
-                if worker.status != 0 and not worker.provoked and worker.standing:  # the others go on beside it
+                if worker.status != 0 and not worker.provoked and worker.restart_policy:  # the others go on beside it
                     self.worker_restarts.clear(worker)
 
     @property
     def reported(self) -> bool:
-        """Whether there is nothing more to tell of it, or nobody to tell it to."""
+        """Whether there is nothing more to report of it, or nobody to report it to."""
         ended = (worker for worker in self.workers.values() if worker.status is not None)
         return self._writer.closed or (not self._writer.holding and all(worker.reported for worker in ended))
 
@@ -302,7 +289,7 @@ class Attempt:
             self._release(worker)
         self.workers = {}
         self._memory = None
-        temp_folder.clear(self._folder, self.number)
+        clear_folder(self._folder, self.number)
 
     def _release(self, worker: Worker) -> None:
         self._drain(worker)
@@ -324,10 +311,8 @@ class Attempt:
 
     def _watch_pipes(self, worker: Worker) -> None:
         for descriptor in worker.pipes:
-            self._watch(descriptor, partial(self._read_pipe, worker, descriptor))
-
-    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, action)
+            read = partial(self._read_pipe, worker, descriptor)
+            self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def _drain(self, worker: Worker) -> None:
         for descriptor in list(worker.pipes):

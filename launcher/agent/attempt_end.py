@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 from launcher.agent.attempt import Attempt
 from launcher.agent.run_tag import RunTag
@@ -76,10 +77,11 @@ class AttemptEnd:
         if self.final:
             killed = self._store_process.kill() or killed
         kept = self._store_process.pid
-        self._sweep = self._run_tag.sweep(
-            ancestor=os.getpid(),
+        spare = [pid for pid in (os.getppid(), killed, kept) if pid is not None]
+        self._sweep = Sweep(
+            partial(self._run_tag.members, ancestor=os.getpid(), spare=spare),
             grace_s=max(0.0, self._kill_at - now),
-            spare=[pid for pid in (os.getppid(), killed, kept) if pid is not None],
             kill_wait_s=1.0 if stuck else KILL_WAIT_S,
             adopted=kept is None,
+            kill_all=self._run_tag.kill_group,
         )

@@ -1,4 +1,4 @@
-"""Where the workers of this host stand: what the kernel says of each, and its stacks. Called by the agent.
+"""The agent's answer to Collect: where its workers are, by what the kernel says of each, and by their stacks.
 
 A Python worker writes its stacks itself when it gets STACK_SIGNAL (see bootstrap.py), which disturbs it for about a
 millisecond and needs neither rights nor the interpreter's lock. For one that does not answer (stopped, stuck in the
@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.agent.attempt import Attempt
+from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import spawn
-from launcher.protocol import Evidence
+from launcher.protocol import Collect, Collected, Evidence
 
-__all__ = ["STACK_SIGNAL", "Collection", "Subject"]
+__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject"]
 
 # Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
@@ -45,6 +47,51 @@ class Subject:
     stack_file: Path
 
 
+class EvidenceRound:
+    """Has at most one look under way: a newer order ends the one before, which is answered with what is not there."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._collection: Collection | None = None
+
+    @property
+    def pause_s(self) -> float:
+        return float("inf") if self._collection is None else self._collection.pause_s
+
+    def begin(self, order: Collect, attempt: Attempt | None) -> None:
+        """Look at the workers of an attempt; without one, or without workers, there is nothing to see."""
+        self.stop()
+        running = [] if attempt is None else attempt.running
+        if attempt is None or not running:
+            self._writer.send(Collected(number=order.number))
+            return
+        subjects = [Subject(attempt.number, worker.rank, worker.pid, worker.files.stack) for worker in running]
+        self._collection = Collection(order.number, subjects, order.limit_s)
+
+    def step(self) -> None:
+        if self._collection is None:
+            return
+        found = self._collection.step()
+        if found is not None:
+            for evidence in found:
+                self._writer.send(evidence)
+            self.stop()
+
+    def stop(self) -> None:
+        """End what is under way: nothing waits for it any more."""
+        if self._collection is not None:
+            self._collection.close()
+            self._writer.send(Collected(number=self._collection.number))
+            self._collection = None
+
+    def without_helpers(self, ended: dict[int, int]) -> dict[int, int]:
+        """Return those of the reaped children (pid to wait status) that no look had started."""
+        if self._collection is None:
+            return ended
+        helpers = {pid for pid in ended if self._collection.reaped(pid)}
+        return {pid: status for pid, status in ended.items() if pid not in helpers}
+
+
 class Collection:
     """One look at all workers: `step` until it returns what was found, every `pause_s`; never longer than `limit_s`.
 
@@ -54,6 +101,7 @@ class Collection:
 
     def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float) -> None:
         now = time.monotonic()
+        self.number = number
         self.pause_s = 0.005
         self._end = now + limit_s
         self._answers_until = now + min(limit_s / 2, ANSWER_S)

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from functools import partial
 
 from launcher.agent.lease import Limits
 from launcher.agent.run_tag import RunTag
@@ -35,7 +36,7 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
     os.close(controller)
     if status == 0:
         return 0
-    sweep = run_tag.sweep(ancestor=os.getpid())
+    sweep = processes.Sweep(partial(run_tag.members, ancestor=os.getpid()), kill_all=run_tag.kill_group)
     while not sweep.step():
         time.sleep(sweep.pause_s)
         reap()

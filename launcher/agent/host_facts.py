@@ -26,8 +26,8 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
     elif message.script is not None and not (workdir / message.script).exists():
         problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
-    if message.program is not None and workdir.is_dir() and not _executable(message.program, workdir):
-        problems.append(_why_not(message.program))
+    if message.program is not None and workdir.is_dir():
+        problems += _program_problems(message.program, workdir)
     if message.interfaces:
         try:
             choose_address(message.interfaces, "", None)
@@ -76,10 +76,13 @@ def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:
     return counts[word] if word in counts else int(word)
 
 
-def _why_not(program: str) -> str:
+def _program_problems(program: str, workdir: Path) -> list[str]:
+    import shutil  # slow to import, and seldom needed
+
     if os.sep in program:
-        return f"the program {program} cannot be executed there; is it there, and executable (chmod +x)?"
-    return f"the program {program} is not in PATH there"
+        problem = f"the program {program} cannot be executed there; is it there, and executable (chmod +x)?"
+        return [] if os.access(workdir / program, os.X_OK) else [problem]
+    return [] if shutil.which(program) is not None else [f"the program {program} is not in PATH there"]
 
 
 def _cpu_limit() -> int:
@@ -90,11 +93,3 @@ def _cpu_limit() -> int:
     from launcher.hosts.slurm_allocation import cpu_limit
 
     return min(limit, cpu_limit(os.environ) or limit)
-
-
-def _executable(program: str, workdir: Path) -> bool:
-    import shutil  # slow to import, and seldom needed
-
-    if os.sep in program:
-        return os.access(workdir / program, os.X_OK)
-    return shutil.which(program, path=os.environ.get("PATH")) is not None

@@ -7,6 +7,7 @@ its guard ends it.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 
@@ -14,43 +15,22 @@ __all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
 
 ENDS_WITHIN_S = 20.0  # an agent that ends, beyond the grace period: kill, sweep, last words, with all their limits
 LATE_S, LATE = 1.0, 0.1  # the guard acts so much after the agent should have; at most that part of the lease
-_UNDECIDED = math.nan
-_NONE = 0.0
 
 
-class Limits:
-    """Times that an agent shares with its guard; made before the fork. Each is one aligned word, so never torn."""
+class Limits(ctypes.Structure):
+    """Times that an agent shares with its guard. Each is one aligned word, so never torn."""
 
-    def __init__(self) -> None:
-        self._times = memoryview(mmap.mmap(-1, 24)).cast("d")
-        self._times[0] = _UNDECIDED
+    lease_end: float  # inf if there is none at present, 0 if there is never one, nan while that is not known yet
+    ending_by: float  # when an agent that has begun to end must have done so; 0 before
+    late_s: float  # how long after the lease's end the agent should have acted on it
+    _fields_ = (("lease_end", ctypes.c_double), ("ending_by", ctypes.c_double), ("late_s", ctypes.c_double))
 
-    @property
-    def lease_end(self) -> float:
-        """When the lease ends; inf if not at present, 0 if never, nan while that is not known yet."""
-        return self._times[0]
-
-    @lease_end.setter
-    def lease_end(self, time: float) -> None:
-        self._times[0] = time
-
-    @property
-    def ending_by(self) -> float:
-        """When an agent that has begun to end must have done so; 0 before."""
-        return self._times[1]
-
-    @ending_by.setter
-    def ending_by(self, time: float) -> None:
-        self._times[1] = time
-
-    @property
-    def late_s(self) -> float:
-        """How long after the lease's end the agent should have acted on it."""
-        return self._times[2]
-
-    @late_s.setter
-    def late_s(self, seconds: float) -> None:
-        self._times[2] = seconds
+    @classmethod
+    def shared(cls) -> Limits:
+        """Return limits that this process shares with those that it forks from now on."""
+        limits = cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
+        limits.lease_end = math.nan
+        return limits
 
 
 class Lease:
@@ -107,4 +87,4 @@ class Lease:
 
     def _share(self) -> None:
         if not self.over:
-            self._limits.lease_end = _NONE if self.duration_s <= 0 else self.end
+            self._limits.lease_end = 0.0 if self.duration_s <= 0 else self.end

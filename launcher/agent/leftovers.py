@@ -1,8 +1,8 @@
 """What an agent leaves for the next one on its host, and how that one ends what is left of it.
 
 An agent's identity travels with its Hello. If the agent is lost and the host is tried again, the next one is given that
-identity (Prepare.clean) and trusts nothing in it: of every process it checks pid and start time, or the run tag, before
-it signals it, and it finds folders and groups by the run tag.
+identity (Prepare.lost_agents) and trusts nothing in it: of every process it checks pid and start time, or the run tag,
+before it signals it, and it finds folders and groups by the run tag.
 """
 
 from __future__ import annotations

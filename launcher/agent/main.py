@@ -15,22 +15,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from launcher import __version__
-from launcher.agent import temp_folder
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
-from launcher.agent.evidence_round import EvidenceRound
+from launcher.agent.evidence import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
-from launcher.agent.run_tag import RunTag
+from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.suspension import Suspension
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
@@ -49,6 +47,7 @@ from launcher.protocol import (
     Prepare,
     ReservePorts,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     StartWorker,
     Stop,
@@ -63,12 +62,10 @@ FLUSH_S = 5.0
 def main() -> None:
     processes.adopt_orphans()
     processes.raise_file_limit()
-    run_tag, limits, parent = RunTag.new(), Limits(), os.getpid()
+    run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(
-            guard(guarded, run_tag, limits)
-        )  # not sys.exit: the interpreter's teardown has nothing to add but time
+        os._exit(guard(guarded, run_tag, limits))  # not sys.exit: its teardown would only take time
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
@@ -100,11 +97,11 @@ class Agent:
         self._store_process = StoreProcess()
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
-        self._suspension: Suspension | None = None
+        self._suspension: processes.Suspension | None = None
         self._evidence_round = EvidenceRound(self._writer)
         self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
-        self._reason: str | None = None  # set once the agent is to exit then: why, if nobody told it to
+        self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
         self._left: list[str] = []
         self._done = False
         self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
@@ -118,15 +115,14 @@ class Agent:
         for descriptor in (0, 1, wake_read, wake_write):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._told_to_end)
-        for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
+        ignored = (signal.SIGCHLD, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # USR: SLURM sends it to all
+        for signum in ignored:
             signal.signal(signum, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
-        self._watch(0, self._read_controller)
-        self._watch(wake_read, lambda: self._children_ended(wake_read))
+        self._selector.register(0, selectors.EVENT_READ, self._read_controller)
+        self._selector.register(wake_read, selectors.EVENT_READ, partial(self._children_ended, wake_read))
         self._writer.put(PREAMBLE)
         self._writer.send(
             Hello(
@@ -151,15 +147,13 @@ class Agent:
                 os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
         return 1 if self._left else 0
 
-    def _told_to_end(self, *_: object) -> None:
+    def _note_sigterm(self, *_: object) -> None:
         self._terminated = True
 
     def _pause_s(self) -> float:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now]
-        pauses += [
-            work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work is not None
-        ]
+        pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work]
         if self._attempt_end is not None and self._leftovers is None:
             pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
@@ -203,9 +197,6 @@ class Agent:
         grace_s = 0.0 if self._prepared is None or signum == signal.SIGKILL else self._prepared.grace_s
         return time.monotonic() + grace_s
 
-    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, action)
-
     def _hold(self, hold: bool) -> None:
         if self._attempt is not None:
             self._attempt.hold(hold)
@@ -243,35 +234,35 @@ class Agent:
             self._exit(signal.SIGTERM, str(error))
 
     def _obey(self, message: Message) -> None:
-        if isinstance(message, Heartbeat):
-            self._lease.beat(message.time, time.monotonic())
-        elif isinstance(message, Prepare):
-            self._prepare(message)
-        elif isinstance(message, OpenStore | ReservePorts | StartWorker):
-            self._begin(message)
-        elif isinstance(message, RestartWorker):
-            if self._attempt is not None and self._attempt.number == message.attempt and self._attempt_end is None:
-                self._attempt.restart(message)
-        elif isinstance(message, SignalWorkers):
-            if self._attempt is not None:
-                self._attempt.signal(message.signum, stop=False)
-        elif isinstance(message, Suspend):
-            self._suspend(message.suspended)
-        elif isinstance(message, Collect):
-            self._evidence_round.begin(message, None if self._attempt_end is not None else self._attempt)
-        elif isinstance(message, EndAttempt):
-            self._end_attempt(message)
-        elif isinstance(message, Stop):
-            self._exit(message.signum, "")
+        attempt = self._attempt
+        match message:
+            case Heartbeat():
+                self._lease.beat(message.time, time.monotonic())
+            case Prepare():
+                self._prepare(message)
+            case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():
+                self._begin(message)
+            case RestartWorker() if attempt is not None and self._attempt_end is None:
+                attempt.restart(message)
+            case SignalWorkers() if attempt is not None:
+                attempt.signal(message.signum, stop=False)
+            case Suspend():
+                self._suspend(message.suspended)
+            case Collect():
+                self._evidence_round.begin(message, attempt if self._attempt_end is None else None)
+            case EndAttempt():
+                self._end_attempt(message)
+            case Stop():
+                self._exit(message.signum, "")
 
-    # ---- what it is told ----
+    # ---- its orders ----
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        self._leftovers = LeftoverSweep(message.clean)
+        self._leftovers = LeftoverSweep(message.lost_agents)
 
     def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
         """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
@@ -279,7 +270,7 @@ class Agent:
         self._leftovers = None
         problems = []
         try:
-            self._folder = temp_folder.make_folder(self._run_tag.value)
+            self._folder = make_folder(self._run_tag.value)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
@@ -288,46 +279,42 @@ class Agent:
         facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
-        self._lease.renew(
-            time.monotonic()
-        )  # before it is told, so that it never begins later than the controller knows
+        self._lease.renew(time.monotonic())  # first, so that it never begins later than the controller knows
         self._writer.send(facts)
 
-    def _begin(self, message: OpenStore | ReservePorts | StartWorker) -> None:
-        """Open an attempt's store or start a worker of it; the first such order begins the attempt."""
+    def _begin(self, message: OpenStore | ReservePorts | SharePrefixes | StartWorker) -> None:
+        """Open an attempt's store, prepare for workers or start one; the first such order begins the attempt."""
         assert self._prepared is not None
-        if (
-            self._attempt_end is not None or time.monotonic() >= self._lease.end
-        ):  # after a thaw, that is looked at later
+        if self._attempt_end is not None or time.monotonic() >= self._lease.end:  # after a thaw, seen later than this
             return
         if self._attempt is None:
             self._attempt = Attempt(
                 message.attempt,
+                self._prepared,
                 folder=self._folder,
                 run_tag=self._run_tag,
                 selector=self._selector,
                 writer=self._writer,
                 store_process=self._store_process,
-                interfaces=self._prepared.interfaces,
-                workdir=self._prepared.workdir,
-                grace_s=self._prepared.grace_s,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._address(message))
         elif isinstance(message, ReservePorts):
             self._attempt.reserve_ports(message, self._address(message))
+        elif isinstance(message, SharePrefixes):
+            self._attempt.prefixes = message.prefixes
         else:
             self._attempt.start(message)
 
     def _address(self, message: OpenStore | ReservePorts) -> str:
-        """Return this host's address for the others, whether or not it was told."""
+        """Return this host's address for the others, whether or not the order names it."""
         assert self._prepared is not None
         return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
     def _suspend(self, suspended: bool) -> None:
         if suspended and self._suspension is None and self._attempt_end is None:
             self._lease.rest()
-            self._suspension = Suspension(self._members)
+            self._suspension = processes.Suspension(self._members)
             self._suspension.step()
         elif not suspended:
             self._go_on()
@@ -339,10 +326,8 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        store = self._store_process.pid
-        return self._run_tag.members(
-            ancestor=os.getpid(), spare=[self._guard] if store is None else [self._guard, store]
-        )
+        spare = [pid for pid in (self._guard, self._store_process.pid) if pid is not None]
+        return self._run_tag.members(ancestor=os.getpid(), spare=spare)
 
     # ---- the end of an attempt, and of the agent ----
 
@@ -378,7 +363,7 @@ class Agent:
         self._go_on()  # after the signal, which is then the first thing that they see
 
     def _ended(self, attempt_end: AttemptEnd) -> None:
-        """Answer, once all of it is told; then wait for the next attempt, or exit."""
+        """Answer, once all of it is reported; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
         saved = 0 if self._attempt is None else self._attempt.saved

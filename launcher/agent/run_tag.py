@@ -1,23 +1,26 @@
-"""How the processes of a run on this host are known from all others, wherever they went.
+"""How the processes of a run on this host are known from all others, wherever they went; the folder for their files.
 
 Every agent has a run tag of its own, and each worker gets it in three ways before it starts: a variable of its
 environment, a number among its resource limits, and a control group where one can be had. What it starts inherits all
 of them, in a session of its own, as a daemon, with a cleared environment; the agent and the guard do not have them.
-The number also says which worker: what one has left can be told from what others have.
+The number also says which worker: what one has left is thus known from what others have.
+
+The folder is made by the agent; removed by it, by its guard if it was killed, or else by the next agent here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+import stat
+import sys
+from collections.abc import Iterable
 
-from launcher.agent import temp_folder
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
-from launcher.machine.processes import Process, Sweep
+from launcher.machine.processes import Process
 
-__all__ = ["NAME", "RunTag"]
+__all__ = ["NAME", "RunTag", "clear_folder", "make_folder", "remove_folder"]
 
 NAME = "DTRAIN_AGENT"
 _WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
@@ -31,6 +34,7 @@ class RunTag:
             raise ValueError(f"{value[:40]!r} is no run tag")
         self.value = value
         self.cgroup = cgroup
+        self.variables = {NAME: value}  # for a worker's environment
         self._variable = f"{NAME}={value}".encode()
         self._number = int(value[:10], 16)
         self._workers = 0
@@ -40,18 +44,13 @@ class RunTag:
         value = os.urandom(16).hex()
         return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"))
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """What a worker's environment gets."""
-        return {NAME: self.value}
-
     def number_worker(self) -> int:
         """Return a number for a worker that none before it had, or none for long."""
         self._workers = (self._workers + 1) % (1 << _WORKER_BITS)
         return self._workers
 
     def put_on(self, worker: int = 0) -> None:
-        """RunTag this process, between fork and exec, in the two other ways, as the worker of that number."""
+        """Mark this process, between fork and exec, in the two other ways, as the worker of that number."""
         processes.set_tag_number(self._tag_number(worker))
         if self.cgroup is not None:
             self.cgroup.enter()
@@ -74,35 +73,74 @@ class RunTag:
 
         return processes.related(ancestor=None, ours=is_its, spare=[os.getpid()])
 
-    def sweep(
-        self,
-        *,
-        ancestor: int,
-        grace_s: float = 0.0,
-        spare: Iterable[int] = (),
-        kill_wait_s: float = 5.0,
-        adopted: bool = True,
-    ) -> Sweep:
-        """Return what ends all members; see Sweep."""
-        spared = list(spare)
-        return Sweep(
-            lambda: self.members(ancestor=ancestor, spare=spared),
-            grace_s=grace_s,
-            kill_wait_s=kill_wait_s,
-            adopted=adopted,
-            kill_all=self.kill_group,
-        )
-
     def kill_group(self) -> None:
         if self.cgroup is not None:
             self.cgroup.kill()
 
     def remove(self) -> None:
         """Remove what the run tag has outside of processes: the folder for files, and the group."""
-        temp_folder.remove_folder(self.value)
+        remove_folder(self.value)
         if self.cgroup is not None:
             self.cgroup.remove()
 
     def _has_tag(self, process: Process) -> bool:
         tag_number = processes.tag_number_of(process.pid)
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
+
+
+# ---- the folder for the workers' files: errors, stacks, progress ----------------------------------------------
+
+
+def make_folder(run_tag: str) -> str:
+    """Make the folder of the agent with this run tag where temporary files belong. Raises OSError where none can be."""
+    problem: OSError = FileNotFoundError("no folder for temporary files")
+    for path in _candidates(run_tag):
+        try:
+            os.mkdir(path, 0o700)
+        except OSError as error:
+            problem = error
+        else:
+            return path
+    raise problem
+
+
+def clear_folder(folder: str, attempt: int) -> None:
+    """Remove what the workers of an attempt have there: files whose names begin with its number."""
+    try:
+        for name in os.listdir(folder):
+            if name.startswith(f"{attempt}-"):
+                os.unlink(os.path.join(folder, name))
+    except OSError as error:  # the disk went away, or a worker put a folder there: the end will see
+        print(f"dtrain agent: {folder}: {error}", file=sys.stderr)
+
+
+def remove_folder(run_tag: str) -> None:
+    """Remove the folder with this run tag, if there is one of ours, and what is in it."""
+    for path in _candidates(run_tag):
+        try:
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            names = os.listdir(path)
+        except OSError:
+            continue
+        try:
+            for name in names:
+                _remove(os.path.join(path, name))
+            os.rmdir(path)
+        except OSError as error:
+            print(f"dtrain agent: cannot remove {path}: {error}", file=sys.stderr)
+
+
+def _remove(path: str) -> None:
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        from shutil import rmtree  # slow to import, and only for what workers put there
+
+        rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _candidates(run_tag: str) -> list[str]:
+    folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp"]
+    return [f"{folder}/dtrain-{run_tag[:16]}" for folder in folders if os.path.isabs(folder)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
 import signal
 import socket
 import sys
@@ -38,7 +39,7 @@ class StoreProcess:
         if self.pid is None:
             self._start()
         assert self._control is not None
-        with contextlib.suppress(OSError):  # it has just died, which is told when it is reaped
+        with contextlib.suppress(OSError):  # it has just died, which is reported when it is reaped
             socket.send_fds(self._control, [b"s"], [listening.fileno()])
 
     def release(self) -> bool:
@@ -106,49 +107,53 @@ class StoreProcess:
 
 
 class RendezvousStore:
-    """A bound and listening socket, which the store's process gets at the first connection.
+    """A bound and listening socket, which the store's process gets at the first connection, seen by `selector`.
 
     `listening` is None from then on.
     """
 
-    def __init__(self, address: str, port: int, process: StoreProcess, *, exact: bool) -> None:
+    def __init__(
+        self, address: str, port: int, process: StoreProcess, selector: selectors.BaseSelector, *, exact: bool
+    ) -> None:
         self.listening: socket.socket | None = _bind(address, port, exact=exact)
         self.address, self.port = self.listening.getsockname()[:2]
         self._process = process
+        self._selector = selector
+        selector.register(self.listening, selectors.EVENT_READ, self._start)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Hand the socket to the store's process."""
-        assert self.listening is not None
-        self._process.serve(self.listening)
-        self.listening.close()
+        if self.listening is not None:  # else it was closed since the selector looked
+            self._process.serve(self.listening)
+            self._stop_listening(self.listening)
+
+    def _stop_listening(self, listening: socket.socket) -> None:
+        self._selector.unregister(listening)
+        listening.close()
         self.listening = None
 
     def close(self, *, keep_process: bool) -> int | None:
         """Release the port; return the pid of a process that was killed for it and is to be reaped."""
-        served = self.listening is None
         if self.listening is not None:
-            self.listening.close()
-            self.listening = None
-        if keep_process and (not served or self._process.release()):
-            return None
-        return self._process.kill()
+            self._stop_listening(self.listening)
+            released = True
+        else:
+            released = keep_process and self._process.release()
+        return None if keep_process and released else self._process.kill()
 
 
 def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for candidate in [port] if exact else [port, 0]:
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((address, candidate))
-            listening.listen(_BACKLOG)
-            return listening
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and candidate != 0 and not exact:
-                continue
-            raise StoreError(_why(address, candidate, error)) from error
-    raise AssertionError("port 0 is never in use")
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE and not exact:
+            return _bind(address, 0, exact=True)
+        raise StoreError(_why(address, port, error)) from error
+    return listening
 
 
 def _why(address: str, port: int, error: OSError) -> str:

@@ -13,7 +13,6 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.agent.run_tag import RunTag
@@ -22,8 +21,8 @@ from launcher.protocol import Exited
 
 __all__ = ["Files", "Worker", "spawn"]
 
-_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, standing; see ddp/monitoring/progress.py
-_STANDINGS = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
+_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, restart_policy; see ddp/monitoring/progress.py
+_ALONE = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
 
 
 def spawn(
@@ -67,12 +66,7 @@ def spawn(
     return pid
 
 
-def _become(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    cwd: str,
-    streams: tuple[int | None, int, int],
-) -> None:
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: tuple[int | None, int, int]) -> None:
     os.setsid()
     processes.restore_file_limit()
     signal.set_wakeup_fd(-1)
@@ -86,33 +80,18 @@ def _become(
     os.execvpe(argv[0], list(argv), dict(env))
 
 
-@dataclass(frozen=True)
 class Files:
-    """The files of one worker in the agent's folder. Their names begin with the attempt's number."""
+    """The files of one worker in the agent's folder. Their names begin with the attempt's number.
 
-    error: Path
+    `life` counts how often the worker was started again alone: what the dead one wrote is not taken for its.
+    """
 
-    @classmethod
-    def of(cls, folder: str, attempt: int, rank: int, life: int = 0) -> Files:
-        """`life` counts how often the worker was started again alone: what the dead one wrote is not taken for its."""
-        return cls(Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json"))
-
-    @property
-    def facts(self) -> Path:
-        return self.error.with_name(self.error.name + ".facts")
-
-    @property
-    def stack(self) -> Path:
-        return self.error.with_name(self.error.name + ".stack")
-
-    @property
-    def progress(self) -> Path:
-        return self.error.with_name(self.error.name + ".progress")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What tells the worker of them."""
-        return {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
+    def __init__(self, folder: str, attempt: int, rank: int, life: int = 0) -> None:
+        self.error = Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json")
+        self.facts = Path(f"{self.error}.facts")
+        self.stack = Path(f"{self.error}.stack")
+        self.progress = Path(f"{self.error}.progress")
+        self.variables = {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
 
 
 class Worker:
@@ -128,9 +107,9 @@ class Worker:
         files: Files,
         run_tag: RunTag,
         cores: Sequence[int] = (),
-        standing: int = 0,
+        restart_policy: int = 0,
     ) -> None:
-        """`standing` is that of the worker whose place it takes, until it says its own."""
+        """`restart_policy` is that of the worker whose place it takes, until it says its own."""
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
@@ -140,7 +119,7 @@ class Worker:
         self.reported = False
         self.ended = 0.0
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._progress, _PROGRESS.pack(0, 0, standing), 0)
+        os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
@@ -169,20 +148,19 @@ class Worker:
     @property
     def progress(self) -> tuple[int, int]:
         """How many steps it made and how many checkpoints it saved, as far as it says so."""
-        steps, saved, _ = self._said()
-        return steps, saved
+        return self._said()[:2]
 
     @property
-    def standing(self) -> int:
+    def restart_policy(self) -> int:
         """Whether it is an ordinary worker (0), or its failure does not end the attempt, as far as it says so."""
-        standing = self._said()[2]
-        return standing if standing in _STANDINGS else 0
+        restart_policy = self._said()[2]
+        return restart_policy if restart_policy in _ALONE else 0
 
     def _said(self) -> tuple[int, int, int]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved, standing = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
-        return steps, saved, standing
+        steps, saved, policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
+        return steps, saved, policy
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
@@ -213,7 +191,7 @@ class Worker:
             error=facts or _elastic_error(text),
             error_file=text,
             time=_raised_at(facts, self.ended),
-            standing=self.standing,
+            restart_policy=self.restart_policy,
             steps=steps,
             saved=saved,
         )

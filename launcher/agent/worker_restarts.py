@@ -7,7 +7,6 @@ nothing of anybody else. Never waits, and starts nothing itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,15 +15,20 @@ from launcher.agent.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol import RestartWorker
 
-__all__ = ["Cleared", "WorkerRestarts"]
+__all__ = ["WorkerRestarts"]
 
 
-@dataclass(frozen=True)
-class Cleared:
-    """An order to start a worker again whose place is free now, but for what cannot be ended there."""
+@dataclass
+class _Place:
+    """Where a worker died: `sweep` ends what it left, its next step at `due`, and is None when that is done.
 
-    order: RestartWorker
-    left: Sequence[str]
+    `left` could not be ended; `order` starts the next worker there.
+    """
+
+    sweep: Sweep | None = None
+    due: float = 0.0
+    left: str = ""
+    order: RestartWorker | None = None
 
 
 class WorkerRestarts:
@@ -33,45 +37,42 @@ class WorkerRestarts:
     def __init__(self, run_tag: RunTag, *, grace_s: float) -> None:
         self._run_tag = run_tag
         self._grace_s = grace_s
-        self._sweeps: dict[int, Sweep] = {}  # by rank, those under way
-        self._due: dict[int, float] = {}  # when they are to go on
-        self._left: dict[int, list[str]] = {}  # by rank, what could not be ended
-        self._orders: dict[int, RestartWorker] = {}
+        self._places: dict[int, _Place] = {}  # by rank
         self.swept = 0  # processes that outlived their worker and were ended
 
     @property
     def pause_s(self) -> float:
-        if self._orders.keys() - self._sweeps.keys():
-            return 0.0
-        return max(0.0, min(self._due.values(), default=float("inf")) - time.monotonic())
+        due = [place.due if place.sweep else 0.0 for place in self._places.values() if place.sweep or place.order]
+        return max(0.0, min(due, default=float("inf")) - time.monotonic())
 
     def clear(self, worker: Worker) -> None:
         """Begin to end what a dead worker has left."""
         variable = f"TORCHELASTIC_ERROR_FILE={worker.files.error}"
         listing = partial(self._run_tag.left_by, worker.number, variable)
-        self._sweeps[worker.rank] = Sweep(listing, grace_s=self._grace_s, adopted=False)
-        self._due[worker.rank] = time.monotonic()
+        sweep = Sweep(listing, grace_s=self._grace_s, adopted=False)
+        self._places[worker.rank] = _Place(sweep, due=time.monotonic())
 
     def take(self, order: RestartWorker) -> None:
-        """Have a worker's place cleared for the next one."""
-        self._orders[order.rank] = order
+        """Have a dead worker's place cleared for the next one."""
+        self._places.setdefault(order.rank, _Place()).order = order
 
-    def step(self) -> list[Cleared]:
-        """Go on with all that is due; return the orders that can be carried out."""
+    def step(self) -> list[tuple[RestartWorker, str]]:
+        """Go on with all that is due; return the orders that can be carried out, and what could not be ended there."""
         now = time.monotonic()
-        for rank, sweep in list(self._sweeps.items()):
-            if now < self._due[rank]:
-                continue
-            if not sweep.step():
-                self._due[rank] = now + sweep.pause_s
-                continue
-            self.swept += sweep.ended
-            self._left[rank] = [process.describe() for process in sweep.left]
-            del self._sweeps[rank], self._due[rank]
-        ready = [rank for rank in self._orders if rank not in self._sweeps]
-        return [Cleared(self._orders.pop(rank), self._left.pop(rank, [])) for rank in ready]
+        ready = []
+        for rank, place in list(self._places.items()):
+            if (sweep := place.sweep) is not None and now >= place.due:
+                if sweep.step():
+                    self.swept += sweep.ended
+                    place.left = ", ".join(process.describe() for process in sweep.left)
+                    place.sweep = None
+                place.due = now + sweep.pause_s
+            if place.sweep is None and place.order is not None:
+                ready.append((place.order, place.left))
+                del self._places[rank]
+        return ready
 
     def stop(self) -> None:
         """Give all of it up: everything is to end, and is swept then."""
-        self.swept += sum(sweep.ended for sweep in self._sweeps.values())
-        self._sweeps, self._due, self._orders = {}, {}, {}
+        self.swept += sum(place.sweep.ended for place in self._places.values() if place.sweep)
+        self._places.clear()

@@ -159,7 +159,7 @@ class _Examination:
         def examine(link: HostLink) -> Examined:
             greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
-            question = vars(prepare(spec, link.host, lease_s=0.0, clean=()))
+            question = vars(prepare(spec, link.host, lease_s=0.0, lost_agents=()))
             facts = decode_value(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
             return Examined(link.host, "", greeting, facts, clock, spec.ssh.config)
 

@@ -26,7 +26,7 @@ from launcher.agent.host_facts import find_facts
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.facts import Disk, HostFacts, Interface, Limit, Packages
 from launcher.errors import DtrainError
-from launcher.machine import routes
+from launcher.machine import network
 from launcher.machine.cgroup import folders_of
 from launcher.protocol import Prepare
 
@@ -117,7 +117,7 @@ def limits() -> list[Limit]:
 def interfaces() -> list[Interface]:
     """Return the interfaces that are up and have an address."""
     try:
-        named = routes.addresses()
+        named = network.addresses()
     except DtrainError:
         return []
     return [

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from launcher.check.facts import Listening, Probe, Target
-from launcher.machine.routes import interface_of
+from launcher.machine.network import interface_of
 
 __all__ = ["AT_ONCE", "all_at_once", "listen", "probe", "probe_all"]
 

@@ -16,7 +16,7 @@ from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
 from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import place
+from launcher.placement.placement import place_job
 
 __all__ = ["host_findings"]
 
@@ -84,14 +84,7 @@ def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
             fix = one.copy(_script(spec))
         yield one.finding(_ERROR, "cannot-start", message, fix=fix)
     try:
-        place(
-            [one.offer],
-            nproc=spec.nproc,
-            gpus_per_proc=spec.gpus_per_proc,
-            oversubscribe=spec.oversubscribe,
-            isolate=spec.virtual_local_rank,
-            roles=spec.roles,
-        )
+        place_job(spec, [one.offer])
     except PlacementError as error:
         look = "ulimit -a" if "too many for" in str(error) else "nvidia-smi -L"
         yield one.finding(_ERROR, "placement", str(error).removeprefix(f"{one.name}: "), look)

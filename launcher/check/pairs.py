@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from launcher.check.facts import Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity
 from launcher.hosts.folding import fold
+from launcher.machine.network import is_loopback
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
 __all__ = ["Summary", "pair_findings", "store_findings", "summary", "targets"]
@@ -192,10 +192,10 @@ def _names(
     """Find hosts whose own name leads gloo to an address that no other host reaches."""
     for one in examined:
         where, facts = listening.get(one.name), one.known
-        if where is None or _is_loopback(where.address) or gloo_interfaces.get(one.name) or facts.gloo_interface:
+        if where is None or is_loopback(where.address) or gloo_interfaces.get(one.name) or facts.gloo_interface:
             continue
         found = facts.name_resolves_to
-        if all(map(_is_loopback, found)):
+        if all(map(is_loopback, found)):
             means = f"means {found[0]}" if found else "is not known"
             interface = next((i.name for i in facts.interfaces if where.address in i.addresses), "eth0")
             message = f"its name {facts.hostname} {means} there, which gloo would tell the others as its address"
@@ -212,10 +212,3 @@ def store_findings(spec: JobSpec, name: str, where: Listening) -> Iterator[Findi
         yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
     else:
         yield Finding(Severity.ERROR, "store-port", (name,), message, f"ss -ltnp 'sport = :{port}'")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"

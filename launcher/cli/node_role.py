@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
+from launcher.machine.network import choose_address, is_loopback, is_own
 from launcher.placement.job_spec import DEFAULT_PORT
 from launcher.transport.tcp.rendezvous import find_token, local_folder
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
 
-__all__ = ["NodeRole", "find_node_role", "is_loopback"]
+__all__ = ["NodeRole", "find_node_role"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -97,13 +98,7 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
 
 
 def _hosts_rendezvous(options: Options, address: str) -> bool:
-    from launcher.machine.routes import is_own
-
     return is_own(address) if options.rdzv_is_host is None else options.rdzv_is_host
-
-
-def is_loopback(address: str) -> bool:
-    return address == "localhost" or address.startswith("127.") or address == "::1"
 
 
 def _token_file(options: Options) -> Path | None:
@@ -133,8 +128,6 @@ def _step() -> Step | None:
 
 
 def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> NodeRole:
-    from launcher.machine.network import choose_address
-
     asked = options.nnodes
     one_a_node = step.tasks == len(step.nodes)
     here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]

@@ -10,7 +10,7 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.output.text import ranges, table
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import HostOffer, place
+from launcher.placement.placement import HostOffer, place_job
 from launcher.placement.roles import DEFAULT_ROLE
 from launcher.protocol import Facts
 
@@ -51,14 +51,7 @@ def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
             f"write {by_slots}--nproc-per-node N"
         )
     offers = [_assume(host, spec) if host.remote else _look(host) for host in hosts]
-    placement = place(
-        offers,
-        nproc=spec.nproc,
-        gpus_per_proc=spec.gpus_per_proc,
-        oversubscribe=spec.oversubscribe,
-        isolate=spec.virtual_local_rank,
-        roles=spec.roles,
-    )
+    placement = place_job(spec, offers)
     return [
         _PlannedWorker(
             rank=worker.rank,

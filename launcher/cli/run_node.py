@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from launcher.cli.node_role import NodeRole, is_loopback
+from launcher.cli.node_role import NodeRole
 from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import AGENT_WORKDIR
-from launcher.machine.network import choose_address
-from launcher.machine.routes import addresses, is_own
+from launcher.machine.network import addresses, choose_address, is_loopback, is_own
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.connect import agent_command

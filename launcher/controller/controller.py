@@ -30,10 +30,10 @@ from launcher.job.events import (
     Open,
     ReaderBlocked,
     SaveEvidence,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
 from launcher.job.job import Job
@@ -162,7 +162,7 @@ class Controller:
         for command in commands:
             if isinstance(command, Open):
                 self._open(command.host, command.link)
-            elif isinstance(command, Tell):
+            elif isinstance(command, Send):
                 if isinstance(command.message, StartWorker):
                     start = command.message
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)

@@ -40,7 +40,7 @@ _FORMS = (
 _USER = re.compile(r"""(?!-)[^\s@:,=#/\[\]'"`;&<>|(){}$]+(?<!\\)""")
 
 
-# What is told an agent through its environment by who starts it, where that is not the controller.
+# What an agent gets through its environment from who starts it, where that is not the controller.
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
 AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there

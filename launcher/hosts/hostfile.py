@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostEntry, clash, is_user, parse_entry
@@ -42,6 +43,7 @@ _KEYS |= {f"{count}{dash}max": "max_slots" for count in _COUNTS for dash in "-_"
 _KEYS |= {f"max{dash}{count}": "max_slots" for count in _COUNTS for dash in "-_"}
 _KEYS |= {"user": "user", "username": "user", "user-name": "user", "user_name": "user", "port": "port"}
 _FORM = "write a line as in: node1 slots=4"
+_Problems: TypeAlias = list[tuple[int, HostListError]]  # with the numbers of their lines
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -51,7 +53,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     line and column, both from 1: the first few of them.
     """
     hosts, problems = _parse(_read(path))
-    problems.raise_any(lambda line, column: f"{path}:{line}:{column}")
+    _raise_any(problems, lambda line, column: f"{path}:{line}:{column}")
     if not hosts:
         raise UsageError(f"the host file {path} names no host that has slots; {_FORM}")
     return hosts
@@ -63,7 +65,7 @@ def parse_discovered(text: str, *, command: str) -> tuple[Host, ...]:
     Raises UsageError, which names the command and the bad lines.
     """
     hosts, problems = _parse(text)
-    problems.raise_any(lambda line, column: f"output of {command}, line {line}, column {column}")
+    _raise_any(problems, lambda line, column: f"output of {command}, line {line}, column {column}")
     return hosts
 
 
@@ -87,17 +89,18 @@ def _read(path: Path) -> str:
 
 
 def _parse(text: str) -> tuple[tuple[Host, ...], _Problems]:
-    table, problems = _Table(), _Problems()
+    table = _Table()
+    problems: _Problems = []
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff")), 1):
         try:
             if (parsed := _parse_line(line)) is not None:
                 table.add(parsed, number)
         except HostListError as error:
-            problems.add(number, error)
+            problems.append((number, error))
         if table.full:
             reason = f"here the list has more than {MAX_HOSTS} hosts, or names hosts more than {_MAX_NAMED} times"
-            problems.add(number, HostListError(1, reason))
-        if table.full or problems.enough:
+            problems.append((number, HostListError(1, reason)))
+        if table.full or len(problems) >= _ENOUGH:
             break
     return table.hosts(), problems
 
@@ -200,28 +203,11 @@ class _Table:
         )
 
 
-class _Problems:
-    """What is wrong, with the number of the line: the first ones, and how many there are."""
-
-    def __init__(self) -> None:
-        self._first: list[tuple[int, HostListError]] = []
-        self._count = 0
-        self._last = 0
-
-    @property
-    def enough(self) -> bool:
-        return self._count >= _ENOUGH
-
-    def add(self, line: int, error: HostListError) -> None:
-        self._count += 1
-        self._last = line
-        if len(self._first) < _SHOWN:
-            self._first.append((line, error))
-
-    def raise_any(self, place: Callable[[int, int], str]) -> None:
-        if not self._count:
-            return
-        lines = [f"{place(line, error.column)}: {error.reason}" for line, error in self._first]
-        if self._count > _SHOWN:
-            lines.append(f"... and {self._count - _SHOWN} more bad lines up to line {self._last}")
-        raise UsageError("\n".join(lines)) from self._first[0][1]
+def _raise_any(problems: _Problems, place: Callable[[int, int], str]) -> None:
+    """Raise UsageError if there are problems; `place` names a line and a column."""
+    if not problems:
+        return
+    lines = [f"{place(line, error.column)}: {error.reason}" for line, error in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"... and {len(problems) - _SHOWN} more bad lines up to line {problems[-1][0]}")
+    raise UsageError("\n".join(lines)) from problems[0][1]

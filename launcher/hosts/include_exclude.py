@@ -40,26 +40,21 @@ def filter_hosts(hosts: tuple[Host, ...], *, include: str | None, exclude: str |
     left = tuple(
         kept
         for host in hosts
-        if (kept := (_include if include else _exclude)(host, wanted.get(host.name, frozenset()))) is not None
+        if (kept := _kept(host, wanted.get(host.name, frozenset()), include=bool(include))) is not None
     )
     if not left:
         raise UsageError(f"{option} {quoted(text)} leaves none of the hosts; there are: {_names(hosts)}")
     return left
 
 
-def _include(host: Host, slots: frozenset[int] | None) -> Host | None:
-    """`slots` of None is the whole host."""
-    return host if slots is None else _with(host, slots)
-
-
-def _exclude(host: Host, slots: frozenset[int] | None) -> Host | None:
-    if slots is None:
-        return None
-    return _with(host, frozenset(_slots(host) or ()) - slots) if slots else host
-
-
-def _with(host: Host, slots: frozenset[int]) -> Host | None:
-    return replace(host, slots=len(slots), max_slots=None, chosen=tuple(sorted(slots))) if slots else None
+def _kept(host: Host, named: frozenset[int] | None, *, include: bool) -> Host | None:
+    """Return what is left of a host of which the filter names these slots, None the whole host."""
+    if named is None:
+        return host if include else None
+    if not named and not include:
+        return host
+    left = named if include else frozenset(_slots(host) or ()) - named
+    return replace(host, slots=len(left), max_slots=None, chosen=tuple(sorted(left))) if left else None
 
 
 def _slots(host: Host) -> Iterable[int] | None:

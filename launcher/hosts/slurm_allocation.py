@@ -201,7 +201,9 @@ def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[N
 
     Not `strict` in an interactive step, where the numbers of nodes and tasks are those of the step.
     """
-    suffix = "" if group is None else _suffix(env, group)
+    suffix = ""
+    if group is not None:
+        suffix = f"_HET_GROUP_{group}" if "SLURM_HET_SIZE" in env else f"_PACK_GROUP_{group}"  # the older name
     variable = "SLURM_JOB_NODELIST" + suffix
     if group is None and variable not in env:
         variable = "SLURM_NODELIST"  # SLURM's own older name
@@ -218,21 +220,15 @@ def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[N
     return [Node(name, count if several else None, group) for name, count in zip(names, counts, strict=True)]
 
 
-def _suffix(env: Mapping[str, str], group: int) -> str:
-    older = f"_PACK_GROUP_{group}"
-    return older if "SLURM_HET_SIZE" not in env else f"_HET_GROUP_{group}"
-
-
 def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
     text = env.get(variable, "")
     if text in ("", "(null)"):
         job = _job(env)
         raise UsageError(f"SLURM_JOB_ID is {job}, but {variable} is {text or 'not set'}; {_INSTEAD}")
     try:
-        names = expand(text)
+        return expand(text)
     except UsageError as error:
         raise UsageError(f"{variable}={text}: {error}; {_INSTEAD}") from error
-    return names
 
 
 def _counts(env: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tuple[int, ...]:

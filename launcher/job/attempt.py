@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.job.cause import looks_like_consequence
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
-from launcher.protocol import Evidence, Exited, PortsReserved, Started, StoreOpened
+from launcher.protocol import Evidence, Exited, Heartbeat, PortsReserved, Started, StoreOpened
 
-__all__ = ["AttemptState", "choose_members", "failure_of"]
+__all__ = ["AttemptState", "choose_members"]
 
 
 class AttemptState:
@@ -27,10 +26,10 @@ class AttemptState:
         self.members = members
         self.placement = placement
         self.began = began
-        self.stopped_at: float | None = None  # when its workers were told to end
+        self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
         self.started: set[int] = set()
-        self.stopped: set[int] = set()  # ranks that ended because they were told to
+        self.stopped: set[int] = set()  # ranks that ended because they were stopped
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.secondary_failures: list[Failure] = []  # after that
         self.left_out: list[Failure] = []  # of processes that the others went on without
@@ -39,18 +38,17 @@ class AttemptState:
         self.store: StoreOpened | None = None
         self.ports: dict[str, PortsReserved] = {}
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
+        self.provoked_at: dict[str, float] = {}  # when the first of a host's workers ended because its agent made it
+        self.ended: set[int] = set()
         self._timers = timers
         self._stall_s = NEVER if stall_s is None else stall_s
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
-        self._ended: set[int] = set()
         # Those that have not finished successfully, and are not left out.
         self._needed = {worker.rank for worker in placement.workers if worker.needed}
         self._unfinished = dict(zip(members, placement.per_host, strict=True))
         self._succeeded = False  # one of those that the run waits for
         self._restarts: dict[int, int] = {}  # of single ranks
-        self._progress: dict[str, int] = {}
-        self._saved: dict[str, int] = {}
-        self._provoked_at: dict[str, float] = {}
+        self._heartbeats: dict[str, Heartbeat] = {}  # the newest of each host
 
     @property
     def world_size(self) -> int:
@@ -68,10 +66,6 @@ class AttemptState:
         """
         return not self._needed
 
-    @property
-    def any_ended(self) -> bool:
-        return bool(self._ended)
-
     def needs(self, host: str) -> bool:
         """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
         return host in self._unfinished and (host == self.members[0] or self._unfinished[host] > 0)
@@ -82,14 +76,14 @@ class AttemptState:
 
     def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
-        if exited.rank in self._ended:
+        if exited.rank in self.ended:
             return
         self.started.add(exited.rank)
-        self._ended.add(exited.rank)
+        self.ended.add(exited.rank)
         self.made_progress(now)
         if exited.provoked:
             self.stopped.add(exited.rank)
-            self._provoked_at.setdefault(host, at)
+            self.provoked_at.setdefault(host, at)
         elif exited.status == 0:
             self._succeeded |= exited.rank in self._needed
             self._needed.discard(exited.rank)
@@ -110,7 +104,7 @@ class AttemptState:
 
     def start_again(self, rank: int, now: float) -> int:
         """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
-        self._ended.discard(rank)
+        self.ended.discard(rank)
         self.made_progress(now)
         self._restarts[rank] = self._restarts.get(rank, 0) + 1
         return self.number + self._restarts[rank]
@@ -120,19 +114,12 @@ class AttemptState:
     def made_progress(self, now: float) -> None:
         self._timers.set(Timer.STALL, now + self._stall_s)
 
-    def take_progress(self, host: str, progress: int, now: float) -> None:
-        if self._progress.get(host) != progress:
-            self._progress[host] = progress
+    def take_heartbeat(self, host: str, heartbeat: Heartbeat, now: float) -> bool:
+        """Note how far a host's workers are; return whether they have saved more checkpoints than before."""
+        before, self._heartbeats[host] = self._heartbeats.get(host), heartbeat
+        if before is None or before.progress != heartbeat.progress:
             self.made_progress(now)
-
-    def take_saved(self, host: str, saved: int) -> bool:
-        """Note how many checkpoints a host's workers have saved; return whether there are more than before."""
-        before, self._saved[host] = self._saved.get(host, 0), saved
-        return saved > before
-
-    def provoked_at(self, host: str) -> float | None:
-        """Return when the first of a host's workers ended because its agent made it."""
-        return self._provoked_at.get(host)
+        return heartbeat.saved > (before.saved if before is not None else 0)
 
     def failure(self, kind: FailureKind, host: str, message: str, at: float) -> Failure:
         """Return what is no worker's failure; of another than a host, `host` may be empty."""
@@ -163,31 +150,3 @@ def choose_members(previous: Sequence[str], ready: Sequence[str], most: int) -> 
     places = (name if name in stays else next(waiting, None) for name in previous)
     members = [name for name in places if name is not None]
     return (*members, *waiting)[:most]
-
-
-def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure:
-    """Return what the bad end of a worker was."""
-    error = exited.error
-    if exited.pid == 0:
-        kind = FailureKind.NEVER_STARTED
-    elif error is not None:
-        kind = FailureKind.RAISED
-    else:
-        kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
-    said = error or {}
-    return Failure(
-        kind=kind,
-        host=host,
-        at=at,
-        ran_s=exited.ran_s,
-        attempt=attempt,
-        rank=exited.rank,
-        pid=exited.pid,
-        status=exited.status,
-        error_type=said.get("type", ""),
-        message=said.get("message", ""),
-        where=said.get("where", ""),
-        inside=said.get("inside", ""),
-        killer=exited.killer,
-        provoked=exited.provoked,
-    )

@@ -1,4 +1,4 @@
-"""What the job is told and what it tells: events in, commands out. Data only."""
+"""What the job takes and what it gives: events in, commands out. Data only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report
 
 __all__ = [
-    "AgentMessage", "Close", "Command", "Connected", "Discovered", "Event", "Lost", "Notice", "Open", "ReaderBlocked",
-    "SaveEvidence", "Signalled", "Slept", "SuspendSelf", "Tell", "Tick",
+    "AgentMessage",
+    "Close",
+    "Command",
+    "Connected",
+    "Discovered",
+    "Event",
+    "Lost",
+    "Notice",
+    "Open",
+    "ReaderBlocked",
+    "SaveEvidence",
+    "Send",
+    "Signalled",
+    "Slept",
+    "SuspendSelf",
+    "Tick",
 ]  # fmt: skip
 
 # ---- events --------------------------------------------------------------------------------------------------
@@ -87,14 +101,14 @@ Event: TypeAlias = Connected | AgentMessage | Lost | ReaderBlocked | Discovered 
 
 @dataclass(frozen=True)
 class Open:
-    """Connect to a host and start an agent there; what becomes of it is told with this `link`, counted from 1."""
+    """Connect to a host and start an agent there; what becomes of it is reported with this `link`, counted from 1."""
 
     host: str
     link: int
 
 
 @dataclass(frozen=True)
-class Tell:
+class Send:
     """Send a message to a host's agent, on its newest link."""
 
     host: str
@@ -127,7 +141,7 @@ class SaveEvidence:
 
 @dataclass(frozen=True)
 class SuspendSelf:
-    """Stop this process as Ctrl-Z does, once everything told is written."""
+    """Stop this process as Ctrl-Z does, once everything sent is written."""
 
 
-Command: TypeAlias = Open | Tell | Close | Notice | SaveEvidence | SuspendSelf
+Command: TypeAlias = Open | Send | Close | Notice | SaveEvidence | SuspendSelf

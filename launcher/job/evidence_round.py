@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, SaveEvidence, Tell
+from launcher.job.events import Command, SaveEvidence, Send
 from launcher.job.timers import Timer, Timers
 from launcher.protocol import Collect, Collected, Evidence
 
@@ -45,7 +45,7 @@ class EvidenceRounds:
         self._number += 1
         self._current = _Round(self._number, set(hosts), asked)
         self._timers.set(Timer.EVIDENCE, now + COLLECT_S)
-        return [Tell(name, Collect(number=self._number, limit_s=0.75 * COLLECT_S)) for name in hosts]
+        return [Send(name, Collect(number=self._number, limit_s=0.75 * COLLECT_S)) for name in hosts]
 
     def take(self, host: str, message: Evidence | Collected) -> None:
         if self._current is None or message.number != self._current.number:

@@ -1,17 +1,27 @@
-"""What went wrong by itself, as data, and its one wording: for the report, what is said meanwhile, and JSON. Pure.
+"""What went wrong by itself: which failure was first, which only followed from it, and the one wording of all. Pure.
 
-The same loss reads differently in every rank: other addresses, ports, ranks, lines of a library's source. Those are
-taken out of a message (plain_message) before messages are compared.
+The wording is for the report, what is said meanwhile, and JSON. The same loss reads differently in every rank: other
+addresses, ports, ranks, lines of a library's source. Those are taken out of a message before messages are compared.
+
+Order is by time on the controller's clock. But when a process dies, its peers see their connections close before its
+agent has seen its end, and clocks of different hosts agree to a few milliseconds only. So an error about a lost
+connection is taken for a consequence if something that is none follows within SLACK_S.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Failure", "FailureKind", "how_they_ended", "plain_message", "signal_name", "what_happened"]
+from launcher.protocol import Exited
+
+__all__ = [
+    "SLACK_S", "Failure", "FailureKind", "SecondaryFailures", "failure_of", "first_cause", "group_secondary_failures",
+    "how_they_ended", "looks_like_consequence", "plain_message", "signal_name", "what_happened",
+]  # fmt: skip
 
 MESSAGE_CHARACTERS = 120
 LINE_CHARACTERS = 200  # of a message that is no more than a part of a line
@@ -38,6 +48,17 @@ _CRASHES: dict[int, str] = {
     signal.SIGABRT: "it aborted itself",
 }
 
+SLACK_S = 2.0
+_CONSEQUENCE_TYPES = {
+    "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError", "BackwardError",
+    "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError",
+}  # fmt: skip
+_CONSEQUENCE_WORDS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|by peer|broken pipe|socket (was )?closed|"
+    r"gloo|nccl|remote process|connectFullMesh|timed? ?out|failed to (recv|send|connect)",
+    re.IGNORECASE,
+)
+
 
 class FailureKind(Enum):
     RAISED = "raised"  # an exception that nobody caught
@@ -54,7 +75,7 @@ class Failure:
     """Something that went wrong by itself; `at` is its time on the controller's monotonic clock.
 
     `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
-    was already told to stop when it ended, although it had failed before. `killer` says who killed it, where that
+    was already being stopped when it ended, although it had failed before. `killer` says who killed it, where that
     is known; `inside` is the function in which it raised, `where` the line of the user's own code above that.
     """
 
@@ -78,6 +99,84 @@ class Failure:
         if self.kind is FailureKind.RAISED and (self.provoked or self.status == 0):
             return 1  # it would have ended so, had it not been stopped on the way
         return 128 - self.status if self.status < 0 else self.status
+
+
+def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure:
+    """Return what the bad end of a worker was."""
+    error = exited.error
+    if exited.pid == 0:
+        kind = FailureKind.NEVER_STARTED
+    elif error is not None:
+        kind = FailureKind.RAISED
+    else:
+        kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
+    said = error or {}
+    return Failure(
+        kind=kind,
+        host=host,
+        at=at,
+        ran_s=exited.ran_s,
+        attempt=attempt,
+        rank=exited.rank,
+        pid=exited.pid,
+        status=exited.status,
+        error_type=said.get("type", ""),
+        message=said.get("message", ""),
+        where=said.get("where", ""),
+        inside=said.get("inside", ""),
+        killer=exited.killer,
+        provoked=exited.provoked,
+    )
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """Return the failure that the others followed from, as far as time and kind tell."""
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: failure.at)
+    roots = [f for f in failures if f.at <= first.at + SLACK_S and not looks_like_consequence(f)]
+    return min(roots, key=lambda failure: failure.at, default=first)
+
+
+def looks_like_consequence(failure: Failure) -> bool:
+    """Say whether a failure may be no more than what the loss of a peer looks like."""
+    if failure.kind is FailureKind.RAISED:
+        return failure.error_type in _CONSEQUENCE_TYPES or _CONSEQUENCE_WORDS.search(failure.message) is not None
+    # Background threads of gloo and NCCL end the process when a peer is gone.
+    return failure.kind is FailureKind.KILLED and failure.status == -signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class SecondaryFailures:
+    """Those that failed alike. `how` follows their number: `failed in all_reduce: connection closed by peer`."""
+
+    count: int
+    how: str
+    kind: FailureKind
+    ranks: tuple[int, ...]  # of workers; the loss of a host or of the store has none
+
+
+def group_secondary_failures(failures: Sequence[Failure]) -> list[SecondaryFailures]:
+    """Put together what failed alike, the largest group first, equal ones in the order of time.
+
+    A hundred ranks that lost one peer are one group.
+    """
+    groups: dict[tuple[object, ...], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.at):
+        # Of ends that were no exception, two exit codes or signals are two ways to end.
+        code = failure.status if failure.kind in (FailureKind.EXITED, FailureKind.KILLED) else 0
+        key = (failure.kind, failure.status < 0, re.sub(r"\d+", "0", how_they_ended(failure, 2)), code)
+        groups.setdefault(key, []).append(failure)
+    counted = [
+        SecondaryFailures(
+            count=len(alike),
+            how=how_they_ended(alike[0], len(alike)),
+            kind=alike[0].kind,
+            ranks=tuple(sorted(failure.rank for failure in alike if failure.rank is not None)),
+        )
+        for alike in groups.values()
+    ]
+    return sorted(counted, key=lambda group: -group.count)
 
 
 def what_happened(failure: Failure, *, in_full: bool = False) -> str:

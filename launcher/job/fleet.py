@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Close, Command, Open, Tell
+from launcher.job.events import Close, Command, Open, Send
 from launcher.job.host_state import HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol import Bye, Facts, Heartbeat, Hello, Report, Stop, Suspend, Swept, heartbeat_pause_s
@@ -78,7 +78,7 @@ class Fleet:
         return state.name not in self.dropped
 
     def works(self, state: HostState) -> bool:
-        """Whether its agent was told to take part in an attempt, and has not said that it is over there."""
+        """Whether its agent was ordered to take part in an attempt, and has not said that it is over there."""
         return state.phase is HostPhase.READY and state.name in self.busy
 
     def dirty(self, state: HostState) -> bool:
@@ -99,40 +99,33 @@ class Fleet:
             self.coming.discard(state.name)
 
     def add(self, host: Host, now: float) -> HostState:
-        """Take in a host that was not known before."""
-        state = self.states[host.name] = HostState(host, heard=now)
-        self._counts[HostPhase.AWAY] += 1
-        return state
-
-    def named_again(self, state: HostState, host: Host) -> None:
-        """Note how the user names it now: its slots may be others."""
+        """Take in a host as the user names it now: it may be new, or have other slots."""
+        if host.name not in self.states:
+            self.states[host.name] = HostState(host, heard=now)
+            self._counts[HostPhase.AWAY] += 1
+        state = self.states[host.name]
         state.host = host
+        return state
 
     def want(self, state: HostState, now: float) -> None:
         """Use a host again that was dropped."""
         self.dropped.discard(state.name)
-        state.strikes = state.tries = 0
+        state.failed_attempts = state.tries = 0
         if state.phase in (HostPhase.OUT, HostPhase.AWAY):
             self._move(state, HostPhase.AWAY)
             self.try_again(state, now)
 
-    def drop(self, state: HostState) -> None:
+    def drop(self, state: HostState, reason: str = "") -> None:
         """Use a host no more; it is still tried again until what it may have left is gone."""
+        state.reason = reason or state.reason
         self.dropped.add(state.name)
         self.coming.discard(state.name)
 
-    def dismiss(self, state: HostState) -> list[Command]:
-        """Tell a host on which no worker runs to end."""
-        return self.stop(state, Stop(signum=signal.SIGKILL))
-
-    def stop(self, state: HostState, order: Stop) -> list[Command]:
-        """Tell a host to end, however far it has come."""
+    def stop(self, state: HostState, signum: int = signal.SIGKILL, *, reason: str = "") -> list[Command]:
+        """Order a host to end, however far it has come; `signum` is for its workers."""
+        state.reason = reason or state.reason
         self._move(state, HostPhase.LEAVING)
-        return [Tell(state.name, order)]
-
-    def leave(self, state: HostState) -> None:
-        """Give a host up for good that has no link."""
-        self._move(state, HostPhase.OUT)
+        return [Send(state.name, Stop(signum=signum))]
 
     def give_up(self, state: HostState) -> list[Command]:
         """Give a host up for good, and its link if it has one."""
@@ -140,13 +133,9 @@ class Fleet:
         self._move(state, HostPhase.OUT)
         return [Close(state.name)] if has_link else []
 
-    def note_reason(self, state: HostState, reason: str) -> None:
-        """Note why it cannot be used, in words."""
-        state.reason = reason
-
-    def count_strike(self, state: HostState, *, failed: bool) -> None:
+    def count_failed(self, state: HostState, *, failed: bool) -> None:
         """Count an attempt that ended through it; one that did not ends the row."""
-        state.strikes = state.strikes + 1 if failed else 0
+        state.failed_attempts = state.failed_attempts + 1 if failed else 0
 
     # ---- workers that may live there ----
 
@@ -191,17 +180,16 @@ class Fleet:
         state.our_address, state.heard = our_address, now
         self._move(state, HostPhase.GREETING)
 
-    def hear(self, state: HostState, message: Report, now: float) -> None:
-        """Note that a host spoke, and what its clock says if the message carries the time of its sending."""
+    def hear(self, state: HostState, message: Report | None, now: float) -> None:
+        """Note that a host spoke, and what its clock says if the message carries the time of its sending.
+
+        None: it may have spoken, since nobody reads what it says.
+        """
         state.heard = now
         if isinstance(message, Hello | Facts | Heartbeat):
             state.clock.hear(message.time, now)
             if state.rests_until is not None and state.clock.corrected(message.time) > state.rests_until:
                 state.rests_until = None
-
-    def not_read(self, state: HostState, now: float) -> None:
-        """Note that a host may have spoken, since nobody reads what it says."""
-        state.heard = now
 
     def greeted(self, state: HostState, agent_identity: str) -> None:
         state.agent_identity = agent_identity
@@ -220,10 +208,13 @@ class Fleet:
 
     def said_swept(self, state: HostState, swept: Swept) -> None:
         """Take the end of an attempt on a host."""
-        self.swept += swept.swept
         self._vacate(state)
-        if swept.left:
-            self.left[state.name] = swept.left
+        self._take_swept(state, swept)
+
+    def _take_swept(self, state: HostState, message: Swept | Bye) -> None:
+        self.swept += message.swept
+        if message.left:
+            self.left[state.name] = message.left
             self.drop(state)  # what cannot be ended must not meet the next attempt
 
     def could_not_clean(self, state: HostState, facts: Facts) -> None:
@@ -254,10 +245,7 @@ class Fleet:
 
     def said_bye(self, state: HostState, bye: Bye, reason: str) -> list[Command]:
         """Take the end of an agent that has swept its host; `reason` says why it ended."""
-        self.swept += bye.swept
-        if bye.left:
-            self.left[state.name] = bye.left
-            self.drop(state)
+        self._take_swept(state, bye)
         if not state.lost_agents:  # otherwise it ended before it could clean up after another
             self._vacate(state)
         return self._left(state, reason)
@@ -269,17 +257,16 @@ class Fleet:
         self._move(state, HostPhase.AWAY)
         return [Close(state.name)]
 
-    def try_afresh(self, state: HostState, now: float) -> None:
-        """Try a host that is away again, as if it had not been tried yet."""
-        state.tries = 0
-        self.try_again(state, now)
+    def try_again(self, state: HostState, now: float, *, afresh: bool = False) -> None:
+        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment.
 
-    def try_again(self, state: HostState, now: float) -> None:
-        """Try a host that is away again, after a pause: the longer the more often it was in vain, or for a moment."""
+        `afresh`: as if it had not been tried yet.
+        """
+        state.tries = 0 if afresh else state.tries
         if state.ready_at is not None:
-            state.flights = state.flights + 1 if now - state.ready_at < STEADY_S else 0
+            state.flaps = state.flaps + 1 if now - state.ready_at < STEADY_S else 0
             state.ready_at = None
-        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flights - 1), len(RETRIES_S) - 1)]
+        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flaps - 1), len(RETRIES_S) - 1)]
         heapq.heappush(self._retries, (state.retry_at, state.name))
         self._timers.set(Timer.RETRY, self._next_retry())
 
@@ -306,7 +293,7 @@ class Fleet:
         """Renew the leases of the hosts that answer."""
         self._timers.set(Timer.BEAT, now + self.beat_s)
         return [
-            Tell(state.name, Heartbeat(time=state.clock.theirs(now)))
+            Send(state.name, Heartbeat(time=state.clock.theirs(now)))
             for state in self
             if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s
         ]
@@ -340,7 +327,7 @@ class Fleet:
         for state in self:
             if state.greeted:
                 state.rests_until = NEVER if suspended else now + FENCE * self.timeout_s
-                commands.append(Tell(state.name, Suspend(suspended=suspended)))
+                commands.append(Send(state.name, Suspend(suspended=suspended)))
         return commands
 
     def slept(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from launcher.errors import PlacementError
 from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, Notice, Tell
+from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
@@ -21,17 +21,17 @@ from launcher.job.orders import mismatch, prepare
 from launcher.job.progress_messages import some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import Placement, place
+from launcher.placement.placement import place_job
 from launcher.protocol import Facts, Hello
 
-__all__ = ["Gathering", "Readiness", "fit", "misfits"]
+__all__ = ["Gathering", "Readiness", "misfits"]
 
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
 OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run cannot start; a closed port takes 3 s
 LARGE = 16  # hosts; of fewer, nothing is said as long as they come
 SHOWN = 4  # reasons in that
 SHOW_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
-STRIKES = 2  # a host that ends so many attempts in a row is left out
+MAX_FAILED = 2  # a host that ends so many attempts in a row is left out
 
 
 class Readiness(Enum):
@@ -82,7 +82,7 @@ class Gathering:
         if problem is not None:
             return self.unusable(state, problem)
         lease_s = self._fleet.lease_s if state.leased else 0.0
-        return [Tell(state.name, prepare(self._spec, state.host, lease_s=lease_s, clean=state.lost_agents))]
+        return [Send(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""
@@ -94,13 +94,12 @@ class Gathering:
             return self.unusable(state, "; ".join([*left, *facts.problems]))
         self._fleet.checked(state, facts)
         self.problems.pop(state.name, None)
-        return self._fleet.dismiss(state) if self.closed or not self._fleet.wanted(state) else []
+        return self._fleet.stop(state) if self.closed or not self._fleet.wanted(state) else []
 
     def unusable(self, state: HostState, reason: str) -> list[Command]:
-        """Note why a host that has joined cannot be used; it is told to end at once."""
+        """Note why a host that has joined cannot be used; it is stopped at once."""
         self.problems[state.name] = reason
-        self._fleet.note_reason(state, reason)
-        return [*self._fleet.dismiss(state), *self.say_unusable(state, reason)]
+        return [*self._fleet.stop(state, reason=reason), *self.say_unusable(state, reason)]
 
     def say_unusable(self, state: HostState, reason: str) -> list[Command]:
         """Say that a host cannot be used, where the run goes on without it; once."""
@@ -117,13 +116,13 @@ class Gathering:
         failed |= {cause.host} if cause is not None else set()
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
-            self._fleet.count_strike(state, failed=state.name in failed)
+            self._fleet.count_failed(state, failed=state.name in failed)
             wanted = self._fleet.wanted(state)
             if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
-                commands += self._fleet.dismiss(state)
+                commands += self._fleet.stop(state)
             others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-            if state.strikes >= STRIKES and wanted and others >= self._spec.min_hosts:
-                commands += self._leave_out(state, f"it ended {STRIKES} attempts in a row")
+            if state.failed_attempts >= MAX_FAILED and wanted and others >= self._spec.min_hosts:
+                commands += self._leave_out(state, f"it ended {MAX_FAILED} attempts in a row")
         return commands
 
     def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
@@ -131,10 +130,10 @@ class Gathering:
         if not name or name in members:
             return []
         state = self._fleet.states[name]
-        self._fleet.count_strike(state, failed=True)
-        if state.strikes < STRIKES or not self._fleet.wanted(state):
+        self._fleet.count_failed(state, failed=True)
+        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state):
             return []
-        return self._leave_out(state, f"for {STRIKES} attempts that ended for it, it was gone again")
+        return self._leave_out(state, f"for {MAX_FAILED} attempts that ended for it, it was gone again")
 
     def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
         """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""
@@ -145,13 +144,12 @@ class Gathering:
         return [c for name, why in problems.items() for c in self._leave_out(self._fleet.states[name], why)]
 
     def _leave_out(self, state: HostState, why: str) -> list[Command]:
-        self._fleet.drop(state)
-        self._fleet.note_reason(state, why)
+        self._fleet.drop(state, why)
         notice = Notice(f"{state.name} is excluded from further attempts: {why}")
         if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
-            return [notice, *([] if self._fleet.works(state) else self._fleet.dismiss(state))]
+            return [notice, *([] if self._fleet.works(state) else self._fleet.stop(state))]
         if state.phase is HostPhase.AWAY and not self._fleet.dirty(state):
-            self._fleet.leave(state)
+            self._fleet.give_up(state)
         return [notice]
 
     def discovered(self, hosts: Sequence[Host], now: float) -> list[Command]:
@@ -164,12 +162,10 @@ class Gathering:
             if state.name not in named and self._fleet.wanted(state):
                 commands += self._leave_out(state, "it is no longer named by --hosts-script")
         for host in hosts:
-            state = self._fleet.states.get(host.name) or self._fleet.add(host, now)
+            state = self._fleet.add(host, now)
             if state.link == 0:
                 commands.append(self._fleet.open(state))
-                continue
-            self._fleet.named_again(state, host)
-            if not self._fleet.wanted(state):
+            elif not self._fleet.wanted(state):
                 self._fleet.want(state, now)
         return commands
 
@@ -253,24 +249,12 @@ class Gathering:
         return f"{ready} of at least {least} hosts were ready for another attempt within {limit}: {some(missing)}"
 
 
-def fit(spec: JobSpec, states: Sequence[HostState]) -> Placement:
-    """Place the workers. Raises PlacementError."""
-    return place(
-        [state.offer() for state in states],
-        nproc=spec.nproc,
-        gpus_per_proc=spec.gpus_per_proc,
-        oversubscribe=spec.oversubscribe,
-        isolate=spec.virtual_local_rank,
-        roles=spec.roles,
-    )
-
-
 def misfits(spec: JobSpec, states: Sequence[HostState]) -> dict[str, str]:
     """Return, by host, why the workers meant for it do not fit there."""
     problems = {}
     for state in states:
         try:
-            fit(spec, [state])
+            place_job(spec, [state.offer()])
         except PlacementError as error:
             problems[state.name] = str(error).removeprefix(f"{state.name}: ")
     return problems

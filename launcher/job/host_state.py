@@ -24,8 +24,8 @@ class HostPhase(Enum):
     GREETING = auto()  # connected, no word yet
     CHECKING = auto()  # asked whether the job can start there
     READY = auto()
-    LEAVING = auto()  # told to end
-    OUT = auto()  # given up for good: never told or tried again
+    LEAVING = auto()  # ordered to end
+    OUT = auto()  # given up for good: never used or tried again
 
 
 class HostClock:
@@ -74,8 +74,8 @@ class HostState:
     tries: int = 0  # to reach it since it was lost
     retry_at: float | None = None
     ready_at: float | None = None  # since then, or was before it was lost
-    flights: int = 0  # how often in a row it was soon lost again
-    strikes: int = 0  # attempts in a row that ended through it
+    flaps: int = 0  # how often in a row it was soon lost again
+    failed_attempts: int = 0  # attempts in a row that ended through it
     reason: str = ""  # why it cannot be used, in words
 
     @property
@@ -88,7 +88,7 @@ class HostState:
 
     @property
     def greeted(self) -> bool:
-        """Whether its agent reads what it is told."""
+        """Whether its agent reads what is sent to it."""
         return self.phase in (HostPhase.CHECKING, HostPhase.READY, HostPhase.LEAVING)
 
     @property

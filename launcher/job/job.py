@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from launcher.errors import HostError, StoreError
-from launcher.job.attempt import AttemptState, failure_of
+from launcher.job.attempt import AttemptState
 from launcher.job.events import (
     AgentMessage,
     Command,
@@ -18,13 +18,13 @@ from launcher.job.events import (
     Event,
     Lost,
     ReaderBlocked,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
-from launcher.job.failure import FailureKind
+from launcher.job.failure import FailureKind, failure_of
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.lifecycle import ROOT_WAIT_S, Lifecycle
 from launcher.job.outcome import Outcome, fails_by_itself
@@ -103,11 +103,17 @@ class Job:
                 state = self.fleet.states[event.host]
                 if event.link != state.link or state.phase in (HostPhase.AWAY, HostPhase.OUT):
                     return []  # of a link that was given up
-                return self._heard(state, event, now)
+                if isinstance(event, Lost):
+                    return self._lost(state, event.reason, now)
+                if isinstance(event, AgentMessage):
+                    self.fleet.hear(state, event.message, now)
+                    return self._said(state, event.message, now)
+                if state.phase is HostPhase.CONNECTING:
+                    self.fleet.connected(state, event.our_address, now)
             case Discovered():
                 return self._run.gathering.discovered(event.hosts, now)
             case ReaderBlocked():
-                self.fleet.not_read(self.fleet.states[event.host], now)
+                self.fleet.hear(self.fleet.states[event.host], None, now)
                 if self.attempt is not None:
                     self.attempt.made_progress(now)
             case Slept():
@@ -117,16 +123,6 @@ class Job:
                 return self._signalled(event.signum, now)
             case Tick():
                 return self._ticked(now)
-        return []
-
-    def _heard(self, state: HostState, event: Connected | AgentMessage | Lost, now: float) -> list[Command]:
-        if isinstance(event, Lost):
-            return self._lost(state, event.reason, now)
-        if isinstance(event, AgentMessage):
-            self.fleet.hear(state, event.message, now)
-            return self._said(state, event.message, now)
-        if state.phase is HostPhase.CONNECTING:
-            self.fleet.connected(state, event.our_address, now)
         return []
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
@@ -180,14 +176,14 @@ class Job:
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
 
     def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
-        told = state.phase is HostPhase.LEAVING
-        reason = state.reason if told else bye.reason or "its agent was told to end by somebody else"
+        expected = state.phase is HostPhase.LEAVING
+        reason = state.reason if expected else bye.reason or "its agent was told to end by somebody else"
         had_workers = state.name in self.fleet.busy
         commands = self.fleet.said_bye(state, bye, reason)
         self._after_link(state, now)
-        if told:
+        if expected:
             return commands
-        provoked_at = self.attempt.provoked_at(state.name) if self.attempt is not None else None
+        provoked_at = self.attempt.provoked_at.get(state.name) if self.attempt is not None else None
         at = now if provoked_at is None else min(now, provoked_at)
         return commands + self._gone(state, had_workers, reason, at, now)
 
@@ -200,13 +196,13 @@ class Job:
         elif needed and (self.spec.elastic or self.attempt is not None):
             self.fleet.try_again(state, now)
         else:
-            self.fleet.leave(state)
+            self.fleet.give_up(state)
 
     def _gone(
         self, state: HostState, had_workers: bool, reason: str, at: float, now: float, *,
         silent: bool = False, was_coming: bool = False,
     ) -> list[Command]:  # fmt: skip
-        """Draw the consequences of a host that has gone without having been told to."""
+        """Draw the consequences of a host that has gone without an order to."""
         attempt = self.attempt
         if attempt is None or self.phase is Phase.GATHERING:
             self._run.gathering.problems.setdefault(state.name, reason)
@@ -228,8 +224,7 @@ class Job:
     # ---- of the attempt ----
 
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
-        attempt.take_progress(state.name, beat.progress, now)
-        saved = attempt.take_saved(state.name, beat.saved)
+        saved = attempt.take_heartbeat(state.name, beat, now)
         return self._run.stop(now) if saved and self._run.preempted and self._run.stopping is None else []
 
     def _exited(self, attempt: AttemptState, state: HostState, exited: Exited, now: float) -> list[Command]:
@@ -240,7 +235,7 @@ class Job:
             if failed_before or not exited.provoked:
                 failure = failure_of(state.name, exited, at, attempt=attempt.number)
                 made_room = self._run.preempted and not fails_by_itself(failure)
-                if exited.standing and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
+                if exited.restart_policy and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
                     return self._run.fail_alone(failure, exited, now)
                 return self._run.fail(failure, now)
         return self._run.stop(now) if self.phase is Phase.RUNNING and attempt.finished else []
@@ -288,7 +283,7 @@ class Job:
             return run.stop(now)
         if self.phase is not Phase.RUNNING:
             return []
-        return [Tell(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
+        return [Send(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
 
     def _told_to_stop(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt

@@ -1,11 +1,11 @@
-"""The way of a run from phase to phase. Pure; job.py owns it, and tells it what has happened.
+"""The way of a run from phase to phase. Pure; job.py owns it, and says what has happened.
 
     gathering hosts -> opening the store -> running -> (a round of evidence) -> ending the attempt -> gathering ...
                                                                              -> stopping -> ended
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
-attempt.py, what the cause was in cause.py, whether there is another, and which processes fail without ending it, in
-restarts.py, how the run ends in stopping.py and outcome.py.
+attempt.py, what the cause was in failure.py, whether there is another, and which processes fail without ending it,
+in restarts.py, how the run ends in stopping.py and outcome.py.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import signal
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members
-from launcher.job.cause import first_cause
-from launcher.job.events import Command, Notice, Tell
+from launcher.job.events import Command, Notice, Send
 from launcher.job.evidence_round import EvidenceRounds
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
-from launcher.job.gathering import Gathering, Readiness, fit, misfits
+from launcher.job.gathering import Gathering, Readiness, misfits
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.restarts import FailedAttempt, RestartDecision, WorkerRestarts, failed_attempt, judge, judge_early
+from launcher.job.restarts import Restarts
 from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
+from launcher.placement.placement import place_job
 from launcher.protocol import EndAttempt, Exited, PortsReserved, StoreOpened
 
 __all__ = ["ROOT_WAIT_S", "Lifecycle"]
@@ -37,7 +37,7 @@ ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 
 
 class Lifecycle:
-    """`attempt` is the newest; `past` what failed before; `stopping` is set once the run ends."""
+    """`attempt` is the newest; `stopping` is set once the run ends."""
 
     def __init__(self, spec: JobSpec, now: float, run_key: str) -> None:
         self.spec = spec
@@ -47,13 +47,12 @@ class Lifecycle:
         self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
-        self.past: list[FailedAttempt] = []
-        self.restarts = WorkerRestarts(spec, self.past, timers)
+        self.restarts = Restarts(spec, timers)
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
-        self.preempted = False  # told by USR1 that its time is nearly up, and to make room once it has saved
-        self.signum: int | None = None  # the signal that told us to stop
+        self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
+        self.signum: int | None = None  # the signal that ends the run
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
         self._began = now
@@ -116,7 +115,7 @@ class Lifecycle:
         members = choose_members(previous, [state.name for state in self.fleet.ready()], spec.max_hosts)
         states = [self.fleet.states[name] for name in members]
         try:
-            placement = fit(spec, states)
+            placement = place_job(spec, [state.offer() for state in states])
         except PlacementError as error:
             if commands := self.gathering.leave_out_misfits(states):
                 return [*commands, *self._gather(now)]
@@ -139,11 +138,11 @@ class Lifecycle:
             self.fleet.occupy(state)
         ports = reserve_ports(spec, states, placement, number)
         self.attempt.ports_wanted = set(ports)
-        store = Tell(states[0].name, open_store(spec, states, number))
-        return [*commands, store, *(Tell(name, order) for name, order in ports.items())]
+        store = Send(states[0].name, open_store(spec, states, number))
+        return [*commands, store, *(Send(name, order) for name, order in ports.items())]
 
     def opened(self, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
-        """Start the workers, once the store is open and all ports are known that they are to tell each other."""
+        """Start the workers, once the store is open and all ports are known by which they reach each other."""
         attempt = self.current
         if self.phase is not Phase.OPENING_STORE:
             return []
@@ -154,9 +153,8 @@ class Lifecycle:
             attempt.ports_wanted.discard(host)
         if attempt.store is None or attempt.ports_wanted:
             return []
-        placement, ports = attempt.placement, attempt.ports
         try:
-            starts = [*start_workers(self.spec, placement, attempt.store, ports, attempt.number, run_key=self._run_key)]
+            starts = [*start_workers(self.spec, attempt.placement, attempt.store, attempt.ports, run_key=self._run_key)]
         except PlacementError as error:
             return self.stop(now, error=error)
         self.phase = Phase.RUNNING  # the time for the start goes on
@@ -167,7 +165,7 @@ class Lifecycle:
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
             return []
-        if not attempt.all_started or attempt.any_ended or len(attempt.members) >= self.spec.max_hosts:
+        if not attempt.all_started or attempt.ended or len(attempt.members) >= self.spec.max_hosts:
             return []
         if state is None:
             members = set(attempt.members)
@@ -201,8 +199,8 @@ class Lifecycle:
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
         """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
-        decision, notices = self.restarts.failed(self.current, failure, exited, now)
-        if decision is RestartDecision.ENDS:
+        notices = self.restarts.failed(self.current, failure, exited, now)
+        if notices is None:
             return self.fail(failure, now)
         return [*notices, *(self.stop(now) if self.current.finished else [])]
 
@@ -235,16 +233,15 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            restart = judge_early(self.spec, self.past, cause)
-            last_word = self.restarts.last_word(cause)
-            if restart.again_after_s is None or last_word is not None:
-                return self.stop(now, no_restart_reason=restart.reason if last_word is None else last_word)
+            decision = self.restarts.judge_early(cause)
+            if decision.again_after_s is None:
+                return self.stop(now, no_restart_reason=decision.reason)
         attempt.stopped_at = now
         commands = self.evidence.end(attempt)
         self._enter(Phase.ENDING)
         self.timers.set(Timer.PHASE, now + self.spec.grace_s + ANSWER_S)
         end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
-        return [*commands, *(Tell(name, end) for name in self.fleet.workers_of(attempt.members))]
+        return [*commands, *(Send(name, end) for name in self.fleet.workers_of(attempt.members))]
 
     def _attempt_over(self, now: float) -> list[Command]:
         """Decide what comes after an attempt whose workers are gone everywhere."""
@@ -254,12 +251,10 @@ class Lifecycle:
             return self.stop(now)
         delay_s, notices = 0.0, []
         if cause is not None:
-            ran_s = max(0.0, cause.at - attempt.began)
-            self.past.append(failed_attempt(self.spec, cause, ran_s=ran_s, saved=attempt.saved))
-            restart = judge(self.spec, self.past)
-            if restart.again_after_s is None:
-                return self.stop(now, no_restart_reason=restart.reason)
-            delay_s = restart.again_after_s
+            decision = self.restarts.attempt_failed(attempt, cause)
+            if decision.again_after_s is None:
+                return self.stop(now, no_restart_reason=decision.reason)
+            delay_s = decision.again_after_s
             notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
         commands = self.gathering.leave_out(attempt, cause)
         self._enter(Phase.GATHERING)

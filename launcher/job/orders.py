@@ -1,4 +1,4 @@
-"""What an agent is told to make a job start on its host, and whether it is fit to be told. Pure."""
+"""The orders that make a job start on a host, and whether its agent can take them. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launcher import __version__
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Tell
+from launcher.job.events import Send
 from launcher.job.host_state import HostState
-from launcher.placement.ecosystems import ecosystem_environments, serving_ranks
+from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.placement.placement import Placement
-from launcher.protocol import PROTOCOL, Hello, OpenStore, PortsReserved, Prepare, ReservePorts, StartWorker, StoreOpened
+from launcher.protocol import (
+    PROTOCOL,
+    Hello,
+    OpenStore,
+    PortsReserved,
+    Prepare,
+    ReservePorts,
+    SharePrefixes,
+    StartWorker,
+    StoreOpened,
+)
 
 __all__ = ["mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
 
@@ -31,7 +41,7 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     return None
 
 
-def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) -> Prepare:
+def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[str]) -> Prepare:
     command = spec.command
     return Prepare(
         run_id=spec.run_id,
@@ -41,7 +51,7 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, clean: Sequence[str]) 
         export={} if host.kind is HostKind.JOINED else dict(spec.export),  # who typed the command there said it there
         grace_s=spec.grace_s,
         lease_s=lease_s,
-        clean=list(clean),
+        lost_agents=list(lost_agents),
         part=host.part,
         parts=host.parts,
         interfaces=list(spec.interfaces),
@@ -94,52 +104,35 @@ def _another(state: HostState, hosts: Sequence[HostState]) -> str:
 
 
 def start_workers(
-    spec: JobSpec,
-    placement: Placement,
-    store: StoreOpened,
-    ports: Mapping[str, PortsReserved],
-    attempt: int,
-    *,
-    run_key: str,
-) -> Iterator[Tell]:
-    """Yield the order to start each worker, for the agent of its host. Raises PlacementError."""
+    spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], *, run_key: str
+) -> Iterator[Send]:
+    """Yield the orders to start each worker, for the agent of its host. Raises PlacementError."""
     addresses = _addresses(spec, placement, ports)
     roles = roles_in_order(placement)
-    others = ecosystem_environments(spec.env_for, placement, addresses)
+    prefixes = shared_prefixes(spec.env_for, placement, addresses)
+    if prefixes:
+        for host in dict.fromkeys(worker.host for worker in placement.workers):
+            yield Send(host, SharePrefixes(attempt=store.attempt, prefixes=prefixes))
+    others = ecosystem_environments(spec.env_for, placement, prefixes)
     for worker, for_others in zip(placement.workers, others, strict=True):
         command = spec.command_of(worker.role)
-        env = worker_environment(
-            placement,
-            worker,
-            roles=roles,
-            run_key=run_key,
-            run_id=spec.run_id,
-            attempt=attempt,
-            max_restarts=spec.first_attempt + spec.max_restarts,
-            elastic=spec.elastic,
-            signals=spec.signals,
-            master_addr=store.address,
-            master_port=store.port,
-        )
-        env |= for_others
+        env = worker_environment(spec, placement, worker, store, roles=roles, run_key=run_key)
         args = command.args
         if spec.pass_local_rank:
             args = (f"--local-rank={worker.local_rank}", *args)
-        if spec.virtual_local_rank or (worker.bound and len(worker.gpus) == 1):
-            env["LOCAL_RANK"] = "0"  # cuda:LOCAL_RANK is its own
         start = StartWorker(
             rank=worker.rank,
-            attempt=attempt,
+            attempt=store.attempt,
             through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
             argv=[command.target, *args],
-            env=env,
+            env={**env, **for_others},
             defaults=worker_defaults(worker),
             local_rank=worker.local_rank,
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
             gpu=worker.gpu_place,
-            beside=worker.local_world_size,
+            local_world_size=worker.local_world_size,
         )
-        yield Tell(worker.host, start)
+        yield Send(worker.host, start)
 
 
 def _addresses(spec: JobSpec, placement: Placement, ports: Mapping[str, PortsReserved]) -> dict[int, str]:

@@ -1,6 +1,6 @@
 """How a run ended, as data, made when every host is out. Pure.
 
-The job makes it, output/report.py tells it, cli/main.py ends with its exit code.
+The job makes it, output/report.py words it, cli/main.py ends with its exit code.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from launcher.errors import DtrainError
 from launcher.job.attempt import AttemptState
-from launcher.job.cause import first_cause
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
 from launcher.placement.job_spec import JobSpec
@@ -30,7 +29,7 @@ class Outcome:
     run_id: str
     exit_code: int
     error: DtrainError | None  # why no worker was started
-    signum: int | None  # the signal that told dtrain to stop
+    signum: int | None  # the signal that ended the run
     cause: Failure | None  # the first failure that was not a consequence of our stopping, and that ended the run
     secondary_failures: tuple[Failure, ...]  # what failed after it by itself
     stopped: int  # workers that ended because we stopped them
@@ -70,7 +69,7 @@ def build_outcome(
 ) -> Outcome:
     """`attempt` is the last one; `signum` the signal that ended the run, if one did.
 
-    `preempted`: it was told that its time is up, which is why it ended if it had not finished by itself.
+    `preempted`: USR1 said that its time is up, which is why it ended if it had not finished by itself.
     """
     finished = attempt is not None and attempt.finished
     preempted = preempted and error is None and not finished

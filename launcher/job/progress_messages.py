@@ -1,4 +1,4 @@
-"""How far a run has come: the phase that the job is in, and what the user is told while it goes on. Pure."""
+"""How far a run has come: the phase that the job is in, and what is said to the user while it goes on. Pure."""
 
 from __future__ import annotations
 

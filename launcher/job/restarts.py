@@ -3,37 +3,34 @@
 Both use up the same restarts. Whether they come to anything is judged apart: the attempts among each other, and the
 lives of each rank.
 
-A process says of itself, while it runs, how it stands (Exited.standing, ddp/progress.py): the others go on without it,
-as without a worker of an asynchronous run; or they wait for its successor, as for a parameter server. A restart of it
-is one of those that the run has (--max-restarts), as another attempt is. Without any left, the others go on without the
-first kind, and the run's end then has that failure as its cause; the second kind ends the attempt, as any failure does.
+A process says of itself, while it runs, what its failure means (Exited.restart_policy, ddp/monitoring/progress.py): 0,
+it ends the attempt; 1, the others go on without it, as without a worker of an asynchronous run; 2, they wait for its
+successor, as for a parameter server. A restart of it is one of those that the run has (--max-restarts), as another
+attempt is. Without any left, the others go on without the first kind, and the run's end then has that failure as its
+cause; the second kind ends the attempt, as any failure does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from launcher.job.attempt import AttemptState
-from launcher.job.cause import SLACK_S, looks_like_consequence
-from launcher.job.events import Command, Notice, Tell
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.events import Command, Notice, Send
+from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.progress_messages import left_out, starts_again
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker
 
-__all__ = ["RestartDecision", "WorkerRestarts", "failed_attempt", "judge", "judge_early"]
+__all__ = ["RestartDecision", "Restarts", "failed_attempt", "judge"]
 
 FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
 PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
 LOOP = 5  # the same failure so often in a row without progress: a further attempt would end the same way
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-CONSEQUENCE_S = (
-    1.0  # what may only follow from another failure is started again that much later: it may end the attempt
-)
-WITHOUT_IT = 1  # of Exited.standing: the others go on
+CONSEQUENCE_S = 1.0  # later what may only follow from another failure is started again: that may end the attempt
+WITHOUT_IT = 1  # of Exited.restart_policy: the others go on
 _FUTILE_ERRORS = {
     "SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "FileNotFoundError",
 }  # fmt: skip
@@ -64,16 +61,11 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True)
-class Restart:
+class RestartDecision:
     """`again_after_s` is None where there is to be no other attempt; `reason` then says why, if that is news."""
 
     again_after_s: float | None
     reason: str = ""
-
-
-def judge_early(spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure) -> Restart:
-    """Decide while an attempt is about to end by this cause: as if it had made progress, which is known later only."""
-    return judge(spec, [*past, failed_attempt(spec, cause, ran_s=cause.ran_s, saved=1)])
 
 
 def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> FailedAttempt:
@@ -86,24 +78,26 @@ def _restarts_used(past: Sequence[FailedAttempt]) -> int:
     return sum(not attempt.free for attempt in past)
 
 
-def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> Restart:
+def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
     """Decide after the last of the failed attempts, or of the processes that failed alone."""
     last = past[-1]
     if _restarts_used(past) > spec.max_restarts:
         restarts = "the one restart (--max-restarts) was used"
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
-        return Restart(None, restarts if spec.max_restarts else "")
+        return RestartDecision(None, restarts if spec.max_restarts else "")
     if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
-        return Restart(None, "not tried again: a restart cannot fix that")
+        return RestartDecision(None, "not tried again: a restart cannot fix that")
     past = [other for other in past if other.rank == last.rank]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1
     recent = past[-LOOP:]
     if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and not last.free:
-        return Restart(None, f"not tried again: the same failure came {LOOP} times in a row, without any progress")
-    return Restart(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
+        return RestartDecision(
+            None, f"not tried again: the same failure came {LOOP} times in a row, without any progress"
+        )
+    return RestartDecision(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
 
 
 def _is_futile(cause: Failure) -> bool:
@@ -116,23 +110,17 @@ def _is_futile(cause: Failure) -> bool:
     return cause.kind is FailureKind.EXITED and cause.status in _FUTILE_CODES
 
 
-class RestartDecision(Enum):
-    AGAIN = auto()
-    LEFT_OUT = auto()
-    ENDS = auto()  # the attempt, and the run with it
+class Restarts:
+    """`past` is what has failed before in the run; `count` is of restarts of single processes."""
 
-
-class WorkerRestarts:
-    """Shares `past` with the job. `count` is of restarts of single processes."""
-
-    def __init__(self, spec: JobSpec, past: list[FailedAttempt], timers: Timers) -> None:
+    def __init__(self, spec: JobSpec, timers: Timers) -> None:
         self.count = 0
+        self.past: list[FailedAttempt] = []
         self._spec = spec
-        self._past = past
         self._failed: list[tuple[Failure, FailedAttempt | None]] = []  # in this attempt, and what was counted for it
         self._timers = timers
         self._waiting: list[int] = []  # ranks that are to be started again, each at its Timer.RESTART
-        self._starting: set[int] = set()  # told to start again
+        self._starting: set[int] = set()  # ordered to start again
         self._last: tuple[str, list[Failure]] = ("", [])  # those that end the run, and why if that is news
 
     def begin(self) -> None:
@@ -146,39 +134,45 @@ class WorkerRestarts:
         """Whether a process is about to be started again, for which the others may wait."""
         return bool(self._waiting or self._starting)
 
-    def failed(
-        self, attempt: AttemptState, failure: Failure, exited: Exited, now: float
-    ) -> tuple[RestartDecision, list[Command]]:
-        """Decide on a process that has failed by itself while the attempt runs; the commands tell the user."""
+    def failed(self, attempt: AttemptState, failure: Failure, exited: Exited, now: float) -> list[Command] | None:
+        """Decide on a process that has failed by itself while the attempt runs, and tell the user; None: it ends it."""
         rank = exited.rank
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
-        restart = judge(self._spec, [*self._past, made])
-        if restart.again_after_s is not None:
-            self._past.append(made)
+        decision = judge(self._spec, [*self.past, made])
+        if decision.again_after_s is not None:
+            self.past.append(made)
             self._failed.append((failure, made))
             self.count += 1
-            wait_s = max(restart.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
+            wait_s = max(decision.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
             self._timers.set((Timer.RESTART, rank), now + wait_s)
             self._waiting.append(rank)
-            number = f"restart {_restarts_used(self._past)} of {self._spec.max_restarts}"
-            return RestartDecision.AGAIN, [Notice(starts_again(failure, number, wait_s))]
-        if exited.standing != WITHOUT_IT:
-            self._last = (restart.reason, [failure])
-            return RestartDecision.ENDS, []
+            number = f"restart {_restarts_used(self.past)} of {self._spec.max_restarts}"
+            return [Notice(starts_again(failure, number, wait_s))]
+        if exited.restart_policy != WITHOUT_IT:
+            self._last = (decision.reason, [failure])
+            return None
         if attempt.can_go_on_without(rank):
             attempt.leave_out(failure)
             self._failed.append((failure, None))
-            return RestartDecision.LEFT_OUT, [Notice(left_out(failure, restart.reason))]
-        self._last = (restart.reason, [*attempt.left_out, failure])
+            return [Notice(left_out(failure, decision.reason))]
+        self._last = (decision.reason, [*attempt.left_out, failure])
         attempt.failures += attempt.left_out  # one after the other they have ended it
         attempt.left_out = []
-        return RestartDecision.ENDS, []
+        return None
 
-    def last_word(self, cause: Failure) -> str | None:
-        """Return why there is to be no other attempt after one that ended by this cause, if that is decided."""
+    def judge_early(self, cause: Failure) -> RestartDecision:
+        """Decide while an attempt is about to end by this cause: as if it had made progress, known only later."""
         reason, failures = self._last
-        return reason if any(failure is cause for failure in failures) else None
+        if any(failure is cause for failure in failures):
+            return RestartDecision(None, reason)
+        return judge(self._spec, [*self.past, failed_attempt(self._spec, cause, ran_s=cause.ran_s, saved=1)])
+
+    def attempt_failed(self, attempt: AttemptState, cause: Failure) -> RestartDecision:
+        """Decide after an attempt that has ended by this cause."""
+        ran_s = max(0.0, cause.at - attempt.began)
+        self.past.append(failed_attempt(self._spec, cause, ran_s=ran_s, saved=attempt.saved))
+        return judge(self._spec, self.past)
 
     def due(self, attempt: AttemptState, now: float) -> list[Command]:
         """Start those again whose time has come."""
@@ -188,7 +182,7 @@ class WorkerRestarts:
             self._waiting.remove(rank)
             self._starting.add(rank)
             order = RestartWorker(rank=rank, attempt=attempt.number, restart=attempt.start_again(rank, now))
-            commands.append(Tell(attempt.placement.workers[rank].host, order))
+            commands.append(Send(attempt.placement.workers[rank].host, order))
         return commands
 
     def started(self, rank: int) -> None:
@@ -212,9 +206,9 @@ class WorkerRestarts:
         self._cancel()
 
     def _uncount(self, made: FailedAttempt | None) -> None:
-        kept = [past for past in self._past if past is not made]
-        self.count -= len(self._past) - len(kept)
-        self._past[:] = kept
+        kept = [past for past in self.past if past is not made]
+        self.count -= len(self.past) - len(kept)
+        self.past[:] = kept
 
     def _cancel(self) -> None:
         self._timers.cancel(*((Timer.RESTART, rank) for rank in self._waiting))

@@ -1,14 +1,11 @@
-"""The end of a run: every host is told, heard out, and looked at once more if it was lost. Pure; owned by job.py."""
+"""The end of a run: every host is stopped, heard out, and looked at once more if it was lost. Pure; owned by job.py."""
 
 from __future__ import annotations
-
-import signal
 
 from launcher.job.events import Command
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
-from launcher.protocol import Stop
 
 __all__ = ["ANSWER_S", "CHECK_S", "Stopping"]
 
@@ -30,14 +27,14 @@ class Stopping:
         return self._fleet.count(HostPhase.OUT) == len(self._fleet)
 
     def begin(self, signum: int, now: float) -> list[Command]:
-        """Tell the hosts that joined, give the others up; but those that may hold something of the run."""
+        """Stop the hosts that joined, give the others up; but those that may hold something of the run."""
         commands: list[Command] = []
         for state in self._fleet:
             dirty = self._fleet.dirty(state)
             if state.phase is HostPhase.AWAY and dirty:
-                self._fleet.try_afresh(state, now)
+                self._fleet.try_again(state, now, afresh=True)
             elif state.phase is HostPhase.READY or (state.phase is HostPhase.CHECKING and not dirty):
-                commands += self._fleet.stop(state, Stop(signum=signum))
+                commands += self._fleet.stop(state, signum)
             elif state.phase not in (HostPhase.LEAVING, HostPhase.OUT) and not dirty:
                 commands += self._fleet.give_up(state)  # it has not even greeted: the end of its stream ends it
         return [*commands, *self._fleet.retries(now), *self.advance(now)]
@@ -49,7 +46,7 @@ class Stopping:
         commands: list[Command] = []
         for state in self._fleet:
             if state.greeted:
-                commands += self._fleet.stop(state, Stop(signum=signal.SIGKILL))
+                commands += self._fleet.stop(state)
             elif state.phase is not HostPhase.OUT:
                 commands += self._fleet.give_up(state)
         return commands
@@ -59,7 +56,7 @@ class Stopping:
         if self._fleet.dirty(state) and not self._hurried and not self._timers.over(Timer.STOP, now):
             self._fleet.try_again(state, now)
         else:
-            self._fleet.leave(state)
+            self._fleet.give_up(state)
 
     def advance(self, now: float) -> list[Command]:
         """Give hosts up whose time is over."""

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["Cgroup", "folders_of"]
+__all__ = ["Cgroup", "folder_in", "folders_of", "own_folders"]
 
 _NAME = re.compile(r"dtrain-[0-9a-f]{16}")
 
@@ -25,7 +25,7 @@ class Cgroup:
     def below_ours(cls, name: str) -> Cgroup | None:
         """Return the group of this name below this process's own, not made yet; None where there can be none."""
         try:
-            own = _own_folder()
+            own = next((path for path, _ in own_folders() if os.path.exists(f"{path}/cgroup.procs")), None)
         except (OSError, ValueError, IndexError):
             return None
         if own is None or _text(f"{own}/cgroup.type").strip() not in ("", "domain"):  # the root has no type
@@ -94,23 +94,35 @@ def folders_of(
     return found
 
 
-def _own_folder() -> str | None:
-    """Return the folder of this process's own group."""
+def own_folders(controller: str = "") -> list[tuple[str, str]]:
+    """Return the folder of this process's group and the one where its hierarchy is mounted, for each such mount.
+
+    Of the unified hierarchy, or of the one of version 1 that has the `controller`. The folder need not exist: a
+    container may show none but groups above it.
+    """
     with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-        own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
-    if own is None or "/.." in own:  # outside of what this namespace shows
-        return None
+        groups = [line.rstrip("\n").split(":", 2) for line in file]
+    own = next((path for _, names, path in groups if controller in names.split(",")), None)
+    found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
-            mount, _, filesystem = line.partition(" - ")
-            if not filesystem.startswith("cgroup2 "):
+            mount, _, super_block = line.rstrip("\n").partition(" - ")
+            filesystem, _, options = super_block.split(" ", 2)
+            if own is None or filesystem != ("cgroup" if controller else "cgroup2"):
                 continue
             root, point = (_unescaped(field) for field in mount.split(" ")[3:5])
-            inside = own if root == "/" else own.removeprefix(root)
-            folder = (point + inside).rstrip("/")
-            if (root == "/" or inside != own) and os.path.exists(f"{folder}/cgroup.procs"):
-                return folder
-    return None
+            folder = folder_in(own, root, point)
+            if folder is not None and (not controller or controller in options.split(",")):
+                found.append((folder, point))
+    return found
+
+
+def folder_in(path: str, root: str, point: str) -> str | None:
+    """Return the folder of the group at `path` in a mount that shows what is below `root`; None outside of that."""
+    root = root.rstrip("/")
+    if "/.." in path or not f"{path}/".startswith(f"{root}/"):
+        return None
+    return f"{point}{path[len(root) :]}".rstrip("/")
 
 
 def _unescaped(field: str) -> str:

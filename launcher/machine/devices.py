@@ -121,54 +121,39 @@ def _ask_driver() -> list[_Device] | None:
 
 
 def _list_devices() -> list[_Device]:
-    from pynvml import (
-        NVMLError,
-        nvmlDeviceGetCount,
-        nvmlDeviceGetHandleByIndex,
-        nvmlDeviceGetUUID,
-    )
+    import pynvml
 
     devices: list[_Device] = []
-    for index in range(nvmlDeviceGetCount()):
+    for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            handle = nvmlDeviceGetHandleByIndex(index)
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             slices = _mig_slices(handle)
-            uuid = _text(nvmlDeviceGetUUID(handle))
-        except NVMLError:  # a card that fell off the bus: CUDA does not count it either
+            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+        except pynvml.NVMLError:  # a card that fell off the bus: CUDA does not count it either
             continue
-        devices += [_Device(name, index, uuid, _bus_id(handle)) for name in slices or [str(index)]]
+        try:
+            bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+        except pynvml.NVMLError:
+            bus_id = ""
+        devices += [_Device(name, index, uuid, bus_id) for name in slices or [str(index)]]
     return devices
 
 
-def _bus_id(handle: object) -> str:
-    from pynvml import NVMLError, nvmlDeviceGetPciInfo
-
-    try:
-        return _text(nvmlDeviceGetPciInfo(handle).busId)
-    except NVMLError:
-        return ""
-
-
 def _mig_slices(handle: object) -> list[str]:
-    from pynvml import (
-        NVMLError,
-        nvmlDeviceGetMaxMigDeviceCount,
-        nvmlDeviceGetMigDeviceHandleByIndex,
-        nvmlDeviceGetMigMode,
-        nvmlDeviceGetUUID,
-    )
+    import pynvml
 
     try:
-        if not nvmlDeviceGetMigMode(handle)[0]:
+        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
             return []
-        count = nvmlDeviceGetMaxMigDeviceCount(handle)
-    except (NVMLError, AttributeError):  # a card or driver without MIG
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except (pynvml.NVMLError, AttributeError):  # a card or driver without MIG
         return []
     slices = []
     for index in range(count):
         try:
-            slices.append(_text(nvmlDeviceGetUUID(nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
-        except NVMLError:  # no slice in this place
+            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            slices.append(_text(pynvml.nvmlDeviceGetUUID(mig)))
+        except pynvml.NVMLError:  # no slice in this place
             continue
     return slices
 

@@ -1,34 +1,51 @@
-"""What this host tells the others of its network: the address by which they reach it, and the interface behind it.
+"""This machine in the network: its addresses and interfaces, and those by which others reach it. Sends nothing.
 
 Called by the agent. The kernel's routes decide, never the host's own name.
 """
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 
-from launcher.errors import DtrainError
+from launcher.errors import DtrainError, UsageError
 
-__all__ = ["choose_address", "socket_interfaces"]
+__all__ = [
+    "address_of_interface", "address_towards", "addresses", "choose_address", "interface_of", "is_loopback", "is_own",
+    "socket_interfaces",
+]  # fmt: skip
 
 _FAR_AWAY = "192.0.2.1"  # of no network (RFC 5737): the way to it is the default route; nothing is sent there
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_IFF_UP = 1
+_DISCARD = 9  # a port has to be named; nothing is sent to it
+
+
+class _SockAddr(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))  # as long as an IPv6 one
+
+
+class _IfAddrs(ctypes.Structure):
+    """struct ifaddrs of getifaddrs(3), up to the last field that is read here."""
+
+
+_IfAddrs._fields_ = (
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SockAddr)),
+)
 
 
 def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | None) -> str:
     """Return the address by which other hosts reach this one.
 
     That of the first of `interfaces` that is up; else that by which this host was `reached_at`; else that of the route
-    `towards` another host, or out of here. Raises UsageError where none of `interfaces` is up.
+    `towards` another host, or out of here. Raises DtrainError where none of `interfaces` is up.
     """
-    from launcher.machine.routes import (  # not needed on one machine alone
-        address_of_interface,
-        address_towards,
-        addresses,
-    )
-
     if interfaces:
         found = address_of_interface(interfaces)
         if found is None:
@@ -53,14 +70,12 @@ def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     Empty where all workers are on one machine. With one interface too: gloo takes that of the host's own name, which
     on Debian means 127.0.1.1.
     """
-    from launcher.machine.routes import address_of_interface, address_towards, addresses, interface_of
-
     if named:
         found = address_of_interface(named)
         return {} if found is None else dict.fromkeys(_VARIABLES, found[0])
-    if _is_loopback(master_addr):
+    if is_loopback(master_addr):
         return {}
-    others = [name for name, found in addresses().items() if not all(map(_is_loopback, found))]
+    others = [name for name, found in addresses().items() if not all(map(is_loopback, found))]
     if not others:
         return {}
     try:
@@ -70,7 +85,108 @@ def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     return {} if interface is None else dict.fromkeys(_VARIABLES, interface)
 
 
-def _is_loopback(address: str) -> bool:
+def address_towards(host: str) -> str:
+    """Return this machine's address by which the kernel would reach a host, a name or an address.
+
+    Blocks for the name's resolution. Raises UsageError where the name is unknown or no route leads there.
+    """
+    try:
+        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"DNS lookup of {host} failed: {_reason(error)}; write an address instead") from error
+    problem: OSError | None = None
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    reason = _reason(problem) if problem else "it has no address"
+    raise UsageError(f"no route leads from this machine to {host} ({reason}); see `ip route get {host}`") from problem
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address, also as a secondary one; None if none has it.
+
+    Every address of 127.0.0.0/8 is the loopback interface's.
+    """
+    wanted = _canonical(address)
+    if wanted.startswith("127."):
+        wanted = "127.0.0.1"
+    return next((name for name, _, found in _interfaces() if found == wanted), None)
+
+
+def addresses() -> dict[str, list[str]]:
+    """Return the addresses of every interface that is up, without link-local ones; IPv4 first."""
+    named: dict[str, list[str]] = {}
+    for name, up, address in sorted(_interfaces(), key=lambda found: ":" in found[2]):
+        if up and not ipaddress.ip_address(address.partition("%")[0]).is_link_local:
+            named.setdefault(name, []).append(address)
+    return named
+
+
+def is_own(host: str) -> bool:
+    """Say whether a name or an address is this machine's. Blocks for the name's resolution; unknown: it is not."""
+    try:
+        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    ours = {address for _, _, address in _interfaces()}
+    resolved = [_canonical(str(where[0])) for *_, where in found]
+    return any(address in ours or ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in resolved)
+
+
+def address_of_interface(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first of the named interfaces that is up and has an address, and that address."""
+    known = addresses()
+    return next(((name, known[name][0]) for name in names if name in known), None)
+
+
+def _interfaces() -> Iterator[tuple[str, bool, str]]:
+    """Yield every address of this machine with its interface and whether that is up."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise UsageError(f"cannot list this machine's interfaces: {os.strerror(ctypes.get_errno())}")
+    found = []
+    try:
+        entry = first
+        while entry:
+            interface = entry.contents
+            text = _text(interface.address.contents) if interface.address else None
+            if text is not None:
+                found.append((interface.name.decode(), bool(interface.flags & _IFF_UP), text))
+            entry = interface.next
+    finally:
+        libc.freeifaddrs(first)
+    yield from found
+
+
+def _text(address: _SockAddr) -> str | None:
+    raw = bytes(address.data)
+    if address.family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, raw[2:6])
+    if address.family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, raw[6:22])
+    return None
+
+
+def _canonical(address: str) -> str:
+    """Return an address as `_text` writes it; an IPv4 one that came as IPv6, too."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return str(mapped or parsed)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

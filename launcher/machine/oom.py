@@ -13,6 +13,8 @@ import time
 import weakref
 from dataclasses import dataclass
 
+from launcher.machine.cgroup import own_folders
+
 __all__ = ["OomWatch"]
 
 RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
@@ -115,42 +117,20 @@ _V1_LIMIT = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
 
 def _own_group() -> _Group | None:
     """Return the nearest group of this process, itself or above, that counts kills."""
-    own = {}  # controllers, none for the unified hierarchy, to the group's path
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, group_path = line.split(":", 2)
-        own[controllers] = group_path
-    mounts = _text("/proc/self/mountinfo").splitlines()
-    for is_v2 in (True, False):
-        path = own.get("") if is_v2 else next((own[names] for names in own if "memory" in names.split(",")), None)
-        for line in mounts:
-            mount, _, super_block = line.partition(" - ")
-            filesystem, _, options = super_block.split(" ", 2)
-            if path is None or filesystem != ("cgroup2" if is_v2 else "cgroup"):
-                continue
-            if not is_v2 and "memory" not in options.split(","):
-                continue
-            root, point = (_unescaped(field) for field in mount.split(" ")[3:5])
-            group = _find_group(path, root.rstrip("/"), point, is_v2)
-            if group is not None:
-                return group
-    return None
-
-
-def _find_group(path: str, root: str, point: str, is_v2: bool) -> _Group | None:
-    """Look in one mount, which shows the hierarchy from `root` on, for the group at `path` or the nearest above it."""
-    if "/.." in path or not f"{path}/".startswith(f"{root}/"):  # outside of what can be seen here
+    try:
+        groups = [(folder, mount, not name) for name in ("", "memory") for folder, mount in own_folders(name)]
+    except (OSError, ValueError):
         return None
-    folder = f"{point}{path[len(root) :]}".rstrip("/")
-    while folder.startswith(point):
-        group = _Group(folder, point, is_v2)
+    return next((group for found in groups if (group := _nearest_group(*found)) is not None), None)
+
+
+def _nearest_group(folder: str, mount: str, is_v2: bool) -> _Group | None:
+    while folder.startswith(mount):
+        group = _Group(folder, mount, is_v2)
         if os.path.exists(group.events):
             return group
         folder = os.path.dirname(folder)
     return None
-
-
-def _unescaped(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 # ---- the kernel log ------------------------------------------------------------------------------------------

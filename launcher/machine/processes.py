@@ -1,4 +1,4 @@
-"""Processes of this host, each known by pid and start time; who descends from whom; and how they are ended.
+"""Processes of this host, each known by pid and start time; who descends from whom; how they are stopped and ended.
 
 Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
 processes is its last act in every run. Never signals a pid whose start time was not checked just before. Which
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+QUICK_LOOKS = 20  # of a Suspension, then one every LOOK_S
+LOOK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
@@ -209,6 +211,26 @@ def kill_group(process: Process) -> None:
         return
 
 
+class Suspension:
+    """Keeps stopped what a listing returns; one more `step` after `pause_s`, since a process may have forked before."""
+
+    def __init__(self, listing: Callable[[], list[Process]]) -> None:
+        self._listing = listing
+        self._looks = 0
+        self.pause_s = 0.0
+
+    def step(self) -> None:
+        moving = [process for process in self._listing() if process.state not in "Tt"]
+        for process in moving:
+            send(process, signal.SIGSTOP)
+        self._looks += 1
+        self.pause_s = 0.005 if moving and self._looks < QUICK_LOOKS else LOOK_S
+
+    def release(self) -> None:
+        for process in self._listing():
+            send(process, signal.SIGCONT)
+
+
 class Sweep:
     """Ends every process that a listing returns: TERM, after the grace period KILL; `step` until it says done.
 
@@ -234,13 +256,13 @@ class Sweep:
         self._adopted = adopted
         self._kill_all = kill_all
         self._empty = 0
-        self._told: set[Process] = set()
+        self._signalled: set[Process] = set()
         self.left: list[Process] = []
         self.pause_s = 0.002  # until the next step is worth while
 
     @property
     def ended(self) -> int:
-        return len(self._told.difference(self.left))
+        return len(self._signalled.difference(self.left))
 
     def hurry(self) -> None:
         self._kill_at = min(self._kill_at, time.monotonic())
@@ -259,10 +281,10 @@ class Sweep:
             if now >= self._kill_at:
                 send(process, signal.SIGKILL)
                 kill_group(process)
-            elif process not in self._told:
+            elif process not in self._signalled:
                 send(process, signal.SIGTERM)
                 send(process, signal.SIGCONT)
-        self._told.update(self.left)
+        self._signalled.update(self.left)
         self.pause_s = min(2 * self.pause_s, 0.05)
         return False
 

@@ -46,8 +46,7 @@ from typing import Any
 
 from launcher.errors import DtrainError
 from launcher.hosts.folding import StartError
-from launcher.job.cause import group_secondary_failures
-from launcher.job.failure import Failure, FailureKind, signal_name
+from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import log_folder
 from launcher.output.stacks import groups

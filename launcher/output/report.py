@@ -10,8 +10,14 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.job.cause import SecondaryFailures, group_secondary_failures
-from launcher.job.failure import Failure, FailureKind, signal_name, what_happened
+from launcher.job.failure import (
+    Failure,
+    FailureKind,
+    SecondaryFailures,
+    group_secondary_failures,
+    signal_name,
+    what_happened,
+)
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import groups, odd_one_out, one_line

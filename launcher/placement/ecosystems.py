@@ -12,7 +12,7 @@ from launcher.errors import PlacementError, UsageError
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.placement.roles import Roles
 
-__all__ = ["ECOSYSTEMS", "ecosystem_environments", "parse_ecosystems", "serving_ranks"]
+__all__ = ["ECOSYSTEMS", "ecosystem_environments", "parse_ecosystems", "serving_ranks", "shared_prefixes"]
 
 ECOSYSTEMS = ("tf", "mpi", "deepspeed", "horovod")
 VARIABLE_BYTES = (128 << 10) - 1  # MAX_ARG_STRLEN, without the zero at the end
@@ -30,19 +30,26 @@ def parse_ecosystems(text: str | None, roles: Roles) -> tuple[str, ...]:
     return tuple(name for name in ECOSYSTEMS if name in names)
 
 
+def shared_prefixes(wanted: Sequence[str], placement: Placement, addresses: Mapping[int, str]) -> dict[str, str]:
+    """Return how the values of some variables begin in every worker that has them, since they are long.
+
+    `addresses` are `host:port` by rank, for the ranks of `serving_ranks`.
+    """
+    return {"TF_CONFIG": f'{{"cluster": {_tf_cluster(placement, addresses)}, '} if "tf" in wanted else {}
+
+
 def ecosystem_environments(
-    wanted: Sequence[str], placement: Placement, addresses: Mapping[int, str]
+    wanted: Sequence[str], placement: Placement, prefixes: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Yield the variables of each worker; `addresses` are `host:port` by rank, for the ranks of `serving_ranks`.
+    """Yield the variables of each worker, the values without the prefixes of `shared_prefixes`.
 
     Raises PlacementError where a variable would be longer than any may be.
     """
-    cluster = _tf_cluster(placement, addresses) if "tf" in wanted else ""
     cross = _cross_ranks(placement) if "horovod" in wanted else {}
     for worker in placement.workers:
         env: dict[str, str] = {}
         if "tf" in wanted and (kind := _tf_type(placement, worker)):
-            env["TF_CONFIG"] = _tf_config(cluster, kind, worker)
+            env["TF_CONFIG"] = _tf_task(prefixes["TF_CONFIG"], kind, worker)
         if "mpi" in wanted:
             env |= _open_mpi(worker)
         if "deepspeed" in wanted:
@@ -72,15 +79,16 @@ def _tf_cluster(placement: Placement, addresses: Mapping[int, str]) -> str:
     return json.dumps(cluster)
 
 
-def _tf_config(cluster: str, kind: str, worker: WorkerPlace) -> str:
-    """Return TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG."""
-    config = f'{{"cluster": {cluster}, "task": {json.dumps({"type": kind, "index": worker.role_rank})}}}'
-    if len("TF_CONFIG=") + len(config) > VARIABLE_BYTES:
+def _tf_task(prefix: str, kind: str, worker: WorkerPlace) -> str:
+    """Return the rest of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG."""
+    task = f'"task": {json.dumps({"type": kind, "index": worker.role_rank})}}}'
+    size = len(prefix) + len(task)
+    if len("TF_CONFIG=") + size > VARIABLE_BYTES:
         raise PlacementError(
-            f"TF_CONFIG names every process, and would have {len(config):,} bytes; a variable has at most "
+            f"TF_CONFIG names every process, and would have {size:,} bytes; a variable has at most "
             f"{VARIABLE_BYTES:,}. Start fewer processes, or leave out --env-for tf, --chief and --evaluator"
         )
-    return config
+    return task
 
 
 def _tf_type(placement: Placement, worker: WorkerPlace) -> str:

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 
+from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
+from launcher.protocol import StoreOpened
 
 __all__ = ["roles_in_order", "worker_defaults", "worker_environment"]
 
 
 def worker_environment(
-    placement: Placement,
-    worker: WorkerPlace,
-    *,
-    roles: str,
-    run_key: str,
-    run_id: str,
-    attempt: int,
-    max_restarts: int,
-    elastic: bool,
-    signals: Sequence[str],
-    master_addr: str,
-    master_port: int,
+    spec: JobSpec, placement: Placement, worker: WorkerPlace, store: StoreOpened, *, roles: str, run_key: str
 ) -> dict[str, str]:
     """Return what is set for a worker whatever it inherits; the agent adds TORCHELASTIC_ERROR_FILE.
 
-    `roles` is what `roles_in_order` says of the placement. `run_key` is a secret that the processes of the run share.
+    `store` is the attempt's; `roles` is what `roles_in_order` says of the placement. `run_key` is a secret that the
+    processes of the run share.
     """
+    sees_one_gpu = spec.virtual_local_rank or (worker.bound and len(worker.gpus) == 1)
     env = {
         "RANK": str(worker.world_rank),
         "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_RANK": "0" if sees_one_gpu else str(worker.local_rank),  # cuda:LOCAL_RANK is its own
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_RANK": str(worker.node_rank),
         "GROUP_WORLD_SIZE": str(placement.nodes),
         "ROLE_NAME": worker.role,
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "MASTER_ADDR": store.address,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(store.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.first_attempt + spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),
         "DTRAIN_HOST": worker.host,
         "DTRAIN_ROLES": roles,
         "DTRAIN_RUN_KEY": run_key,
-        "DTRAIN_ELASTIC": "1" if elastic else "0",  # there may be other attempts although none is said to be allowed
+        "DTRAIN_ELASTIC": "1" if spec.elastic else "0",  # there may be other attempts though no restart is allowed
     }
     if worker.visible is not None:
         env[worker.gpu_variable] = worker.visible

@@ -10,10 +10,11 @@ from itertools import accumulate
 from launcher.errors import PlacementError
 from launcher.hosts.host import Host
 from launcher.machine.devices import share
+from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
 from launcher.protocol import Facts
 
-__all__ = ["HostOffer", "Placement", "WorkerPlace", "place"]
+__all__ = ["HostOffer", "Placement", "WorkerPlace", "place", "place_job"]
 
 NO_ROLES = Roles()
 
@@ -143,6 +144,18 @@ def place(
     return Placement(tuple(_with_worlds(workers, roles)), tuple(layout.totals), layout.nodes, sum(counts))
 
 
+def place_job(spec: JobSpec, offers: Sequence[HostOffer]) -> Placement:
+    """Place the workers of a run on what its hosts have. Raises PlacementError."""
+    return place(
+        offers,
+        nproc=spec.nproc,
+        gpus_per_proc=spec.gpus_per_proc,
+        oversubscribe=spec.oversubscribe,
+        isolate=spec.virtual_local_rank,
+        roles=spec.roles,
+    )
+
+
 class _Layout:
     """How many go where: `counts` ordinary workers by offer, and the offers of all others in their order.
 
@@ -171,7 +184,7 @@ class _Layout:
 
 
 def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
-    """Tell the ordinary workers who they are."""
+    """Give the ordinary workers their roles."""
     lead = 1 if roles.first else 0
     named = []
     for worker in workers:

@@ -19,10 +19,12 @@ from launcher.protocol import (
     MAX_NOISE_BYTES,
     MAX_PAYLOAD_BYTES,
     PREAMBLE,
+    Command,
     Decoder,
     Heartbeat,
     Message,
     Output,
+    Report,
     StartWorker,
     encode,
 )
@@ -44,7 +46,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Any: st.none() | st.integers(0, 9) | st.lists(TEXT, max_size=4),
     dict[str, Any]: st.dictionaries(TEXT, st.none() | st.booleans() | st.integers(0, 9) | TEXT, max_size=4),
 }
-KINDS: tuple[type[Message], ...] = tuple(dict.fromkeys(get_args(Message)))
+KINDS: tuple[type[Message], ...] = tuple(dict.fromkeys([*Command.__subclasses__(), *Report.__subclasses__()]))
 
 
 def _messages_of(kind: type[Message]) -> st.SearchStrategy[Message]:

@@ -76,11 +76,11 @@ class AgentProcess:
         """Send a heartbeat, or one that was under way for so long."""
         self.tell(Heartbeat(time=time.monotonic() - ago_s))
 
-    def prepare(self, *, grace_s: float = 0.5, lease_s: float = 0.0, clean: Sequence[str] = ()) -> Facts:
+    def prepare(self, *, grace_s: float = 0.5, lease_s: float = 0.0, lost_agents: Sequence[str] = ()) -> Facts:
         self.tell(
             Prepare(
                 run_id="r", workdir=str(self.folder), script=None, program=None, export={}, grace_s=grace_s,
-                lease_s=lease_s, clean=[*clean], part=0, parts=1, interfaces=[],
+                lease_s=lease_s, lost_agents=[*lost_agents], part=0, parts=1, interfaces=[],
             )
         )  # fmt: skip
         return self.expect(Facts)

@@ -18,7 +18,7 @@ from launcher.job.events import (
     Lost,
     Notice,
     Open,
-    Tell,
+    Send,
     Tick,
 )
 from launcher.job.job import Job, Phase
@@ -201,8 +201,8 @@ class Drive:
         return self.job.outcome
 
 
-def tells(commands: Iterable[Command]) -> list[Tell]:
-    return [command for command in commands if isinstance(command, Tell)]
+def tells(commands: Iterable[Command]) -> list[Send]:
+    return [command for command in commands if isinstance(command, Send)]
 
 
 def messages(commands: Iterable[Command], kind: type[M]) -> list[M]:

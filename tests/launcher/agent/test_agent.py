@@ -31,6 +31,7 @@ from launcher.protocol import (
     Heartbeat,
     Output,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     Started,
     Stop,
@@ -365,7 +366,7 @@ def test_agent_and_guard_killed_together_are_cleaned_up_after_by_the_next_agent(
     _kill_both(agent)
     assert not family.is_gone()
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=["junk", agent.hello.agent_identity, "{}"]).left == []
+        assert successor.prepare(lost_agents=["junk", agent.hello.agent_identity, "{}"]).left == []
         nothing_is_left(agent, family)
         successor.start("print('works')")
         assert successor.expect(Exited).status == 0
@@ -392,7 +393,7 @@ def test_a_daemon_that_cleared_its_environment_is_found(
     elif group is not None:
         identity = identity.replace(str(group), "")
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[identity]).left == []
+        assert successor.prepare(lost_agents=[identity]).left == []
         assert family.is_gone()
         successor.stop()
     if way == "limit" and group is not None:
@@ -411,7 +412,7 @@ def test_an_agent_that_still_lives_is_ended_by_the_next_one(
         agent.process.kill()
         agent.process.wait()
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[agent.hello.agent_identity]).left == []
+        assert successor.prepare(lost_agents=[agent.hello.agent_identity]).left == []
         assert processes.find(agent.pid) is None
         nothing_is_left(agent, family)
         successor.stop()
@@ -434,7 +435,7 @@ def test_a_trace_that_does_not_fit_ends_nothing(
     if change == "run_tag":
         identity = identity.replace("0" * 32, "../" + "0" * 29)
     with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(clean=[identity]).left == []
+        assert successor.prepare(lost_agents=[identity]).left == []
         successor.stop()
     assert {psutil.pid_exists(pid) for pid in (agent.pid, agent.process.pid, worker)} == {True}
     agent.stop()
@@ -674,7 +675,18 @@ def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: Agent
     agent.stop()
 
 
-def test_a_worker_is_started_again_alone_with_nothing_of_its_former_life_but_its_standing(agent: AgentProcess) -> None:
+def test_values_begin_with_the_prefixes_that_were_sent_before(agent: AgentProcess) -> None:
+    agent.prepare()
+    agent.tell(SharePrefixes(attempt=0, prefixes={"LONG": "a long "}))
+    agent.start(
+        "import os; os.write(1, os.environb[b'LONG'] + os.environb[b'OTHER'])", env={"LONG": "st", "OTHER": "ory"}
+    )
+    assert agent.expect(Output).data == b"a long story"
+
+
+def test_a_worker_is_started_again_alone_with_nothing_of_its_former_life_but_its_restart_policy(
+    agent: AgentProcess,
+) -> None:
     agent.prepare(grace_s=0.2)
     others = "import time\nprint('other', flush=True)\ntime.sleep(600)"
     bystander = agent.start(others, rank=0)
@@ -693,18 +705,39 @@ os.kill(os.getpid(), signal.SIGKILL)
     agent.start(script, rank=1)
     agent.expect_output(b"(0, 0, 0)")
     first = agent.expect(Exited)
-    assert (first.status, first.standing, first.steps, first.saved) == (1, 2, 3, 1)
+    assert (first.status, first.restart_policy, first.steps, first.saved) == (1, 2, 3, 1)
     assert first.error is not None
     agent.tell(RestartWorker(rank=1, attempt=0, restart=1))
     began = agent.expect(Started)
     assert len(psutil.Process(agent.pid).children()) <= 2, "the stubborn child was ended before"
     agent.expect_output(b"(0, 0, 2)")
     second = agent.expect(Exited)
-    assert (second.pid, second.status, second.standing, second.saved, second.error) == (began.pid, -9, 2, 0, None)
+    assert (second.pid, second.status, second.restart_policy, second.saved, second.error) == (began.pid, -9, 2, 0, None)
     agent.tell(RestartWorker(rank=0, attempt=0, restart=1), RestartWorker(rank=7, attempt=0, restart=1))  # of no sense
     agent.tell(RestartWorker(rank=1, attempt=3, restart=1))
     assert psutil.Process(bystander).is_running()
     swept = agent.end_attempt()
     assert (swept.swept, swept.saved) == (2, 1), "a shell, and its sleep"
     assert sum(isinstance(message, Started) for message in agent.seen) == 3
+    agent.stop()
+
+
+def test_a_worker_that_could_not_be_started_again_is_when_that_is_ordered_once_more(agent: AgentProcess) -> None:
+    agent.prepare(grace_s=0.2)
+    script = """
+import os, struct
+file = os.open(os.environ["DTRAIN_PROGRESS_FILE"], os.O_RDWR)
+os.pwrite(file, struct.pack("<QQQ", 3, 1, 2), 0)
+raise SystemExit(3)
+"""
+    agent.start(script)
+    assert agent.expect(Exited).status == 3
+    away = agent.folder.rename(agent.folder.with_name("away"))
+    agent.tell(RestartWorker(rank=0, attempt=0, restart=1))
+    failed = agent.expect(Exited)
+    assert (failed.pid, failed.status, failed.restart_policy) == (0, 127, 2)
+    away.rename(agent.folder)
+    agent.tell(RestartWorker(rank=0, attempt=0, restart=2))
+    assert agent.expect(Started).pid > 0
+    assert agent.expect(Exited).status == 3
     agent.stop()

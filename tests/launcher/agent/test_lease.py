@@ -6,7 +6,7 @@ from launcher.agent.lease import Lease, Limits
 
 
 def _lease(duration_s: float = 20.0) -> tuple[Lease, Limits]:
-    limits = Limits()
+    limits = Limits.shared()
     assert math.isnan(limits.lease_end)  # the guard does not know yet
     lease = Lease(limits)
     lease.begin(duration_s, 100.0)

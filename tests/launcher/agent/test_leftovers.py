@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testbed.processes import started, wait_until
 
-from launcher.agent import temp_folder
+from launcher.agent import run_tag
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag
 from launcher.errors import ProtocolError
@@ -108,18 +108,18 @@ def test_a_folder_that_is_a_link_or_another_s_stays(tmp_path: Path, monkeypatch:
     (kept / "file").touch()
     link = tmp_path / ("dtrain-" + "1" * 16)
     link.symlink_to(kept)
-    temp_folder.remove_folder("1" * 32)
+    run_tag.remove_folder("1" * 32)
     assert (kept / "file").exists()
     assert link.is_symlink()
-    folder = Path(temp_folder.make_folder("2" * 32))
+    folder = Path(run_tag.make_folder("2" * 32))
     (folder / "1-0.json").touch()
     (folder / "link").symlink_to(kept)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    temp_folder.remove_folder("2" * 32)
+    run_tag.remove_folder("2" * 32)
     assert folder.is_dir()
     monkeypatch.undo()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    temp_folder.remove_folder("2" * 32)
+    run_tag.remove_folder("2" * 32)
     assert not folder.exists()
     assert (kept / "file").exists()
 
@@ -127,5 +127,5 @@ def test_a_folder_that_is_a_link_or_another_s_stays(tmp_path: Path, monkeypatch:
 def test_only_the_files_of_one_attempt_are_cleared(tmp_path: Path) -> None:
     for name in ("1-0.json", "1-12.json.facts", "11-0.json", "12-1.json.stack"):
         (tmp_path / name).touch()
-    temp_folder.clear(str(tmp_path), 1)
+    run_tag.clear_folder(str(tmp_path), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["11-0.json", "12-1.json.stack"]

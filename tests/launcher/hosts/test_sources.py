@@ -14,7 +14,7 @@ from launcher.errors import DtrainError, UsageError
 from launcher.hosts import sources as sources_module
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
-from launcher.job.events import AgentMessage, Connected, Discovered, Notice, Open, Tell, Tick
+from launcher.job.events import AgentMessage, Connected, Discovered, Notice, Open, Send, Tick
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
@@ -177,7 +177,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
         "b is excluded from further attempts: it is no longer named by --hosts-script"
     ]
     grown = _ready(job, "c", now)
-    assert {c.host for c in grown if isinstance(c, Tell) and isinstance(c.message, EndAttempt)} == {"a", "b"}
+    assert {c.host for c in grown if isinstance(c, Send) and isinstance(c.message, EndAttempt)} == {"a", "b"}
     for name in "ab":
         job.handle(AgentMessage(name, 1, Swept(0, 0, 0, [])), now)
     assert job.attempt.number == 1

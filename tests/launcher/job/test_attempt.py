@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.job.attempt import AttemptState, choose_members, failure_of
-from launcher.job.failure import FailureKind
+from launcher.job.attempt import AttemptState, choose_members
 from launcher.job.timers import Timer, Timers
 from launcher.placement.placement import HostOffer, place
-from launcher.protocol import Exited, Started
+from launcher.protocol import Exited, Heartbeat, Started
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True)
 
@@ -75,24 +74,8 @@ def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() 
 def test_progress_is_a_number_that_changes() -> None:
     state = attempt()
     state.take_start(Started(0, 0, 1, 0.0), 11.0)
-    state.take_progress("a", 5, 12.0)
-    state.take_progress("a", 5, 13.0)
+    state.take_heartbeat("a", Heartbeat(0.0, 5), 12.0)
+    state.take_heartbeat("a", Heartbeat(0.0, 5), 13.0)
     assert state._timers.at(Timer.STALL) == 17.0
-    state.take_progress("a", 6, 14.0)
+    state.take_heartbeat("a", Heartbeat(0.0, 6), 14.0)
     assert state._timers.at(Timer.STALL) == 19.0
-
-
-@pytest.mark.parametrize(
-    ("status", "pid", "error", "kind"),
-    [
-        (3, 1, None, FailureKind.EXITED),
-        (-11, 1, None, FailureKind.KILLED),
-        (1, 1, {"type": "ValueError", "message": "x", "where": "t.py:1"}, FailureKind.RAISED),
-        (127, 0, {"type": "", "message": "could not be started", "where": ""}, FailureKind.NEVER_STARTED),
-    ],
-)
-def test_kinds_of_failures(status: int, pid: int, error: dict[str, str] | None, kind: FailureKind) -> None:
-    said = Exited(4, 2, pid, status, 1.5, False, "the kernel", error, None, 0.0)
-    failure = failure_of("a", said, 12.0, attempt=4)
-    assert (failure.kind, failure.attempt, failure.rank, failure.killer) == (kind, 4, 2, "the kernel")
-    assert failure.error_type == (error or {}).get("type", "")

@@ -1,10 +1,21 @@
-"""One wording of failures: what is said while a run goes on, and in full at its end."""
+"""Failures: which of several was the first by itself; and their one wording, while a run goes on and at its end."""
 
 from typing import Any
 
 import pytest
 
-from launcher.job.failure import LINE_CHARACTERS, Failure, FailureKind, how_they_ended, what_happened
+from launcher.job.failure import (
+    LINE_CHARACTERS,
+    SLACK_S,
+    Failure,
+    FailureKind,
+    failure_of,
+    first_cause,
+    how_they_ended,
+    looks_like_consequence,
+    what_happened,
+)
+from launcher.protocol import Exited
 
 
 def failure(kind: FailureKind, **more: Any) -> Failure:
@@ -95,3 +106,73 @@ def test_failures_that_are_alike_are_said_in_one_phrase(
 ) -> None:
     assert how_they_ended(failure(kind, **changes), 1) == one
     assert how_they_ended(failure(kind, **changes), 2) == two
+
+
+@pytest.mark.parametrize(
+    ("status", "pid", "error", "kind"),
+    [
+        (3, 1, None, FailureKind.EXITED),
+        (-11, 1, None, FailureKind.KILLED),
+        (1, 1, {"type": "ValueError", "message": "x", "where": "t.py:1"}, FailureKind.RAISED),
+        (127, 0, {"type": "", "message": "could not be started", "where": ""}, FailureKind.NEVER_STARTED),
+    ],
+)
+def test_kinds_of_failures(status: int, pid: int, error: dict[str, str] | None, kind: FailureKind) -> None:
+    said = Exited(4, 2, pid, status, 1.5, False, "the kernel", error, None, 0.0)
+    failure = failure_of("a", said, 12.0, attempt=4)
+    assert (failure.kind, failure.attempt, failure.rank, failure.killer) == (kind, 4, 2, "the kernel")
+    assert failure.error_type == (error or {}).get("type", "")
+
+
+# ---- which of several was the first by itself -------------------------------------------------------------------
+
+
+def ended(at: float, kind: FailureKind = FailureKind.EXITED, **more: Any) -> Failure:
+    return failure(kind, **{"at": at, **more})
+
+
+def raised(at: float, error_type: str, message: str = "") -> Failure:
+    return ended(at, FailureKind.RAISED, error_type=error_type, message=message)
+
+
+def test_nothing_failed() -> None:
+    assert first_cause([]) is None
+
+
+def test_the_first_in_time_is_the_cause_whatever_came_first_in_the_news() -> None:
+    later, first = ended(11.0), ended(10.0)
+    assert first_cause([later, first]) is first
+
+
+def test_a_lost_connection_is_the_consequence_of_what_is_seen_a_little_later() -> None:
+    victim, root = raised(10.0, "RuntimeError", "[gloo] Connection closed by peer"), ended(10.01)
+    assert first_cause([victim, root]) is root
+
+
+def test_what_fails_long_after_a_lost_connection_is_not_its_cause() -> None:
+    victim, other = raised(10.0, "ConnectionResetError"), ended(10.0 + SLACK_S + 0.1)
+    assert first_cause([other, victim]) is victim
+
+
+def test_of_consequences_alone_the_first_is_taken() -> None:
+    first, second = raised(10.0, "DistBackendError"), raised(10.5, "ConnectionResetError")
+    assert first_cause([second, first]) is first
+
+
+@pytest.mark.parametrize(
+    ("failed", "consequence"),
+    [
+        (raised(0, "RuntimeError", "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"), True),
+        (raised(0, "DistNetworkError", "failed to recv, got 0 bytes"), True),
+        (raised(0, "DistBackendError", "NCCL error: remote process exited"), True),
+        (raised(0, "ValueError", "bad batch"), False),
+        (raised(0, "RuntimeError", "CUDA out of memory"), False),
+        (ended(0, FailureKind.KILLED, status=-6), True),
+        (ended(0, FailureKind.KILLED, status=-9), False),
+        (ended(0, FailureKind.EXITED, status=1), False),
+        (ended(0, FailureKind.HOST_LOST, message="the connection broke"), False),
+        (ended(0, FailureKind.STALLED), False),
+    ],
+)
+def test_what_looks_like_a_consequence(failed: Failure, consequence: bool) -> None:
+    assert looks_like_consequence(failed) is consequence

@@ -1,17 +1,21 @@
 """Where workers may live: leases, fences, and hosts that are tried again."""
 
+import ast
 import heapq
 import math
 import random
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from launcher.agent.lease import Lease, Limits
 from launcher.hosts.host import Host, HostKind
-from launcher.job.events import Open, Tell
+from launcher.job import fleet as fleet_module
+from launcher.job.events import Open, Send
 from launcher.job.fleet import ANSWERS, BEAT, FENCE, LEASE, LOCAL_FENCE_S, RETRIES_S, STEADY_S, Fleet
-from launcher.job.host_state import LONG_AGO, HostClock, HostPhase
+from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
 
@@ -52,7 +56,7 @@ class OneHost:
         self.lost_at = ends + chance.uniform(0, 3 * T) * chance.choice([1.0, 100.0])
         self.fleet = fleet_of("a")
         self.state = self.fleet.states["a"]
-        self.lease = Lease(Limits())
+        self.lease = Lease(Limits.shared())
         self.ended_at: float | None = None  # the lease, on the controller's clock
 
     def theirs(self, at: float) -> float:
@@ -91,7 +95,7 @@ class OneHost:
 
     def beats(self) -> None:
         for command in self.fleet.heartbeats(self.now):
-            assert isinstance(command, Tell)
+            assert isinstance(command, Send)
             assert isinstance(command.message, Heartbeat)
             self.send(1, lambda message=command.message: self.hears(message))  # type: ignore[misc]
         self.later(self.now + BEAT * T, self.beats)
@@ -162,7 +166,7 @@ def test_on_this_machine_only_time_helps() -> None:
 def test_a_lease_that_rests_never_ends() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
-    assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Tell)] == 2 * [Suspend(suspended=True)]
+    assert [c.message for c in fleet.suspend(True, 10.0) if isinstance(c, Send)] == 2 * [Suspend(suspended=True)]
     fleet.suspend(False, 100.0)
     for state in fleet:
         fleet.occupy(state)
@@ -183,7 +187,7 @@ def test_heartbeats_go_to_hosts_that_answer() -> None:
     fleet.states["c"].heard = 100.0
     fleet._move(fleet.states["c"], HostPhase.LEAVING)
     beat = Heartbeat(999.5)  # when it is sent by their clock, and no later than that
-    assert fleet.heartbeats(100.0) == [Tell("a", beat), Tell("c", beat)]
+    assert fleet.heartbeats(100.0) == [Send("a", beat), Send("c", beat)]
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
 
 
@@ -250,3 +254,53 @@ def test_a_clock_is_known_by_its_quickest_message_of_late() -> None:
     for now in range(20, 200):
         clock.hear(now + 900.0, now)  # it has lost 90 seconds
     assert clock.corrected(1100.0) == pytest.approx(200.0)
+
+
+# ---- what is known of a host changes in fleet.py only --------------------------------------------------------
+
+CHANGING = {"append", "clear", "extend", "hear", "insert", "pop", "remove"}  # what a field of a host has
+
+
+def changes_of_hosts(source: str) -> list[str]:
+    """Return the places where a program changes what is known of a host."""
+    names = {field.name for field in fields(HostState)}
+
+    def is_field(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) != "self"
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        changed = is_field(node) and isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = node.func.attr in CHANGING and is_field(node.func.value)
+        elif isinstance(node, ast.Call):
+            changed = ast.unparse(node.func) in ("setattr", "delattr")
+        if changed:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_what_is_known_of_a_host_changes_in_the_fleet_only() -> None:
+    folder = Path(fleet_module.__file__).parent
+    files = [*folder.glob("*.py"), *folder.with_name("controller").glob("*.py")]
+    found = {file.name: changes_of_hosts(file.read_text()) for file in files}
+    assert len(found.pop("fleet.py")) > 20
+    assert {name: places for name, places in found.items() if places} == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "state.reason = 'gone'",
+        "self._fleet.states[name].failed_attempts += 1",
+        "state.facts, now = None, 0.0",
+        "for state.tries in range(3): pass",
+        "del state.clock",
+        "state.lost_agents.append('a1')",
+        "state.clock.hear(1.0, 2.0)",
+        "setattr(state, 'reason', '')",
+    ],
+)
+def test_a_change_of_a_host_elsewhere_would_be_seen(change: str) -> None:
+    assert len(changes_of_hosts(f"def f(self, state, name):\n    {change}")) == 1
+    assert changes_of_hosts("if state.reason == 'gone' and state.clock.theirs(1.0): self.link = state.link") == []

@@ -1,5 +1,6 @@
 """The job driven by hand: events and times go in, commands and one outcome come out. No process, no clock."""
 
+import json
 import signal
 from typing import Any
 
@@ -17,10 +18,10 @@ from launcher.job.events import (
     Lost,
     ReaderBlocked,
     SaveEvidence,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
 from launcher.job.evidence_round import COLLECT_S
@@ -41,6 +42,7 @@ from launcher.protocol import (
     PortsReserved,
     Prepare,
     RestartWorker,
+    SharePrefixes,
     SignalWorkers,
     Started,
     StartWorker,
@@ -68,7 +70,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             export={},
             grace_s=10.0,
             lease_s=0.6 * T,
-            clean=[],
+            lost_agents=[],
             part=0,
             parts=1,
             interfaces=[],
@@ -171,6 +173,23 @@ def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_sta
     drive.goodbye()
     assert isinstance(drive.outcome.error, PlacementError)
     assert "TF_CONFIG names every process, and would have " in str(drive.outcome.error)
+
+
+def test_the_cluster_of_tensorflow_is_sent_to_each_host_once_before_its_workers() -> None:
+    drive = Drive("a", "b", env_for=("tf",))
+    drive.join()
+    drive.say("a", drive.facts("a"))
+    drive.say("b", drive.facts("b"), PortsReserved(0, "b", [5, 6]))
+    drive.say("a", PortsReserved(0, "a", [3, 4]))
+    commands = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
+    sent = [(c.host, type(c.message)) for c in commands if isinstance(c, Send)]
+    assert [host for host, kind in sent if kind is SharePrefixes] == ["a", "b"]
+    assert all(sent.index((host, SharePrefixes)) < sent.index((host, StartWorker)) for host in "ab")
+    (prefix,) = {prefixes.prefixes["TF_CONFIG"] for prefixes in messages(commands, SharePrefixes)}
+    starts = messages(commands, StartWorker)
+    configs = [json.loads(prefix + start.env["TF_CONFIG"]) for start in starts]
+    assert [config["cluster"] for config in configs] == 4 * [{"worker": ["a:3", "a:4", "b:5", "b:6"]}]
+    assert [config["task"]["index"] for config in configs] == [0, 1, 2, 3]
 
 
 def test_the_python_of_a_host_does_not_matter_to_a_program() -> None:
@@ -467,7 +486,7 @@ def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive.say("a", evidence(1, 1), Collected(1))
     assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
     commands = drive.wait(0.01)
-    assert [type(command) for command in commands[:2]] == [SaveEvidence, Tell]
+    assert [type(command) for command in commands[:2]] == [SaveEvidence, Send]
     assert told(commands, Stop) == ["a", "b"]
 
 
@@ -483,7 +502,7 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     drive.say("a", evidence(2, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
-    assert [type(command) for command in commands] == [SaveEvidence, Tell, Tell], (
+    assert [type(command) for command in commands] == [SaveEvidence, Send, Send], (
         "what was asked for is shown, then it is anew"
     )
 
@@ -649,7 +668,7 @@ def test_a_host_that_is_lost_between_attempts_is_waited_for() -> None:
     drive.swept("a")
     assert opened(drive.event(Tick())) == ["b"]
     drive.join("b")
-    clean = messages(drive.commands, Prepare)[-1].clean
+    clean = messages(drive.commands, Prepare)[-1].lost_agents
     assert clean == ["b1"], "its new agent ends what the lost one left, before it answers"
     assert drive.job.phase is Phase.ENDING
     assert told(drive.check("b"), OpenStore) == ["a"]
@@ -1141,7 +1160,7 @@ def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     assert drive.job.outcome is None
     assert opened(drive.event(Tick())) == ["b"]
     drive.join("b")
-    assert messages(drive.commands, Prepare)[-1].clean == ["b1"]
+    assert messages(drive.commands, Prepare)[-1].lost_agents == ["b1"]
     assert told(drive.check("b"), Stop) == ["b"]
     drive.goodbye("b")
     assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
@@ -1201,7 +1220,7 @@ def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
     assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
     drive.wait(1, heard="a")
     drive.join("b")
-    assert messages(drive.commands, Prepare)[-1].clean[0] == "b1"
+    assert messages(drive.commands, Prepare)[-1].lost_agents[0] == "b1"
     assert told(drive.check("b"), OpenStore) == ["a"]
 
 
@@ -1249,9 +1268,9 @@ def running(*names: str, **changes: Any) -> Drive:
     return drive
 
 
-def fails_alone(drive: Drive, rank: int, standing: int = 1, status: int = -9, **changes: Any) -> list[Command]:
+def fails_alone(drive: Drive, rank: int, restart_policy: int = 1, status: int = -9, **changes: Any) -> list[Command]:
     host = drive.host_of(rank)
-    return drive.say(host, drive.exited(host, rank, status, standing=standing, **changes))
+    return drive.say(host, drive.exited(host, rank, status, restart_policy=restart_policy, **changes))
 
 
 def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> None:
@@ -1262,7 +1281,9 @@ def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> N
         "rank 3 on b was killed by SIGKILL after 12.3 s; only this worker restarts (restart 1 of 3)"
     ]
     drive.say("b", Started(0, 3, 200, drive.time("b")))
-    assert messages(fails_alone(drive, 2, standing=2, status=1), RestartWorker) == [RestartWorker(2, 0, restart=1)]
+    assert messages(fails_alone(drive, 2, restart_policy=2, status=1), RestartWorker) == [
+        RestartWorker(2, 0, restart=1)
+    ]
     again = fails_alone(drive, 3) + drive.wait(0.5, heard="ab")
     assert messages(again, RestartWorker) == [RestartWorker(3, 0, restart=2)]
     assert notices(again) == [
@@ -1353,9 +1374,9 @@ def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
 
 def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
     drive = running("a", "b", max_restarts=1)
-    fails_alone(drive, 3, standing=2)
+    fails_alone(drive, 3, restart_policy=2)
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
-    fails_alone(drive, 3, standing=2, status=-11, ran_s=40.0)
+    fails_alone(drive, 3, restart_policy=2, status=-11, ran_s=40.0)
     drive.collected()
     assert drive.job.phase is Phase.STOPPING
     drive.stop_all()
@@ -1368,11 +1389,11 @@ def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_resta
 def test_the_same_death_of_one_process_again_and_again_is_final() -> None:
     drive = running("a", "b", max_restarts=100)
     for life in range(5):
-        fails_alone(drive, 3, standing=2, status=3)
+        fails_alone(drive, 3, restart_policy=2, status=3)
         if life < 4:
             drive.wait(5.0, heard="ab")
             drive.say("b", Started(0, 3, 200, drive.time("b")))
-            fails_alone(drive, 2, standing=1, status=3)  # of another rank: it says nothing of that one
+            fails_alone(drive, 2, restart_policy=1, status=3)  # of another rank: it says nothing of that one
             drive.say("b", Started(0, 2, 300, drive.time("b")))
     drive.collected()
     assert drive.job.phase is Phase.STOPPING
@@ -1407,10 +1428,10 @@ def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
 def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
     drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0)
     for _ in range(3):
-        fails_alone(drive, 3, standing=2, status=3)
+        fails_alone(drive, 3, restart_policy=2, status=3)
         drive.wait(1.1, heard="ab")
         drive.say("b", Started(0, 3, 200, drive.time("b")))
-    fails_alone(drive, 3, standing=2, status=3)
+    fails_alone(drive, 3, restart_policy=2, status=3)
     drive.wait(1.9, heard="ab")
     assert drive.job.phase is Phase.RUNNING
     drive.wait(10.0, heard="ab")  # sweeping what it left takes a while

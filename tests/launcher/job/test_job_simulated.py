@@ -23,7 +23,6 @@ from launcher import __version__
 from launcher.agent.lease import Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
-from launcher.job.cause import looks_like_consequence
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -35,13 +34,13 @@ from launcher.job.events import (
     Open,
     ReaderBlocked,
     SaveEvidence,
+    Send,
     Signalled,
     Slept,
     SuspendSelf,
-    Tell,
     Tick,
 )
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
@@ -74,7 +73,7 @@ from launcher.protocol import (
 )
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000")), 20
-LIMITS = Limits()  # for nobody: the guards here know by themselves
+LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,13 +82,13 @@ PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]
 
 @dataclass
 class Worker:
-    """A worker process. `hangs`: it does nothing more, until somebody kills it. `standing` as in Exited."""
+    """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited."""
 
     agent: Agent = field(repr=False)
     attempt: int
     rank: int
     began: float
-    standing: int = 0
+    restart_policy: int = 0
     alive: bool = True
     hangs: bool = False
 
@@ -190,7 +189,7 @@ class World:
         self.broken = chance.choice([*[None] * 9, 0])  # the rank that fails soon after each start, and in the same way
         self.lives: dict[tuple[int, int], int] = {}  # by attempt and rank, how often it was started again alone
         self.failed: set[tuple[int, int]] = set()  # those whose last life has failed by itself
-        self.standing: dict[tuple[int, int], int] = {}
+        self.restart_policy: dict[tuple[int, int], int] = {}
         self.first_code = chance.choice([1, 1, 2, 3, 77])
         self.last_disturbance = T0
         self.links: dict[str, Agent | int] = {}  # the newest of each host: its agent, or its number while connecting
@@ -308,20 +307,20 @@ class World:
     def handle(self, event: Event) -> None:
         if self.trace and not (isinstance(event, Tick) or _is_beat(event)):
             self.say(f"<- {event}")
-        past, attempt = len(self.job._run.past), self.job.attempt
+        past, attempt = len(self.job._run.restarts.past), self.job.attempt
         commands = self.job.handle(event, self.now)
-        if len(self.job._run.past) > past and self.job._run.past[-1].rank is None:
+        if len(self.job._run.restarts.past) > past and self.job._run.restarts.past[-1].rank is None:
             assert attempt is not None
-            self.check_cause(attempt, self.job._run.past[-1].cause)
-            self.check_strikes()
+            self.check_cause(attempt, self.job._run.restarts.past[-1].cause)
+            self.check_failed_attempts()
         self.obey(commands)
 
     def obey(self, commands: list[Command]) -> None:
-        starts: list[Tell] = []
+        starts: list[Send] = []
         for command in commands:
             if self.trace and not _is_beat(command):
                 self.say(f"   -> {command}")
-            if isinstance(command, Tell):
+            if isinstance(command, Send):
                 if isinstance(command.message, StartWorker):
                     starts.append(command)
                 elif isinstance(command.message, RestartWorker):
@@ -341,7 +340,7 @@ class World:
         if starts:
             self.check_starts(starts)
 
-    def tell(self, command: Tell) -> None:
+    def tell(self, command: Send) -> None:
         agent = self.links[command.host]
         assert isinstance(agent, Agent), "told before it was connected"
         key = (command.host, agent.link)
@@ -353,7 +352,7 @@ class World:
             self.check_begin(message.attempt)
         if isinstance(message, OpenStore | StartWorker | RestartWorker | EndAttempt | Collect | SignalWorkers):
             assert key in self.enlisted, f"told to an agent that takes no part: {command}"
-        elif isinstance(message, Prepare) and message.clean:
+        elif isinstance(message, Prepare) and message.lost_agents:
             self.cleaning.add(key)
         elif isinstance(message, Stop):
             assert key not in self.cleaning or message.signum == signal.SIGKILL, "not to be kept from cleaning up"
@@ -414,7 +413,7 @@ class World:
         if self.chance.random() < 0.01:
             self.handle(ReaderBlocked(name))
         self.handle(AgentMessage(name, agent.link, message))
-        if isinstance(message, Exited) and message.standing and self.job.phase is Phase.RUNNING and accepted:
+        if isinstance(message, Exited) and message.restart_policy and self.job.phase is Phase.RUNNING and accepted:
             self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(AgentMessage(name, agent.link - 1, message))
@@ -547,8 +546,8 @@ class World:
         self.set_lease(agent)
         self.watch_lease(agent)
         self.later(self.beat_s, self.beat, agent)
-        agent.cleans = bool(message.clean)
-        clean_s = self.chance.uniform(0.05, 3.0) if message.clean else 0.0
+        agent.cleans = bool(message.lost_agents)
+        clean_s = self.chance.uniform(0.05, 3.0) if message.lost_agents else 0.0
         self.later(clean_s, self.on_host, agent, self.give_facts, agent, message)
 
     def on_host(self, agent: Agent, action: Callable[..., None], *args: Any) -> None:
@@ -564,7 +563,7 @@ class World:
             return
         self.clean(agent)
         problems = ["no such folder"] if node.problem == "problem" else []
-        left = ["pid 9 (python, state D)"] if message.clean and self.fails(0.02) else []
+        left = ["pid 9 (python, state D)"] if message.lost_agents and self.fails(0.02) else []
         facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems, self.now + node.clock, left)
         self.report(agent, facts)
 
@@ -679,19 +678,19 @@ class World:
         living = [w for n in self.nodes.values() for w in n.workers if w.alive and self.is_living(w)]
         assert all(w.attempt == attempt for w in living), f"two attempts at once: {living}"
         assert all(w.rank != rank for w in living), f"two lives of rank {rank} at once: {living}"
-        standing = self.standing[attempt, rank] if again else 0
+        restart_policy = self.restart_policy[attempt, rank] if again else 0
         if chance.random() < self.p_alone:  # later it would say so, but before it fails
-            standing = chance.choice([1, 1, 2])
-        self.standing[attempt, rank] = standing
+            restart_policy = chance.choice([1, 1, 2])
+        self.restart_policy[attempt, rank] = restart_policy
         if again and self.fails(0.1):
             self.root(FailureKind.NEVER_STARTED, node, rank, attempt)
             self.failed.add((attempt, rank))
             error = {"type": "", "message": "could not be started", "where": "", "inside": ""}
-            ended = Worker(agent, attempt, rank, self.now, standing, alive=False)
+            ended = Worker(agent, attempt, rank, self.now, restart_policy, alive=False)
             self.exited(agent, ended, 127, provoked=False, error=error, pid=0)
             return
         self.failed.discard((attempt, rank))
-        worker = Worker(agent, attempt, rank, self.now, standing)
+        worker = Worker(agent, attempt, rank, self.now, restart_policy)
         node.workers.append(worker)
         self.report(agent, Started(attempt, rank, 100 + rank, self.now + node.clock))
         if rank == self.broken:
@@ -731,7 +730,7 @@ class World:
         self.disturbed(0.0)
         late = 0.0 if raised else self.chance.uniform(0, 0.02)  # its agent sees the end a little later
         self.exited(agent, worker, status, provoked=False, error=error, late=late)
-        if not worker.standing or self.chance.random() < 0.3:
+        if not worker.restart_policy or self.chance.random() < 0.3:
             self.peers_notice(worker.attempt)
         if self.chance.random() < 0.3:  # another one fails by itself before anything is stopped
             other = self.chance.choice([w for node in self.nodes.values() for w in node.workers])
@@ -781,7 +780,7 @@ class World:
             Exited(
                 attempt=worker.attempt, rank=worker.rank, pid=pid and pid + worker.rank, status=status,
                 ran_s=self.now - worker.began, provoked=provoked, killer="", error=error, error_file=None,
-                time=self.now + late + node.clock, standing=worker.standing,
+                time=self.now + late + node.clock, restart_policy=worker.restart_policy,
                 steps=0 if worker.rank == self.broken else self.chance.choice([0, 0, 5]),
             ),
         )  # fmt: skip
@@ -968,7 +967,7 @@ class World:
             assert all(self.members[i] == members[i] for i in range(len(members)) if self.members[i] in members)
         self.members = members
 
-    def check_starts(self, starts: list[Tell]) -> None:
+    def check_starts(self, starts: list[Send]) -> None:
         slots = self.spec.hosts[0].slots or 1
         assert [start.host for start in starts] == [name for name in self.members for _ in range(slots)]
         for rank, start in enumerate(starts):
@@ -980,14 +979,14 @@ class World:
             assert env["TORCHELASTIC_RESTART_COUNT"] == str(self.attempt)
             assert env["DTRAIN_ROLES"] == f"default:{len(starts)}"
 
-    def check_restart(self, tell: Tell, order: RestartWorker) -> None:
+    def check_restart(self, tell: Send, order: RestartWorker) -> None:
         """One that is started again alone has failed, where it is, and is told that it is another life."""
         key = (order.attempt, order.rank)
         assert self.job.phase is Phase.RUNNING
         assert order.attempt == self.attempt
         assert tell.host == self.members[order.rank // (self.spec.hosts[0].slots or 1)]
         assert key in self.failed
-        assert self.standing[key] in (1, 2)
+        assert self.restart_policy[key] in (1, 2)
         self.lives[key] = self.lives.get(key, 0) + 1
         assert order.restart == order.attempt + self.lives[key]
         again = sum(lives for (attempt, _), lives in self.lives.items() if attempt == self.attempt)
@@ -1047,7 +1046,7 @@ class World:
         assert well
         assert not well & gone
         assert {(self.attempt, rank) for rank in gone} <= self.failed
-        assert all(self.standing[self.attempt, rank] == 1 for rank in gone if rank is not None)
+        assert all(self.restart_policy[self.attempt, rank] == 1 for rank in gone if rank is not None)
 
     def note_clock_error(self, node: Node) -> None:
         """Note how far the job is off with the time of a host that says when something failed."""
@@ -1058,8 +1057,8 @@ class World:
     def silent_reason(self, cause: Failure) -> bool:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
-    def check_strikes(self) -> None:
-        past = [attempt for attempt in self.job._run.past if attempt.rank is None]
+    def check_failed_attempts(self) -> None:
+        past = [attempt for attempt in self.job._run.restarts.past if attempt.rank is None]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
@@ -1080,7 +1079,7 @@ class World:
         for name, node in self.nodes.items():
             living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
-        free = sum(attempt.free for attempt in job._run.past)
+        free = sum(attempt.free for attempt in job._run.restarts.past)
         assert outcome.attempts - 1 - self.grown - free + outcome.worker_restarts <= spec.max_restarts
         assert free == 0 or spec.elastic
         if outcome.error is not None:
@@ -1189,7 +1188,7 @@ class LargeJob:
     def begin(self, attempt: int) -> None:
         self.told = []
         self.say(self.names[0], StoreOpened(attempt, "10.0.0.1", 29500))
-        starts = [(t.host, t.message) for t in self.told if isinstance(t, Tell) and isinstance(t.message, StartWorker)]
+        starts = [(t.host, t.message) for t in self.told if isinstance(t, Send) and isinstance(t.message, StartWorker)]
         assert [start.rank for _, start in starts] == list(range(self.world_size))
         for host, start in starts:
             self.say(host, Started(attempt, start.rank, 100, self.now))
@@ -1231,7 +1230,7 @@ def test_ten_thousand_ranks_from_the_start_through_a_failure_and_a_restart_to_th
         large.say(name, Bye(0, [], ""))
     outcome = large.job.outcome
     assert (outcome.exit_code, outcome.attempts, outcome.world_size, outcome.hosts) == (0, 2, 10_000, 1250)
-    assert [attempt.cause.rank for attempt in large.job._run.past] == [0]
+    assert [attempt.cause.rank for attempt in large.job._run.restarts.past] == [0]
     print(f"{large.steps} events in {time.process_time() - began:.1f} s")
 
 

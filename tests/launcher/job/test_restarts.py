@@ -8,7 +8,8 @@ import pytest
 
 from launcher.hosts.host import Host, HostKind
 from launcher.job.failure import Failure, FailureKind
-from launcher.job.restarts import LOOP, FailedAttempt, failed_attempt, judge, judge_early
+from launcher.job.restarts import LOOP, FailedAttempt, Restarts, failed_attempt, judge
+from launcher.job.timers import Timers
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 
 CRASH = Failure(kind=FailureKind.EXITED, host="a", at=5.0, ran_s=5.0, attempt=1, rank=0, status=7)
@@ -80,8 +81,10 @@ def test_a_process_alone_shares_the_restarts_but_is_judged_by_its_own_lives() ->
 
 def test_before_an_attempt_is_over_it_may_have_made_progress() -> None:
     patient = spec(max_restarts=100)
-    assert judge_early(patient, (LOOP - 1) * [crashed()], CRASH).again_after_s is not None
-    assert judge_early(spec(), 3 * [crashed()], CRASH).again_after_s is None
+    for of, before, again in ((patient, LOOP - 1, True), (spec(), 3, False)):
+        restarts = Restarts(of, Timers())
+        restarts.past += before * [crashed()]
+        assert (restarts.judge_early(CRASH).again_after_s is not None) is again
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """The address and the interface on which a host meets the others: by the kernel's routes, or as it was asked for."""
 
+import ipaddress
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.processes import run_dtrain
+from testbed.require import require
 
-from launcher.errors import DtrainError
+from launcher.errors import DtrainError, UsageError
 from launcher.machine import network
 
 
@@ -52,3 +57,76 @@ def test_workers_of_several_hosts_get_the_interface_between_them(tmp_path: Path,
     own = shown("-x", "GLOO_SOCKET_IFNAME=mine")
     assert [found[1] for found in own] == ["mine", "mine"]
     assert [found[0] for found in shown("--interface", "lo")] == ["127.0.0.1", "127.0.0.1"]
+
+
+# ---- addresses and interfaces, compared with what the kernel's own tools say of them ---------------------------
+
+
+@pytest.fixture(scope="module")
+def kernel() -> list[tuple[str, bool, str, str]]:
+    """Interface, whether it is up, address, scope: of every address, from ip(8)."""
+    require(find_part("ip"), "ip", "apt-get install iproute2")
+    said = subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout
+    return [
+        (interface["ifname"], "UP" in interface["flags"], found["local"], found["scope"])
+        for interface in json.loads(said)
+        for found in interface.get("addr_info", [])
+    ]
+
+
+def test_all_addresses_are_found_but_link_local_ones(kernel: list[tuple[str, bool, str, str]]) -> None:
+    expected: dict[str, set[str]] = {}
+    for name, up, address, _ in kernel:
+        if up and not ipaddress.ip_address(address).is_link_local:
+            expected.setdefault(name, set()).add(address)
+    assert {name: set(found) for name, found in network.addresses().items()} == expected
+    assert "127.0.0.1" in network.addresses()["lo"]
+
+
+def test_every_address_is_its_interfaces_and_this_machines(kernel: list[tuple[str, bool, str, str]]) -> None:
+    for name, _, address, scope in kernel:
+        if scope != "link":  # the same one may be on several
+            assert network.interface_of(address) == name
+            assert network.is_own(address)
+    assert network.interface_of("127.0.0.9") == "lo"
+    assert network.interface_of("::ffff:127.0.0.1") == "lo"
+    assert network.interface_of("203.0.113.77") is None
+    assert network.interface_of("no address") is None
+
+
+def test_the_route_decides_by_which_address_a_host_is_reached(kernel: list[tuple[str, bool, str, str]]) -> None:
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.address_towards("127.9.9.9").startswith("127.")
+    assert network.address_towards("localhost") in ("127.0.0.1", "::1")
+    for _, up, address, scope in kernel:
+        if up and scope == "global":
+            assert network.address_towards(address) == address
+
+
+def test_unknown_names_and_unreachable_hosts_are_errors_that_name_them() -> None:
+    with pytest.raises(UsageError, match=r"DNS lookup of no-such-host\.invalid failed"):
+        network.address_towards("no-such-host.invalid")
+    with pytest.raises(UsageError, match=r"DNS lookup of a+ failed"):
+        network.address_towards("a" * 100)
+    with pytest.raises(UsageError, match=r"no route leads from this machine to 255\.255\.255\.255"):
+        network.address_towards("255.255.255.255")
+
+
+def test_own_names_are_own() -> None:
+    for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1"):
+        assert network.is_own(host)
+    for host in ("203.0.113.77", "no-such-host.invalid", "2001:db8::77", "a" * 100):
+        assert not network.is_own(host)
+
+
+def test_the_first_interface_that_is_up_gives_its_address() -> None:
+    assert network.address_of_interface(["nosuch0", "lo"]) == ("lo", "127.0.0.1")
+    assert network.address_of_interface(["nosuch0"]) is None
+    assert network.address_of_interface([]) is None
+
+
+def test_no_descriptor_stays_open() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    network.address_towards("127.0.0.1")
+    network.addresses()
+    assert set(os.listdir("/proc/self/fd")) == before

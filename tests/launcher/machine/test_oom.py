@@ -15,6 +15,7 @@ from testbed import REPOSITORY
 from testbed.processes import run_program
 
 from launcher.machine import oom
+from launcher.machine.cgroup import folder_in
 from launcher.machine.oom import OomWatch
 
 LIMIT_BYTES = 48 << 20
@@ -188,7 +189,8 @@ def test_group_is_found_in_whatever_part_is_mounted(tmp_path: Path, path: str, r
     write(tmp_path, memory__events="oom_kill 0")
     write(tmp_path / "job", memory__events="oom_kill 0")
     (tmp_path / "job" / "step").mkdir()
-    group = oom._find_group(path, root, str(tmp_path), True)
+    folder = folder_in(path, root, str(tmp_path))
+    group = None if folder is None else oom._nearest_group(folder, str(tmp_path), True)
     assert (None if group is None else group.folder) == (None if found is None else f"{tmp_path}{found}")
 
 

@@ -10,8 +10,7 @@ import pytest
 from testbed.outcomes import STOOD, evidence, failure, outcome
 
 from launcher.hosts.folding import StartError
-from launcher.job.cause import group_secondary_failures
-from launcher.job.failure import FailureKind, plain_message
+from launcher.job.failure import FailureKind, group_secondary_failures, plain_message
 from launcher.job.outcome import Outcome
 from launcher.output.report import SCREEN_LINES, report
 

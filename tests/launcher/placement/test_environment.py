@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from testbed.processes import run_dtrain
 
+from launcher.hosts.host import Host, HostKind
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, place
+from launcher.protocol import StoreOpened
 
 HOSTS = [
     HostOffer("alpha", 2, ("3", "GPU-5"), True, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4),
@@ -18,22 +21,18 @@ HOSTS = [
 
 def _environments() -> list[dict[str, str]]:
     placement = place(HOSTS, nproc=None)
-    return [
-        worker_environment(
-            placement,
-            worker,
-            roles=roles_in_order(placement),
-            run_key="5e" * 32,
-            run_id="r1",
-            attempt=2,
-            max_restarts=3,
-            elastic=True,
-            signals=("SIGTERM", "SIGINT"),
-            master_addr="10.0.0.1",
-            master_port=29500,
-        )
-        for worker in placement.workers
-    ]
+    spec = JobSpec(
+        WorkerCommand(CommandKind.SCRIPT, "train.py"),
+        tuple(Host(offer.name, HostKind.SSH) for offer in HOSTS),
+        nnodes=(2, 3),
+        run_id="r1",
+        first_attempt=1,
+        max_restarts=2,
+        signals=("SIGTERM", "SIGINT"),
+    )
+    store, roles = StoreOpened(attempt=2, address="10.0.0.1", port=29500), roles_in_order(placement)
+    workers = placement.workers
+    return [worker_environment(spec, placement, worker, store, roles=roles, run_key="5e" * 32) for worker in workers]
 
 
 def test_the_environment_is_the_contract_s() -> None:

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from testbed.processes import run_dtrain
 
 from launcher.errors import UsageError
-from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_environment
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.placement.roles import Role, Roles, parse_role, roles_of
+from launcher.protocol import StoreOpened
 
 CPU = HostOffer("a", None, (), False, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4)
 GPU = HostOffer("b", None, ("0", "1"), True, "CUDA_VISIBLE_DEVICES", (0, 1), 2)
@@ -161,7 +164,9 @@ def test_an_isolated_worker_sees_its_own_gpu() -> None:
 def _environments(wanted: tuple[str, ...], roles: Roles) -> list[dict[str, str]]:
     placement = place([CPU, GPU], nproc=2, roles=roles)
     addresses = {rank: f"10.0.0.1:{5000 + rank}" for rank in serving_ranks(wanted, placement)}
-    return list(ecosystem_environments(wanted, placement, addresses))
+    prefixes = shared_prefixes(wanted, placement, addresses)
+    environments = ecosystem_environments(wanted, placement, prefixes)
+    return [{name: prefixes.get(name, "") + value for name, value in env.items()} for env in environments]
 
 
 def test_tensorflow_s_cluster_has_all_but_the_evaluator() -> None:
@@ -206,7 +211,7 @@ def _calls_for_each_worker(wanted: tuple[str, ...], workers: int) -> float:
         calls += event in ("call", "c_call")
 
     sys.setprofile(count)
-    environments = list(ecosystem_environments(wanted, placement, addresses))
+    environments = list(ecosystem_environments(wanted, placement, shared_prefixes(wanted, placement, addresses)))
     sys.setprofile(None)
     assert len(environments) == workers
     return calls / workers
@@ -246,18 +251,9 @@ def test_an_unknown_launcher_is_an_error() -> None:
 
 def test_torchrun_s_variables_name_the_role() -> None:
     placement = place([CPU, GPU], nproc=1, roles=roles_of(["trainer", "ps:1"]))
-    given = {
-        "roles": roles_in_order(placement),
-        "run_key": "k",
-        "run_id": "r",
-        "attempt": 0,
-        "max_restarts": 0,
-        "elastic": False,
-        "signals": (),
-        "master_addr": "a",
-        "master_port": 1,
-    }
-    environments = [worker_environment(placement, worker, **given) for worker in placement.workers]  # type: ignore[arg-type]
+    spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), (Host("a", HostKind.SSH),), run_id="r")
+    store, roles = StoreOpened(attempt=0, address="a", port=1), roles_in_order(placement)
+    environments = [worker_environment(spec, placement, w, store, roles=roles, run_key="k") for w in placement.workers]
     names = ["RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]
     assert [[env[name] for name in names] for env in environments] == [
         ["0", "3", "trainer", "0", "2", "0", "2"],

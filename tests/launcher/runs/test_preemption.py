@@ -13,6 +13,7 @@ from testbed.processes import run_dtrain, started_dtrain, wait_up
 from launcher.job.attempt import AttemptState
 from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, place
+from launcher.protocol import Heartbeat
 
 SCRIPT = """
 import os, time
@@ -172,8 +173,12 @@ def test_requeue_is_for_jobs_of_slurm(tmp_path: Path) -> None:
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:
     offers = [HostOffer(name, 1, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
     attempt = AttemptState(0, ("a", "b"), place(offers, nproc=None), Timers(), began=0.0)
-    assert [attempt.take_saved("a", count) for count in (0, 1, 1, 2)] == [False, True, False, True]
-    assert attempt.take_saved("b", 0) is False
+
+    def more(host: str, saved: int) -> bool:
+        return attempt.take_heartbeat(host, Heartbeat(0.0, saved=saved), 1.0)
+
+    assert [more("a", saved) for saved in (0, 1, 1, 2)] == [False, True, False, True]
+    assert more("b", 0) is False
 
 
 def test_the_signal_s_own_handler_is_called_as_well() -> None:

@@ -125,7 +125,7 @@ def test_the_end_of_one_that_the_others_wait_for_is_everybody_s_without_restarts
 
 @pytest.mark.parametrize("kind", [1, 2])
 def test_a_loop_of_deaths_at_the_start_ends(script: Path, kind: int) -> None:
-    """The standing that the first life said is that of those which die before they can say anything."""
+    """The restart_policy that the first life said is that of those which die before they can say anything."""
     script.write_text(
         STAND + "print('begun', flush=True)\n"
         f"if rank == 1 and count == 0: stand({kind})\n"

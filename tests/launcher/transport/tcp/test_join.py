@@ -122,7 +122,7 @@ class Agent:
         self.await_(Hello)
         prepare = Prepare(
             run_id="r", workdir="/", script=None, program="/bin/sh", export={}, grace_s=0.5, lease_s=0.0,
-            clean=[], part=0, parts=1, interfaces=[],
+            lost_agents=[], part=0, parts=1, interfaces=[],
         )  # fmt: skip
         stream.write(frame(prepare))
         self.await_(Facts)
