@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS, Host, HostKind
-from launcher.machine.network import choose_address, is_loopback, is_own
 from launcher.placement.job_spec import DEFAULT_PORT
-from launcher.transport.tcp.rendezvous import find_token, local_folder
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
@@ -73,6 +71,9 @@ def find_node_role(options: Options, *, nproc: int | str | None, has_source: boo
 
 
 def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | None) -> NodeRole:
+    from launcher.machine.network import is_loopback
+    from launcher.transport.tcp.rendezvous import local_folder
+
     node_rank = options.node_rank
     any_rank = node_rank is None and options.rdzv_backend == "c10d"
     if node_rank is None and not any_rank:
@@ -98,6 +99,8 @@ def _role_typed(options: Options, nodes: tuple[int, int], nproc: int | str | Non
 
 
 def _hosts_rendezvous(options: Options, address: str) -> bool:
+    from launcher.machine.network import is_own
+
     return is_own(address) if options.rdzv_is_host is None else options.rdzv_is_host
 
 
@@ -128,6 +131,9 @@ def _step() -> Step | None:
 
 
 def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> NodeRole:
+    from launcher.machine.network import choose_address
+    from launcher.transport.tcp.rendezvous import find_token
+
     asked = options.nnodes
     one_a_node = step.tasks == len(step.nodes)
     here, local = step.nodes[step.node_rank], step.tasks_per_node[step.node_rank]
