@@ -46,7 +46,7 @@ class Report(Message):
     """What an agent sends."""
 
 
-# ---- controller to agent -------------------------------------------------------------------------------------
+# Controller to agent
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Stop(Command):
     signum: int
 
 
-# ---- agent to controller -------------------------------------------------------------------------------------
+# Agent to controller
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class Bye(Report):
     reason: str
 
 
-# ---- dtrain check, whose examiner says Hello as well --------------------------------------------------------
+# dtrain check, whose examiner says Hello as well
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Answer(Report):
     problem: str = ""
 
 
-# ---- both ways -----------------------------------------------------------------------------------------------
+# Both ways
 
 
 @dataclass(frozen=True)

@@ -298,8 +298,6 @@ def _restore(
     return Restored(state["step"], state["values"], path, state["world_size"])
 
 
-# Between the ranks
-
 T = TypeVar("T")
 
 

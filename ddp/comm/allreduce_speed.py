@@ -138,9 +138,6 @@ def _join(c10d: Any, store: Any, rank: int, size: int, backend: str) -> Reduce:
     return reduce
 
 
-# ---- torch, or as much of it as is needed --------------------------------------------------------------------
-
-
 def _load(backend: str) -> tuple[Any, Ones]:
     """Return torch's module of process groups, and what makes a tensor."""
     spec = importlib.util.find_spec("torch")

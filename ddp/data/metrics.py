@@ -88,9 +88,6 @@ def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> T
     return whole
 
 
-# What a rank tells the others
-
-
 @dataclass(frozen=True)
 class _Told:
     """One amount: the numbers of a tensor in order, or one number, of which the shape is None."""
@@ -167,9 +164,6 @@ def _describe_rows(rows: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
 
 
-# Whether what they tell fits together
-
-
 def _check_names(names: Sequence[set[str]]) -> None:
     for rank, theirs in enumerate(names):
         for name in sorted(names[0] ^ theirs):
@@ -205,9 +199,6 @@ def _check_rows(told: Sequence[_Rows]) -> None:
                 f"gather_samples: rank {rank} has rows of shape {note.shape[1:]} and {note.dtype}, but rank {first} of "
                 f"shape {told[first].shape[1:]} and {told[first].dtype}"
             )
-
-
-# Exact sums
 
 
 def _total(name: str, amounts: Sequence[_Told]) -> _Told:

@@ -77,8 +77,6 @@ class ForwardPolicy:
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
         self._stepping: list[nn.Parameter] | None = None  # those with optimizers that step in backward
 
-    # Called by the wrapper
-
     def enter_forward(self, module: nn.Module) -> None:
         """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
         self.reducer.settle()
@@ -228,8 +226,6 @@ class ForwardPolicy:
     def ended(self, *, has_failed: bool) -> None:
         self._forwards.clear()
         self._mode = _Mode.IDLE
-
-    # What libraries reach for that drive torch's reducer
 
     def _get_local_used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, for each parameter."""

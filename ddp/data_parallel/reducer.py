@@ -155,8 +155,6 @@ class Reducer:
         self.handles.append(register(self._hook(member)))  # type: ignore[no-untyped-call]  # torch has no types here
         self._hooks_beside.append(gradient_hooks(member.parameter))
 
-    # Between passes
-
     def be_last(self) -> None:
         """Let hooks that the user registered after ours run before it, which sends what they leave."""
         if max(map(len, self._hooks_beside)) > 1:
@@ -191,8 +189,6 @@ class Reducer:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=2)
-
-    # During backward
 
     def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter: the only Python code that runs once for each parameter, so every lookup counts."""
@@ -284,8 +280,6 @@ class Reducer:
         if unreached <= self._last_absent:
             for index in unreached:
                 self._schedule.transfer_of[index].missing.discard(index)
-
-    # At its end
 
     def abandon(self, pass_: Pass) -> None:
         """End a pass whose backward pass the engine has dropped, unless it is over already."""
@@ -407,8 +401,6 @@ class Reducer:
         self.touched.clear()
         self.policy.ended(has_failed=has_failed)
         self.report.at("outside forward and backward")
-
-    # The plan
 
     def _follow_first_pass(self) -> None:
         """Plan again in the order in which the gradients arrived on rank 0."""

@@ -243,8 +243,6 @@ class DistributedDataParallel(TorchSurface):
         self.compression = None
         del self.process_group
 
-    # Forward
-
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
@@ -289,8 +287,6 @@ class DistributedDataParallel(TorchSurface):
             return False
         self._policy.sync_buffers(root, self._named_buffers)
         return True
-
-    # Backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -377,8 +373,6 @@ class DistributedDataParallel(TorchSurface):
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_of, equalise)
 
-    # Communication hooks
-
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
 
@@ -434,8 +428,6 @@ class DistributedDataParallel(TorchSurface):
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         if self._policy is not None:
             self._policy.buffer_hook = self._buffer_hook
-
-    # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""

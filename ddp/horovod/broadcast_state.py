@@ -147,9 +147,6 @@ def _broadcast_all(tensors: list[Tensor], root: int, link: dist.ProcessGroup) ->
             broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
 
 
-# Objects as bytes
-
-
 def _written(obj: Any) -> tuple[bytes, str]:
     """`obj` as bytes, or why there are none."""
     try:
@@ -167,9 +164,6 @@ def _broadcast_bytes(data: bytes, length: int, root: int, link: dist.ProcessGrou
         if there is not flat:
             flat.copy_(there)
     return memory
-
-
-# A state without its tensors
 
 
 _TENSOR = "\0tensor"  # a tensor's place in a state that travels: (_TENSOR, dtype, shape, type of device)

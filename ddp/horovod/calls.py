@@ -53,9 +53,6 @@ _REDUCTIONS = {
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-# The comparison
-
-
 def is_initialized() -> bool:
     """Whether there is a process group: after `ddp.init()`, until `shutdown()`."""
     return dist.is_available() and dist.is_initialized()
@@ -152,9 +149,6 @@ def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
         shape[0] = rows
     where = "" if tensor.device.type == "cpu" else f", on {tensor.device.type}"
     return f"{str(tensor.dtype).removeprefix('torch.')}, shape ({', '.join(shape)}){where}"
-
-
-# Calls under way
 
 
 class Handle:

@@ -53,9 +53,6 @@ class Compression:
     powersgd = "powersgd"
 
 
-# Who and where
-
-
 def rank() -> int:
     """Return this process's rank in the world. Like the five below: NotInitializedError before `ddp.init()`."""
     return _here("rank").rank
@@ -100,9 +97,6 @@ def shutdown() -> None:
 def _here(what: str) -> world.World:
     own_group(None, what)
     return world.init()
-
-
-# Reductions
 
 
 def allreduce(
@@ -214,9 +208,6 @@ def _reduced_here(shares: Tensor, op: str) -> Tensor:
     return shares.amin(0) if op == Min else shares.amax(0)
 
 
-# Copies
-
-
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -319,9 +310,6 @@ def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) 
     check_same_call(Call("barrier", name, ""), group)
 
 
-# Handles
-
-
 def synchronize(handle: Handle) -> Any:
     """Wait for what an `_async` call has started, and return its result."""
     return handle.wait()
@@ -330,9 +318,6 @@ def synchronize(handle: Handle) -> Any:
 def poll(handle: Handle) -> bool:
     """Whether `synchronize(handle)` would return at once."""
     return handle.is_completed()
-
-
-# What happens
 
 
 def _gradient_of(name: str | None) -> str:

@@ -156,9 +156,6 @@ def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tenso
     return names
 
 
-# What averages
-
-
 class _Engine:
     """Owns the reducer of one optimizer, which it does not keep alive. A world of one has no reducer.
 
@@ -251,8 +248,6 @@ class _Engine:
             self._compressor.close()
         self._reducer = self._policy = self._compressor = self._link = None
 
-    # The optimizer's methods
-
     def synchronize(self) -> None:
         """Average the gradients of the backward passes since the last time, if there are any. Every rank must call it.
 
@@ -300,8 +295,6 @@ class _Engine:
         optimizer = self._users()
         type(optimizer).add_param_group(optimizer, param_group)
         self.attach()
-
-    # Around its step
 
     def before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Average what waits; a closure's gradients after it was called, since nothing waits before."""

@@ -105,8 +105,6 @@ class StoreThread:
         self._is_ending = False
         self.trouble = ""
 
-    # For the owner of a place
-
     def enter(self, group_name: str, reporter: Reporter) -> str:
         """Tell of `reporter` from now on, as long as somebody else holds it; return its key, the same on all ranks."""
         with self._lock:
@@ -279,8 +277,6 @@ class StoreThread:
             self._peer.close()
             self._peer = None
 
-
-# One for each world that this process is in
 
 _store_threads: weakref.WeakKeyDictionary[Store, StoreThread] = weakref.WeakKeyDictionary()
 _running: set[StoreThread] = set()

@@ -196,8 +196,6 @@ class StallReport:
             scene = self._scene(what, "", since)
             self._store_thread.ask_later(self._others(), self._patience_s(), lambda heard: _write(scene, heard))
 
-    # When something is wrong
-
     def error(self, what: str, torchs_text: str) -> CollectiveError:
         """Make the error for a collective that failed, or that lasts too long if torch says nothing. Blocks: asks."""
         scene = self._scene(what, torchs_text, self._position[2])
@@ -227,8 +225,6 @@ class StallReport:
 
 
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
-
-# Calls that belong to no model
 
 _reports: weakref.WeakKeyDictionary[dist.ProcessGroup, StallReport] = weakref.WeakKeyDictionary()
 
@@ -285,8 +281,6 @@ def _how_it_ends() -> tuple[str, bool]:
     is_victim = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
     return f"ended with {printable(said, 250)}, at {line}", is_victim
 
-
-# The end of the process after a stall
 
 _pending: list[Pending] = []  # those that have stalled
 

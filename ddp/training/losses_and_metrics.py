@@ -38,9 +38,6 @@ Metric = Callable[[Any, Any], Any]
 _PARTS = {1: "(inputs,)", 2: "(inputs, targets)", 3: "(inputs, targets, sample weights)"}
 
 
-# Batches
-
-
 @dataclass(frozen=True)
 class Share:
     """This replica's samples of a global batch.
@@ -137,9 +134,6 @@ def on_device(value: Any, device: torch.device) -> Any:
     return on_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
-# Losses
-
-
 class Loss:
     """A loss function as users write it, per sample or their mean, as losses that can be added up.
 
@@ -201,9 +195,6 @@ def _is_weighted_mean(function: Any) -> bool:
 def wide(tensor: Tensor) -> Tensor:
     """The tensor, of half precision in single."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-# Metrics
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

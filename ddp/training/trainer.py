@@ -114,8 +114,6 @@ class Trainer(Training):
         self._totals = Totals(["loss", *self.metrics])
         self._asks_to_stop = self._is_stopped = False  # this replica; all of them
 
-    # The loop
-
     def fit(
         self,
         train: Any,
@@ -236,8 +234,6 @@ class Trainer(Training):
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    # What callbacks and an own train_step may call
-
     def record(self, name: str, total: Any, count: Any) -> None:
         """Add to a mean in the logs of this epoch. Every replica must have the same names."""
         self._totals.add(name, total, count)
@@ -252,8 +248,6 @@ class Trainer(Training):
         assert self.train_loader is not None
         steps = max(1, -(-len(self.train_loader) // self.accumulate))
         return min(steps, self.steps_per_epoch or steps)
-
-    # Evaluation and prediction
 
     @torch.no_grad()
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]:
@@ -311,8 +305,6 @@ class Trainer(Training):
         whole[self.strategy.replica :: self.strategy.replicas] = rows.cpu()
         gathered: Tensor = self.strategy.reduce("sum", whole)
         return gathered
-
-    # Files
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the model's state on the CPU. Call `strategy.sync()` on every replica before."""
@@ -375,8 +367,6 @@ class Trainer(Training):
         self._totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
         self.callbacks.load_states(state["callbacks"])
 
-    # Between the replicas
-
     def _exchange(self, *, together: bool = True) -> dict[str, float]:
         """Return the means so far, agree on stopping, and raise what a callback of any replica raised.
 
@@ -408,8 +398,6 @@ class Trainer(Training):
         if failed:
             reason = "see the output of replica 0" if problem is None else f"{type(problem).__name__}: {problem}"
             raise DdpError(f"could not {what}: {reason}") from problem
-
-    # Small parts
 
     def _loader(self, data: Any, global_batch_size: int | None, *, shuffle: bool = False) -> ReplicaLoader:
         if isinstance(data, ReplicaLoader):

@@ -101,8 +101,6 @@ class Experiment:
         self._group = group
         self._rank = 0 if group is None else group.rank()
 
-    # Runs
-
     def alone(self, treatment: Treatment, *, other_seed: bool = False, permuted: bool = False) -> RunResult:
         """The whole batch in this process."""
         order = _shuffled(self._rows) if permuted else None
@@ -188,8 +186,6 @@ class Experiment:
         tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self._batch)]
         devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
         return sorted({device.index for device in devices if device.type == "cuda" and device.index is not None})
-
-    # Measures
 
     def difference(self, alone: RunResult, other: RunResult) -> Comparison:
         """Compare the gradients of two runs. A missing gradient is as good as zeros."""

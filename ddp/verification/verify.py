@@ -153,9 +153,6 @@ def _trainable(model: nn.Module) -> nn.Module:
     return model
 
 
-# The batch
-
-
 def _require_same_batch(batch: Any, group: dist.ProcessGroup | None) -> int:
     """Return the number of samples in the batch that all ranks hold. Raises ArgumentError on every rank."""
     world = 1 if group is None else group.size()
@@ -218,9 +215,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-
-
-# The model
 
 
 def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str | None:

@@ -106,8 +106,6 @@ class Attempt:
         """How many checkpoints its workers said they saved."""
         return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
 
-    # ---- the store ----
-
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
             self._store = RendezvousStore(
@@ -147,8 +145,6 @@ class Attempt:
         """Release the store's port; return the pid of its process if that has to be reaped yet."""
         store, self._store = self._store, None
         return None if store is None else store.close(keep_process=keep_process)
-
-    # ---- the workers ----
 
     def start(self, message: StartWorker) -> None:
         """Start a worker, and report that."""
@@ -297,8 +293,6 @@ class Attempt:
             for descriptor in worker.pipes:
                 self._selector.unregister(descriptor)
         worker.close()
-
-    # ---- what they write ----
 
     def hold(self, hold: bool) -> None:
         """Stop or go on reading what the workers write."""

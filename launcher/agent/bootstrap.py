@@ -66,9 +66,6 @@ def _print_stacks() -> None:
         print(f"dtrain: stacks of this worker cannot be requested: {error}", file=sys.stderr)
 
 
-# ---- running it ----------------------------------------------------------------------------------------------
-
-
 def _script(path: str) -> Callable[[], object]:
     """Return what runs a file, or a folder or archive with a `__main__.py`."""
     main = _new_main()
@@ -121,9 +118,6 @@ def _is_archive(path: str) -> bool:
     import zipfile
 
     return zipfile.is_zipfile(path)
-
-
-# ---- when it fails -------------------------------------------------------------------------------------------
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -210,9 +204,6 @@ def _position(error: BaseException) -> tuple[str, str]:
     for frame in reversed(own or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}", frames[-1].name
     return "", ""
-
-
-# ---- the store -----------------------------------------------------------------------------------------------
 
 
 class _WakeStore:

@@ -107,8 +107,6 @@ class Agent:
         self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
         self._terminated = False
 
-    # ---- the loop ----
-
     def run(self) -> int:
         """Serve until stopped and swept; return 0 if nothing is left here."""
         wake_read, wake_write = os.pipe()
@@ -214,8 +212,6 @@ class Agent:
                 self._attempt.store_ended(last_words)
             self._attempt.ended(ended)
 
-    # ---- the controller's stream ----
-
     def _read_controller(self) -> None:
         try:
             data = os.read(0, READ_BYTES)
@@ -254,8 +250,6 @@ class Agent:
                 self._end_attempt(message)
             case Stop():
                 self._exit(message.signum, "")
-
-    # ---- its orders ----
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
@@ -328,8 +322,6 @@ class Agent:
     def _members(self) -> list[processes.Process]:
         spare = [pid for pid in (self._guard, self._store_process.pid) if pid is not None]
         return self._run_tag.members(ancestor=os.getpid(), spare=spare)
-
-    # ---- the end of an attempt, and of the agent ----
 
     def _end_attempt(self, message: EndAttempt) -> None:
         self._ending_attempt = message.attempt

@@ -88,9 +88,6 @@ class RunTag:
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
 
 
-# ---- the folder for the workers' files: errors, stacks, progress ----------------------------------------------
-
-
 def make_folder(run_tag: str) -> str:
     """Make the folder of the agent with this run tag where temporary files belong. Raises OSError where none can be."""
     problem: OSError = FileNotFoundError("no folder for temporary files")

@@ -122,9 +122,6 @@ def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
     return [Finding(Severity.ERROR, "allreduce", (), message, fix)]
 
 
-# ---- asking the hosts ----------------------------------------------------------------------------------------
-
-
 class _Examination:
     """The rounds of questions to the examiners of all hosts; owns their streams within the `with` block."""
 

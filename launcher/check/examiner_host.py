@@ -126,9 +126,6 @@ def interfaces() -> list[Interface]:
     ]
 
 
-# ---- packages ------------------------------------------------------------------------------------------------
-
-
 def find_packages() -> Packages:
     """Return the versions by torch's own file and the metadata of packages."""
     folder = folder_of("torch")
@@ -197,9 +194,6 @@ def _nccl(torch_folder: str) -> str | None:
         if not failed and number.value >= 10000:
             return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
     return None
-
-
-# ---- single facts --------------------------------------------------------------------------------------------
 
 
 def _machine() -> str:

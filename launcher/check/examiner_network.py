@@ -46,9 +46,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-# ---- listening -----------------------------------------------------------------------------------------------
-
-
 def listen(address: str, token: bytes, store_port: int) -> Listening:
     """Listen on a free port of an address, and on the store's port unless that is 0, as long as this process lives.
 
@@ -111,9 +108,6 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         if not read:
             raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
     return data
-
-
-# ---- probing -------------------------------------------------------------------------------------------------
 
 
 def probe_all(targets: Sequence[Target], token: bytes, limit_s: float) -> list[Probe]:

@@ -58,9 +58,6 @@ def host_findings(
     yield from _shared_folder(there)
 
 
-# ---- one host ------------------------------------------------------------------------------------------------
-
-
 def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]:
     greeting, facts = one.greeting, one.known
     assert greeting is not None
@@ -181,9 +178,6 @@ def _gpu_use(gpu: Gpu) -> str:
     if gpu.busy_percent is not None and gpu.busy_percent >= GPU_PERCENT:
         use.append(f"{gpu.busy_percent} % busy")
     return "; ".join(use)
-
-
-# ---- between hosts -------------------------------------------------------------------------------------------
 
 
 def _differences(spec: JobSpec, there: Sequence[Examined]) -> Iterator[Finding]:

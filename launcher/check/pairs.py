@@ -87,9 +87,6 @@ def summary(ways: Sequence[Probe]) -> Summary:
     )
 
 
-# ---- what is wrong -------------------------------------------------------------------------------------------
-
-
 def pair_findings(
     examined: Sequence[Examined],
     listening: Mapping[str, Listening],

@@ -95,9 +95,6 @@ def _host(one: Examined) -> dict[str, Any]:
 _OFFERED = ("gpu_variable", "gpus_verified", "slots", "room", "room_limit", "cores", "cpu_limit", "problems")
 
 
-# ---- for people ----------------------------------------------------------------------------------------------
-
-
 def report_as_text(report: Report) -> str:
     figures = [line for line in (_network(report), _clocks(report.examined), _allreduce(report)) if line]
     lines = [*_table(report.examined), *figures, *_findings(report.findings), _verdict(report)]

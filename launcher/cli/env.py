@@ -132,9 +132,6 @@ def _as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ---- nothing that must not be published ----------------------------------------------------------------------
-
-
 def scrub(value: Any) -> Any:
     """Return the same data without the home folder, the names of user and host, and addresses, wherever they are."""
     replaced = _replacements()
@@ -174,9 +171,6 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # a number without a name
         return ""
-
-
-# ---- single facts --------------------------------------------------------------------------------------------
 
 
 def _version(program: str, option: str) -> str | None:

@@ -117,9 +117,6 @@ def _hosts(names: list[str]) -> tuple[Host, ...]:
     return tuple(Host(name, kind) for name, kind in zip(names, kinds, strict=True))
 
 
-# ---- under srun ----------------------------------------------------------------------------------------------
-
-
 def _step() -> Step | None:
     """Return the step of which this process is one of several tasks."""
     if "SLURM_STEP_ID" not in os.environ:

@@ -79,7 +79,7 @@ _torchrun_word = functools.partial(_option, env=False, hidden=True)  # torchrun.
 class Options:
     """What was asked for: flag > environment > config file > default. request.py reads what is a text yet."""
 
-    # ---- where the workers run ----
+    # Where the workers run
     nnodes: tuple[int, int] | None = _option("How many hosts.  [default: all that are named, else 1]", "N|MIN:MAX")
     nproc_per_node: str | None = _option(
         "Workers on each host.  [default: the host's slots, else one for each GPU, else 1]", "N|auto|gpu|cpu"
@@ -115,7 +115,7 @@ class Options:
     module: bool = _flag("SCRIPT is a module's name, as for python -m.", short="-m", env=False)
     no_python: bool = _flag("SCRIPT is any program.", env=False)
 
-    # ---- how they run, and what is shown ----
+    # How they run, and what is shown
     export: tuple[str, ...] = _several(
         "Set a variable for the workers, or pass on those of this name or glob.", "NAME[=VALUE]", short="-x"
     )
@@ -164,7 +164,7 @@ class Options:
         "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
     )
 
-    # ---- torchrun's ----
+    # Torchrun's
     rdzv_backend: str | None = _torchrun_word()
     rdzv_endpoint: str | None = _torchrun_word()
     rdzv_id: str | None = _torchrun_word()
@@ -183,7 +183,7 @@ class Options:
     duplicate_stdout_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
     duplicate_stderr_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
 
-    # ---- no options ----
+    # No options
     command: tuple[str, ...] = ()  # SCRIPT [ARGS]
     typed: frozenset[str] = frozenset()  # the names of the options that are on the command line
     as_torchrun: bool = False  # the command is dtrain-torchrun

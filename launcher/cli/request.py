@@ -99,9 +99,6 @@ def check_here(spec: JobSpec) -> None:
         raise UsageError(f"the script {script} does not exist{hint}")
 
 
-# ---- hosts ---------------------------------------------------------------------------------------------------
-
-
 def _sources(options: Options) -> Sources:
     given: dict[str, Any] = {name: found for name in _SOURCES if (found := getattr(options, name)) not in (None, False)}
     if chosen := [name for name in given if name in options.typed]:  # a flag beats the environment and a file
@@ -143,9 +140,6 @@ def _hosts(sources: Sources, options: Options, *, spares: bool, wait: bool) -> t
         if wait:
             wait_for_discovery(sources.script, options.nnodes[0], options.start_timeout_s)
     return choose_hosts(sources, nnodes=options.nnodes, spares=spares)
-
-
-# ---- the job -------------------------------------------------------------------------------------------------
 
 
 def _spec(

@@ -140,9 +140,6 @@ def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:
     return run_end.exit_code
 
 
-# ---- what the nodes agree on ---------------------------------------------------------------------------------
-
-
 def _fingerprint(node_role: NodeRole, spec: JobSpec) -> dict[str, str]:
     """Return what has to be the same on every node."""
     command = spec.command

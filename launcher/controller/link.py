@@ -97,7 +97,7 @@ class Link:
         """Report the end of the stream; only the first report of a link counts for the job."""
         self._events.put(Lost(self.host.name, self._number, reason))
 
-    # ---- in the reader's thread ----
+    # In the reader's thread
 
     def _read(self, connect: Callable[[], Stream]) -> None:
         try:
@@ -150,7 +150,7 @@ class Link:
             return f"{how}{': ' + last[-1] if last else ''}"
         return why_not_started(self._python, status, words, decoder.noise)
 
-    # ---- in the writer's thread ----
+    # In the writer's thread
 
     def _write(self, stream: Stream) -> None:
         try:

@@ -153,9 +153,6 @@ def _fits(step: Step, env: Mapping[str, str]) -> bool:
     return len(here) == step.tasks_per_node[step.node_rank] and str(step.rank) in here
 
 
-# ---- the job -------------------------------------------------------------------------------------------------
-
-
 def slurm_run_id(env: Mapping[str, str]) -> str | None:
     """Return a run id for the job, which it keeps when it is requeued: `slurm-1234`, in an array `slurm-1200_7`."""
     job = _job_name(env)
@@ -191,9 +188,6 @@ def _job_name(env: Mapping[str, str]) -> str | None:
     if job is not None and re.fullmatch("[0-9]{1,10}", array) and re.fullmatch("[0-9]{1,10}", task):
         return f"{array}_{task}"
     return job
-
-
-# ---- variables -----------------------------------------------------------------------------------------------
 
 
 def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[Node]:
@@ -259,9 +253,6 @@ def _number(env: Mapping[str, str], *variables: str) -> int:
             f"{variable} is {repr(text) if text else 'not set'}; it must be a number. {_INSTEAD.capitalize()}"
         )
     return int(text)
-
-
-# ---- what is not in variables --------------------------------------------------------------------------------
 
 
 def step_title() -> str | None:

@@ -121,9 +121,6 @@ def _filtered(hosts: tuple[Host, ...], sources: Sources) -> tuple[Host, ...]:
     return filter_hosts(hosts, include=sources.include, exclude=sources.exclude)
 
 
-# ---- hosts that come and go ----------------------------------------------------------------------------------
-
-
 def discover(command: str, over: threading.Event | None = None) -> tuple[Host, ...]:
     """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
 

@@ -89,8 +89,6 @@ class AttemptState:
             self._needed.discard(exited.rank)
             self._unfinished[host] -= 1
 
-    # ---- single processes ----
-
     def can_go_on_without(self, rank: int) -> bool:
         """Whether another one that the run waits for is alive, comes back, or has finished successfully."""
         return self._succeeded or bool(self._needed - {rank})
@@ -108,8 +106,6 @@ class AttemptState:
         self.made_progress(now)
         self._restarts[rank] = self._restarts.get(rank, 0) + 1
         return self.number + self._restarts[rank]
-
-    # ---- progress and failures ----
 
     def made_progress(self, now: float) -> None:
         self._timers.set(Timer.STALL, now + self._stall_s)

@@ -28,8 +28,6 @@ __all__ = [
     "Tick",
 ]  # fmt: skip
 
-# ---- events --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Connected:
@@ -95,8 +93,6 @@ class Tick:
 
 
 Event: TypeAlias = Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
-
-# ---- commands ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,6 @@ class Fleet:
         """Count an attempt that ended through it; one that did not ends the row."""
         state.failed_attempts = state.failed_attempts + 1 if failed else 0
 
-    # ---- workers that may live there ----
-
     def occupy(self, state: HostState) -> None:
         """Note that from now on processes of an attempt may live on a host."""
         self.busy.add(state.name)
@@ -148,8 +146,6 @@ class Fleet:
         """Note that it is certain that none do."""
         state.fenced_at = None
         self.busy.discard(state.name)
-
-    # ---- links ----
 
     def start(self) -> list[Command]:
         """Try every host: those over SSH a bounded number at once, the rest as `open_untried` finds places."""
@@ -286,8 +282,6 @@ class Fleet:
                 return at
             heapq.heappop(self._retries)
         return NEVER
-
-    # ---- time ----
 
     def heartbeats(self, now: float) -> list[Command]:
         """Renew the leases of the hosts that answer."""

@@ -71,8 +71,6 @@ class Gathering:
     def _fixed(self) -> bool:
         return not self._spec.elastic and not self.previous
 
-    # ---- hosts that join ----
-
     def greeted(self, state: HostState, hello: Hello) -> list[Command]:
         """Ask a host whether the job can start there."""
         if state.phase is not HostPhase.GREETING:
@@ -169,8 +167,6 @@ class Gathering:
                 self._fleet.want(state, now)
         return commands
 
-    # ---- when to begin ----
-
     @property
     def _possible(self) -> int:
         return len(self._fleet) - len(self._fleet.dropped)
@@ -216,8 +212,6 @@ class Gathering:
             return False
         first = self.previous or tuple(self._fleet.states)[:most]
         return len(first) == most and all(self._fleet.states[name].phase is HostPhase.READY for name in first)
-
-    # ---- why not ----
 
     def why_not_ready(self) -> dict[str, str]:
         """Return, by host, why the run cannot begin."""

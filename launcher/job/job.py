@@ -84,8 +84,6 @@ class Job:
         """Return when the next Tick matters."""
         return self._timers.next_deadline()
 
-    # ---- the events ----
-
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what is to be done, in order."""
         if self.phase is Phase.ENDED:
@@ -161,8 +159,6 @@ class Job:
                 return self._swept(attempt, state, message)
         return []
 
-    # ---- of hosts ----
-
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Give a host up. If it was quiet before, it went at some time after it was heard last."""
         silent = now - state.heard >= self.fleet.quiet_s
@@ -221,8 +217,6 @@ class Job:
                 return []
         return self._run.fail(failure, now)
 
-    # ---- of the attempt ----
-
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
         saved = attempt.take_heartbeat(state.name, beat, now)
         return self._run.stop(now) if saved and self._run.preempted and self._run.stopping is None else []
@@ -255,8 +249,6 @@ class Job:
         if not swept.left:
             return []
         return self._run.gathering.unusable(state, f"processes cannot be ended there: {', '.join(swept.left)}")
-
-    # ---- of the user ----
 
     def _signalled(self, signum: int, now: float) -> list[Command]:
         match signum:
@@ -293,8 +285,6 @@ class Job:
         if attempt is None or not attempt.failures:
             self._run.signum = signum
         return self._run.stop(now, signum)
-
-    # ---- of time ----
 
     def _ticked(self, now: float) -> list[Command]:
         run, due = self._run, self._timers.due(now)

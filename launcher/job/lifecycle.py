@@ -86,8 +86,6 @@ class Lifecycle:
         self.phase = phase
         self.timers.cancel(Timer.PHASE, Timer.ROOT)
 
-    # ---- an attempt begins ----
-
     def _gather(self, now: float) -> list[Command]:
         """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
         readiness = self.gathering.decide(now)
@@ -176,8 +174,6 @@ class Lifecycle:
         notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
         return [notice, *self._end_attempt(now)]
 
-    # ---- what fails ----
-
     def fail(self, failure: Failure, now: float) -> list[Command]:
         """Note a failure; the first one ends the attempt, after a look at where the others stand."""
         attempt = self.current
@@ -223,8 +219,6 @@ class Lifecycle:
                 return commands
         return [*commands, *self._end_attempt(now)]
 
-    # ---- an attempt ends ----
-
     def _end_attempt(self, now: float) -> list[Command]:
         """Have all workers ended; for good, if there can be no other attempt."""
         attempt = self.current
@@ -260,8 +254,6 @@ class Lifecycle:
         self._enter(Phase.GATHERING)
         self.gathering.again(attempt.members, now, delay_s)
         return [*notices, *commands, *self._gather(now)]
-
-    # ---- the run ends ----
 
     def stop(
         self, now: float, signum: int = signal.SIGTERM, *,

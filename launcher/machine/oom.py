@@ -84,9 +84,6 @@ class _Counter:
         return bool(self._noticed) and self._noticed.pop() > 0
 
 
-# ---- the memory cgroup ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Group:
     """The memory cgroup of this process, by its folder and the one where the hierarchy is mounted."""
@@ -133,8 +130,6 @@ def _nearest_group(folder: str, mount: str, is_v2: bool) -> _Group | None:
     return None
 
 
-# ---- the kernel log ------------------------------------------------------------------------------------------
-
 # Before Linux 4.20 the reason stands in a record of its own.
 _RECORD = re.compile(rb"(\d+),[^;]*;(Memory cgroup )?(?:[Oo]ut of memory[^:]*: )?Killed process (\d+) (.*)")
 _HELD_KB = re.compile(rb"(?:anon|file|shmem)-rss:(\d+)kB")
@@ -179,9 +174,6 @@ class _KernelLog:
                 held = sum(int(number) for number in _HELD_KB.findall(found[4])) << 10
                 self.kills[int(found[3])] = _Kill(held, found[2] is not None)
         self.is_complete = False
-
-
-# ---- reading -------------------------------------------------------------------------------------------------
 
 
 def _field(path: str, name: str) -> int:

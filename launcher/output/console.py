@@ -145,8 +145,6 @@ class Console:
             self._put(line.stream, line.prefix + state + b"\n")
         line.text, line.redrawn = b"", False
 
-    # ---- bytes out ----
-
     def _put(self, stream: int, data: bytes) -> None:
         if self._bottom:
             self._draw(b"")

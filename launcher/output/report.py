@@ -98,9 +98,6 @@ def _failure(
     return [*before, *_indent(last), *_indent(after)]
 
 
-# ---- the cause -----------------------------------------------------------------------------------------------
-
-
 def _headline(outcome: Outcome, cause: Failure) -> str:
     headline = printable(what_happened(cause, in_full=True))
     if outcome.attempts > 1 or cause.attempt:
@@ -131,9 +128,6 @@ def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[
         if words := tail(cause.rank, stream):
             return stream, words
     return 2, []
-
-
-# ---- what came of it -----------------------------------------------------------------------------------------
 
 
 def _consequences(outcome: Outcome) -> list[str]:
@@ -202,9 +196,6 @@ def _scan(outcome: Outcome) -> list[str]:
     lines += _at_most(PROCESSES, names, "processes")
     reasons = [f"host {host} could not be checked: {printable(reason)}" for host, reason in outcome.unchecked]
     return lines + _at_most(HOSTS, reasons, "hosts")
-
-
-# ---- the next step -------------------------------------------------------------------------------------------
 
 
 def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: Path | None) -> list[str]:

@@ -56,9 +56,6 @@ class _Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-# ---- what is said of them ------------------------------------------------------------------------------------
-
-
 def rank_position(evidence: Evidence) -> RankPosition:
     """Return where a rank is."""
     frames = _main_thread(evidence.stack)
@@ -111,8 +108,6 @@ def write_out(evidence: Sequence[Evidence]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ---- who is the odd one --------------------------------------------------------------------------------------
-
 _COMMUNICATION = re.compile(
     "reduce|gather|scatter|broadcast|barrier|all_to_all|send|recv|wait|synchronize"
     "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
@@ -154,9 +149,6 @@ def _runs_backward(frames: Sequence[_Frame]) -> bool:
     return any("/torch/autograd/" in frame.file and "backward" in frame.function for frame in frames)
 
 
-# ---- the process ---------------------------------------------------------------------------------------------
-
-
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -178,8 +170,6 @@ def _state(evidence: Evidence) -> str:
 def _size(number: int) -> str:
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"
 
-
-# ---- the stack -----------------------------------------------------------------------------------------------
 
 _ROOT = Path(__file__).parents[2]
 _DDP = f"{_ROOT}/ddp/"

@@ -143,7 +143,7 @@ class OutputThread:
         if self._bytes <= QUEUE_BYTES:
             self._room.notify()
 
-    # ---- in the thread ----
+    # In the thread
 
     def _work(self) -> None:
         while True:

@@ -66,9 +66,6 @@ def serving_ranks(wanted: Sequence[str], placement: Placement) -> list[int]:
     return [worker.rank for worker in placement.workers if _tf_type(placement, worker) not in ("", _EVALUATOR)]
 
 
-# ---- TensorFlow ----------------------------------------------------------------------------------------------
-
-
 def _tf_cluster(placement: Placement, addresses: Mapping[int, str]) -> str:
     """Return the part of TF_CONFIG that is the same for all, as JSON."""
     cluster: dict[str, list[str]] = {}
@@ -97,9 +94,6 @@ def _tf_type(placement: Placement, worker: WorkerPlace) -> str:
         return worker.role
     ordinary = next((other.role for other in placement.workers if other.role != "chief"), "")
     return "worker" if worker.role == ordinary else ""
-
-
-# ---- others --------------------------------------------------------------------------------------------------
 
 
 def _open_mpi(worker: WorkerPlace) -> dict[str, str]:

@@ -144,9 +144,6 @@ def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k not in dropped and not k.startswith(_OPTION_FAMILIES)}
 
 
-# ---- what the job has on each node ---------------------------------------------------------------------------
-
-
 def parse_granted(text: str) -> dict[str, tuple[str, ...]]:
     """Read `scontrol --details show job`: what the job has on each node, as options of srun.
 
@@ -190,9 +187,6 @@ def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
         return parse_granted(done.stdout.decode("utf-8", "replace"))
     except (OSError, subprocess.TimeoutExpired, UsageError):  # not there, busy, or of another form
         return {}
-
-
-# ---- what srun says ------------------------------------------------------------------------------------------
 
 
 class SrunStream(LocalStream):

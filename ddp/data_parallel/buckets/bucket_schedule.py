@@ -55,8 +55,6 @@ class BucketSchedule:
         self._statuses = torch.empty(0)  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
-    # The plan
-
     def plan(self, order: Sequence[int], repeated: Collection[int] = ()) -> None:
         """Plan the buckets for gradients that become ready in this order. Every rank must do it between passes.
 
@@ -94,8 +92,6 @@ class BucketSchedule:
         """Let `hook` reduce the buckets from now on. The step status goes by itself."""
         self._hook = hook
         self.plan(self.order, self._repeated)
-
-    # A pass
 
     def begin(self) -> None:
         """Prepare for the gradients of a backward pass."""

@@ -133,8 +133,6 @@ class Storage:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, slot)))
         self._pointers = [parameter.data_ptr() for parameter in self._parameters]
 
-    # A step
-
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._step += 1
         with self._phase(_WRITE, "gradients of the others"):
@@ -274,8 +272,6 @@ class Storage:
             held = self._scratches[dtype] = torch.empty(chunk.numel, dtype=dtype)
         return held[: chunk.numel]
 
-    # State
-
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         states = self._shards.state()
         for rank in range(self._size):
@@ -316,8 +312,6 @@ class Storage:
                 )
         self._shared.barrier("optimizer states of the others", step=self._step)
         self._published.is_known()
-
-    # The end
 
     @torch.no_grad()
     def close(self) -> None:

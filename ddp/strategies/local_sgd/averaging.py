@@ -171,8 +171,6 @@ class LocalSGD:
             model.steps_alone = False
         self._finalizer()
 
-    # Where a step begins and ends
-
     def _before_forward(self, model: Any, _: object) -> None:
         if model is not self._model():
             return
@@ -245,8 +243,6 @@ class LocalSGD:
             if parameter.requires_grad
         ]
 
-    # What must not happen unnoticed
-
     def _before_state_dict(self, module: nn.Module, *_: object) -> None:
         model = self._model()
         if model is not None and module is model.module:
@@ -270,8 +266,6 @@ class LocalSGD:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=4)
-
-    # Averaging
 
     def _wrapper(self) -> Any:
         model = self._model()

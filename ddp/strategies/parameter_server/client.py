@@ -84,8 +84,6 @@ class Client:
         self._links: list[ServerLink] = []
         self._heartbeats: threading.Thread | None = None
 
-    # ---- coming and going ----
-
     def join(self) -> int:
         """Meet all servers; return the number of steps that the training has made. The values are taken over.
 
@@ -175,8 +173,6 @@ class Client:
         foreach_copy(chunk.in_flat(flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
 
-    # ---- steps ----
-
     def push(self, gradients: Sequence[torch.Tensor | None], groups: list[dict[str, Any]]) -> None:
         """Give the servers the gradients of all parameters, None where there is none; they send the new values back.
 
@@ -221,8 +217,6 @@ class Client:
                 link.request_values(Message("pull", {"chunk": chunk.index, "step": self._pulls}))
                 self._pump(0.0)
             self.finish()
-
-    # ---- things beside the parameters ----
 
     def give_extras(self) -> None:
         """Give the first server the buffers and frozen parameters of this replica, the first, that have changed."""
@@ -312,8 +306,6 @@ class Client:
         self._wait(has_come)
         return self._links[server].answers.pop(kind)
 
-    # ---- what goes out and comes in ----
-
     def _pump(self, wait_s: float) -> None:
         """Take what has come, waiting at most so long for the first of it; send what could not go before."""
         if self._failure is not None:
@@ -372,8 +364,6 @@ class Client:
             foreach_copy(targets, chunk.in_flat(chunk.in_memory(link.values.tensor)))
         else:
             read_values(chunk, facts, message.tensors, targets)
-
-    # ---- waiting, and what may happen meanwhile ----
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait until something is so, keeping in touch. Raises ParameterServerError when nothing moves for too long."""

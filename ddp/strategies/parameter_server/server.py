@@ -80,8 +80,6 @@ class Server:
             "leave": self._leave,
         }
 
-    # ---- the loop ----
-
     def begin(self, directory: ServerDirectory) -> None:
         """Take over a snapshot, if there is one: the newest, or at the run's beginning the newest that all have.
 
@@ -181,8 +179,6 @@ class Server:
     def _log(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
-    # ---- who is there ----
-
     def _join(self, address: bytes, message: Message) -> None:
         facts = message.facts
         if facts["digest"] != self._plan.digest:
@@ -268,8 +264,6 @@ class Server:
             self._log(f"worker {peer.replica} ends with {message.facts['error']}")
             self._go_on()
 
-    # ---- messages ----
-
     def _handle(self, address: bytes, message: Message) -> None:
         """Act on a message whose fields have the right types. Raises MalformedError if they do not fit this server."""
         if message.kind == "join":
@@ -305,8 +299,6 @@ class Server:
         self._requests.finish_gather()
         self._steps.go_on()
         self._snapshot_when_due()
-
-    # ---- snapshots ----
 
     def _snapshot_when_due(self) -> None:
         """Write a snapshot after so many steps, or if one was asked for: in sync mode only between two steps."""

@@ -137,8 +137,6 @@ class Steps:
         for peer in self.participants.values():
             peer.rows.forget(chunk.index)  # they have to be given all
 
-    # ---- gradients ----
-
     def push(self, peer: Participant, message: Message) -> None:
         """Take a worker's gradient of a chunk; it is answered when it may go on."""
         facts = message.facts
@@ -231,8 +229,6 @@ class Steps:
                 self.answer(peer, index, step)
             else:
                 self._deferred.append((peer, index, step, since))
-
-    # ---- answers ----
 
     def pull(self, peer: Participant, message: Message) -> None:
         """Give all rows: it may have nothing yet, or what it was given may be lost."""

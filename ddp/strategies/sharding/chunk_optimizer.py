@@ -98,8 +98,6 @@ class ChunkOptimizer:
         self._units: list[_Unit] = []
         self.load(states)
 
-    # Units
-
     def fits(self, states: Sequence[State]) -> bool:
         """Whether these can be the states of the pieces."""
         if len(states) != len(self.chunk.pieces):
@@ -177,8 +175,6 @@ class ChunkOptimizer:
     def _list_units(self) -> None:
         for number, group in enumerate(self._optimizer.param_groups):
             group["params"][:] = [unit.tensor for unit in self._units if self._group_of[unit.first] == number]
-
-    # Steps
 
     def use(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over hyperparameters."""

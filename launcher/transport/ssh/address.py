@@ -180,9 +180,6 @@ def _algorithms(answer: _Answer) -> dict[str, tuple[str, ...]]:
     return {name: tuple(text.split(",")) for name, text in chosen.items() if text and text[0] not in "+-^"}
 
 
-# ---- ways there ----------------------------------------------------------------------------------------------
-
-
 def _jump(target: Target, answer: _Answer, tokens: Mapping[str, str], there: tuple[str, int, str]) -> Target | None:
     """Return the last hop before the host; the hops before that one stand in it, instead of its own."""
     text = answer.one("proxyjump")
@@ -236,9 +233,6 @@ def _files(answer: _Answer, name: str, default: str, tokens: Mapping[str, str]) 
     names = shlex.split(text) if '"' in text else re.split(r" (?=[/~])", text)
     split = [part for one in names for part in ([one] if os.path.exists(_home_in(one)) else one.split(" "))]
     return tuple(Path(_expand(one, tokens, strict=False)) for one in split if one)
-
-
-# ---- tokens --------------------------------------------------------------------------------------------------
 
 
 def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer) -> dict[str, str]:

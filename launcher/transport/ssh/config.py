@@ -80,9 +80,6 @@ def defaults() -> Mapping[str, list[str]]:
     return _client().defaults
 
 
-# ---- OpenSSH's client ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Client:
     """OpenSSH's client on this machine, if there is one: other programs are called ssh as well, and know no -G."""
@@ -146,9 +143,6 @@ def _options(text: str) -> dict[str, list[str]]:
 def _first_lines(words: str) -> str:
     lines = [line.strip() for line in words.splitlines() if line.strip() and "terminating" not in line]
     return "; ".join(lines[:3])
-
-
-# ---- without it ----------------------------------------------------------------------------------------------
 
 
 def _by_paramiko(target: Target, config: Path | None) -> dict[str, list[str]]:

@@ -154,9 +154,6 @@ def _place(deadline: float) -> Iterator[None]:
         _connecting.release()
 
 
-# ---- jump hosts ----------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Shared:
     """A connection to a jump host, shared by all the hosts behind it, and closed when the last of them lets it go."""

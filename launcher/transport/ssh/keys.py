@@ -78,9 +78,6 @@ def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-# ---- ssh-agent -----------------------------------------------------------------------------------------------
-
-
 class _Agent(AgentSSH):
     """An agent at a socket of our choice; paramiko's own takes that of the environment only."""
 
@@ -124,9 +121,6 @@ def _agent_keys(address: Address, deadline: float) -> Iterator[list[_KeyInAgent]
         except (OSError, paramiko.SSHException, struct.error, IndexError):
             keys = []
         yield keys
-
-
-# ---- order ---------------------------------------------------------------------------------------------------
 
 
 _Order = dict[tuple[str, bytes], paramiko.PKey]  # keys by their names and what is shown of them, each once
@@ -185,9 +179,6 @@ def _is_for(certificate: bytes, key: paramiko.PKey) -> bool:
         return False
     public = read.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1]
     return base64.b64decode(public) == _blob(key)
-
-
-# ---- words ---------------------------------------------------------------------------------------------------
 
 
 def _none_accepted(address: Address, identities: Sequence[Identity], *, shown: int, agent: bool) -> str:

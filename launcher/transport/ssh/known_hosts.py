@@ -56,9 +56,6 @@ def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool =
         os.close(descriptor)
 
 
-# ---- one file ------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _File:
     """The keys of one file, by what the names in their lines look like."""

@@ -70,9 +70,6 @@ class Route:
         return "" if self.proxy is None else self.proxy.words()
 
 
-# ---- TCP -----------------------------------------------------------------------------------------------------
-
-
 def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Route:
     """Connect to the first of a host's addresses that answers. Raises OSError; TimeoutError at the deadline."""
     sock = _first_to_answer(resolved, address, deadline)
@@ -180,9 +177,6 @@ def _bind(sock: socket.socket, address: Address) -> None:
     raise OSError(errno.EADDRNOTAVAIL, f"{what} of its ssh configuration gives no address here that could be used")
 
 
-# ---- ProxyCommand --------------------------------------------------------------------------------------------
-
-
 def open_proxy(address: Address) -> Route:
     """Start the ProxyCommand; one socket is its standard input and output. Raises OSError."""
     assert address.proxy_command is not None
@@ -225,9 +219,6 @@ class _Proxy:
                 self._process.wait(LET_GO_S)
                 break
         self._words.wait(LET_GO_S)
-
-
-# ---- the first words -----------------------------------------------------------------------------------------
 
 
 def await_greeting(sock: socket.socket, deadline: float) -> None:

@@ -73,8 +73,6 @@ class Trust:
                 reason = f"its new host key cannot be added to {file}: {error.strerror}"
                 raise HostError(address.host, reason) from error
 
-    # ---- certificates ----
-
     def _doubt_certificate(self, key: paramiko.PKey) -> str | None:
         """Return "" if the host has shown a certificate that holds, else why it does not; None if it has shown none."""
         shown = getattr(key, "public_blob", None)
@@ -113,8 +111,6 @@ class Trust:
         if principals and not any(fnmatchcase(name.lower(), principal) for principal in principals):
             return f"its certificate is for {', '.join(principals)}, not for {name}"
         return ""
-
-    # ---- words ----
 
     @property
     def _files(self) -> str:

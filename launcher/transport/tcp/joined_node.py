@@ -58,8 +58,6 @@ class JoinedStream:
         self._ended: Ended | None = None
         self._lost = False
 
-    # ---- for its user ----
-
     def read(self) -> bytes:
         with self._changed:
             self._changed.wait_for(lambda: self._unread or self.over)
@@ -87,7 +85,7 @@ class JoinedStream:
         self._give_up()
         return None, ""
 
-    # ---- for the thread that receives ----
+    # For the thread that receives
 
     @property
     def full(self) -> bool:

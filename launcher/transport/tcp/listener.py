@@ -121,8 +121,6 @@ class Listener:
         there = f"type there: the same command, with --node-rank {rank}"
         return f"nobody has joined {at} within {max(0.0, waited_s):.0f} s; {there}"
 
-    # ---- agents ----
-
     def _start_agent(self, slot: Slot) -> JoinedStream | None:
         """Return the stream to a new agent if the slot's node is there and its last agent is not."""
         connection = slot.connection
@@ -166,8 +164,6 @@ class Listener:
         missing = any(slot.connection is None and slot.last is not None for slot in self._slots.all)
         greeted = any(connection.handshake.greeted for connection in self._in(Stage.JOINING))
         return missing or greeted or bool(self._in(Stage.LEAVING))
-
-    # ---- connections ----
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -269,8 +265,6 @@ class Listener:
         else:
             raise ProtocolError(f"the node said what only node 0 says: {record.kind.name}")
 
-    # ---- slots ----
-
     def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
         """Give a node its slot. Raises Refused; ConnectionError where it may be of another run."""
         connection.look()  # there may have been no time for it
@@ -322,8 +316,6 @@ class Listener:
             holder.shut(f"it did not answer for {CHALLENGE_S:g} s, and its node dialled again")
         elif slot.connection is not None:
             raise slot.taken()
-
-    # ---- those that do not get in ----
 
     def _reject(self, connection: NodeConnection, error: HandshakeError) -> None:
         kind, text = "that were no dtrain", f"{connection.peer} connected to the control port: {error}"

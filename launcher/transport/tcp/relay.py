@@ -142,7 +142,7 @@ class Relay:
         ended = self._agent is None or self._agent.reported
         return ended and (self._end is not None or bool(self._signals.stops))
 
-    # ---- the main thread ----
+    # The main thread
 
     def _handle(self, event: object) -> None:
         agent, now = self._agent, time.monotonic()
@@ -180,7 +180,7 @@ class Relay:
             else:
                 agent.kill()
 
-    # ---- the thread that receives ----
+    # The thread that receives
 
     def _receive(self) -> None:
         try:
@@ -226,7 +226,7 @@ class Relay:
             raise JoinError(error.reason) from error
         threading.Thread(target=self._serve, args=(self._agent,), name="agent", daemon=True).start()
 
-    # ---- the agent's threads ----
+    # The agent's threads
 
     def _serve(self, agent: _Agent) -> None:
         """Carry its output, wait for its end, and report that."""

@@ -43,9 +43,6 @@ class Endpoint:
     token: str = field(repr=False)
 
 
-# ---- the token -----------------------------------------------------------------------------------------------
-
-
 def find_token(env: Mapping[str, str], token_file: Path | None = None) -> bytes | None:
     """Return the token from DTRAIN_TOKEN, `token_file`, DTRAIN_TOKEN_FILE or the default file; None if there is none.
 
@@ -104,9 +101,6 @@ def _how_to_make(path: Path) -> str:
     place = str(path) if str(path).startswith("~/") else shlex.quote(str(path))
     folder = os.path.dirname(place) or "."
     return f"make one by: (umask 077; mkdir -p {folder}; openssl rand -hex 32 > {place})"
-
-
-# ---- the file where the nodes find node 0 --------------------------------------------------------------------
 
 
 def local_folder() -> Path:
