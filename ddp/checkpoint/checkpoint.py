@@ -129,8 +129,8 @@ class Checkpoint:
         reduction = None if wrapper is None else wrapper.reduction_state()
 
         if rank == 0:
-            generators = [note.random for note in notes]
-            content = {"step": step, "world_size": len(notes), **state, "random": generators, "values": values}
+            random_states = [note.random for note in notes]
+            content = {"step": step, "world_size": len(notes), **state, "random": random_states, "values": values}
             if reduction is not None:
                 content["reduction"] = reduction
             try:
@@ -290,11 +290,11 @@ def _restore(
     wrapper = wrapper_of(model)
     if wrapper is not None and "reduction" in state:
         wrapper.load_reduction_state(state["reduction"])
-    generators = state["random"]
-    if len(generators) == world_size:
-        rng.restore(generators[rank])
+    random_states = state["random"]
+    if len(random_states) == world_size:
+        rng.restore(random_states[rank])
     else:
-        rng.reseed(generators[0], rank)
+        rng.reseed(random_states[0], rank)
     return Restored(state["step"], state["values"], path, state["world_size"])
 
 

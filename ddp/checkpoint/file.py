@@ -92,8 +92,8 @@ def verify(file: BinaryIO) -> Trailer:
     return trailer
 
 
-def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Write `state`; when this returns, the file is there and survives a loss of power. Returns its path.
+def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
+    """Write `content`; when this returns, the file is there and survives a loss of power. Returns its path.
 
     What a killed writer left unfinished in `folder` is removed first. A file of the same step is replaced.
     Raises OSError where the system does, without leaving anything.
@@ -103,7 +103,7 @@ def write(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
     path = folder / f"step-{step:010d}.pt"
     with replacing(path) as file:
         stream = _Hashing(file)
-        torch.save(dict(state), cast("IO[bytes]", stream))  # it calls write and flush only
+        torch.save(dict(content), cast("IO[bytes]", stream))  # it calls write and flush only
         stream.write(_HEAD.pack(_MAGIC, _VERSION, step, stream.length))
         stream.write(stream.sha.digest())
         if stream.error is not None:

@@ -71,8 +71,8 @@ class PassPolicy(Protocol):
     def disagreement(self, statuses: StatusSum) -> DdpError | None:
         """Why the ranks' gradients must not be averaged. Collective where it is not None."""
 
-    def divisor(self, statuses: StatusSum) -> int:
-        """What the sum of the gradients is divided by."""
+    def rank_count(self, statuses: StatusSum) -> int:
+        """How many ranks the average is over."""
 
     def delivered(self, *, is_first: bool) -> None:
         """The averages are in `.grad`."""

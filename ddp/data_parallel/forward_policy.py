@@ -211,7 +211,7 @@ class ForwardPolicy:
             return self._checksum.compare(self.reducer.channel, self.reducer.report.step + 1)
         return None
 
-    def divisor(self, statuses: StatusSum) -> int:
+    def rank_count(self, statuses: StatusSum) -> int:
         return statuses.active if self.divides_by_active else self.reducer.channel.group.size()
 
     def delivered(self, *, is_first: bool) -> None:

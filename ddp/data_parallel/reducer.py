@@ -377,7 +377,7 @@ class Reducer:
             raise error
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
-        factor = group.size() / (statuses.weight if statuses.weighted else self.policy.divisor(statuses))
+        factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = self.is_first
         self._schedule.deliver(factor)
         self._last_absent = frozenset(self._schedule.absent())

@@ -194,7 +194,7 @@ class CountingPolicy:
         """A number for the first elements of each parameter."""
         return fingerprints({m.name: m.parameter.detach().reshape(-1)[:_COMPARED] for m in self._reducer.members})
 
-    def divisor(self, statuses: StatusSum) -> int:
+    def rank_count(self, statuses: StatusSum) -> int:
         return 1 if self._is_sum else self._reducer.channel.group.size()
 
     def delivered(self, *, is_first: bool) -> None:

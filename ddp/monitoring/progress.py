@@ -2,8 +2,8 @@
 
 DTRAIN_PROGRESS_FILE names a file of 24 bytes that the launcher made, little-endian 64-bit integers: the number of
 backward passes whose gradients are in place, that of durable checkpoints, and what the failure of this process means to
-the others (`stand_alone`). Only this process writes to it. Without the variable, or with a file that cannot be mapped,
-nothing is told; that is never an error.
+the others (`set_restart_policy`). Only this process writes to it. Without the variable, or with a file that cannot be
+mapped, nothing is told; that is never an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from ddp.torch_internals import call_after_backward
 
-__all__ = ["count_checkpoint", "count_step", "count_step_after", "stand_alone"]
+__all__ = ["count_checkpoint", "count_step", "count_step_after", "set_restart_policy"]
 
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
 _SIZE_BYTES = 24
-_STEPS, _CHECKPOINTS, _STANDING = 0, 1, 2
+_STEPS, _CHECKPOINTS, _RESTART_POLICY = 0, 1, 2
 
 
 def _mapped() -> memoryview | None:
@@ -54,7 +54,7 @@ def count_checkpoint() -> None:
         _counters[_CHECKPOINTS] += 1
 
 
-def stand_alone(kind: int) -> None:
+def set_restart_policy(kind: int) -> None:
     """Say what the launcher does when this process fails, from now on.
 
     0, an ordinary process: the attempt ends, as without a word. 1: it alone is started again, or the others go on
@@ -62,9 +62,11 @@ def stand_alone(kind: int) -> None:
     A process that was started again stands as the one before it, until it says otherwise.
     """
     if kind not in (0, 1, 2):
-        raise ValueError(f"stand_alone({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for")
+        raise ValueError(
+            f"set_restart_policy({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for"
+        )
     if _counters is not None:
-        _counters[_STANDING] = kind
+        _counters[_RESTART_POLICY] = kind
 
 
 def count_step_after(outputs: Iterable[torch.Tensor]) -> None:

@@ -250,11 +250,11 @@ class Attempt:
         for worker in self.running:
             worker.signal(signum, stop=stop)
 
-    def ended(self, pids: Mapping[int, int]) -> None:
-        """Take note of children that were reaped (pid to wait status), and report what was ours."""
+    def ended(self, wait_statuses: Mapping[int, int]) -> None:
+        """Take note of children that were reaped, by pid, and report what was ours."""
         for worker in self.running:
-            if worker.pid in pids:
-                worker.ended_with(pids[worker.pid])
+            if worker.pid in wait_statuses:
+                worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
                     worker.killer = self._memory.killed(worker.pid)
         self.report()

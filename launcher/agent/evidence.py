@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -84,12 +84,11 @@ class EvidenceRound:
             self._writer.send(Collected(number=self._collection.number))
             self._collection = None
 
-    def without_helpers(self, ended: dict[int, int]) -> dict[int, int]:
-        """Return those of the reaped children (pid to wait status) that no look had started."""
-        if self._collection is None:
-            return ended
-        helpers = {pid for pid in ended if self._collection.reaped(pid)}
-        return {pid: status for pid, status in ended.items() if pid not in helpers}
+    def reaped(self, pids: Iterable[int]) -> None:
+        """Take note of children that were reaped: workers that are looked at, or what looks at them."""
+        if self._collection is not None:
+            for pid in pids:
+                self._collection.reaped(pid)
 
 
 class Collection:
@@ -105,7 +104,6 @@ class Collection:
         self.pause_s = 0.005
         self._end = now + limit_s
         self._answers_until = now + min(limit_s / 2, ANSWER_S)
-        self._spied: set[int] = set()  # pids of every py-spy, ended or not
         self._looks = [look for look in (_Look.at(number, subject) for subject in subjects) if look is not None]
         for look in self._looks:  # after all are read: the signal would wake them
             look.ask()
@@ -120,18 +118,16 @@ class Collection:
                 look.give_up_answer()
             if look.wants_py_spy and spawns and now < self._end:
                 spawns -= 1
-                if (pid := look.spy()) is not None:
-                    self._spied.add(pid)
+                look.spy()
         if any(look.is_waiting for look in self._looks) and now < self._end:
             self.pause_s = min(1.5 * self.pause_s, 0.02, max(0.0, self._end - now))
             return None
         return [look.result() for look in self._looks]
 
-    def reaped(self, pid: int) -> bool:
-        """Take note that this child was reaped; return whether it was a py-spy and no worker."""
+    def reaped(self, pid: int) -> None:
+        """Take note that this child was reaped."""
         for look in self._looks:
             look.reaped(pid)
-        return pid in self._spied
 
     def close(self) -> None:
         """End what still runs."""
@@ -207,25 +203,22 @@ class _Look:
         self.asked = False
         self.wants_py_spy = not self._stack and not self._is_gone
 
-    def spy(self) -> int | None:
-        """Start py-spy, if it is there, and return its pid."""
+    def spy(self) -> None:
+        """Start py-spy, if it is there."""
         self.wants_py_spy = False
         program = _find_py_spy()
         if self._is_gone or program is None:
-            return None
+            return
         path = f"{self._subject.stack_file}.py-spy"
         # Not stopping the process: one that is to be looked at is never changed. It has stood there for a while.
         argv = [program, "dump", "--pid", str(self._subject.pid), "--nonblocking", "--full-filenames"]
-        try:
-            with contextlib.ExitStack() as opened:
-                self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-                os.unlink(path)
-                nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-                opened.callback(os.close, nowhere)
-                self._spy = spawn(argv, os.environ, cwd="/", stdout=self._output, stderr=nowhere)
-        except OSError:  # the disk is full, no more processes: there is still what the kernel says
-            return None
-        return self._spy
+        # Without it, where the disk is full or no process can be started, there is still what the kernel says.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.unlink(path)
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            opened.callback(os.close, nowhere)
+            self._spy = spawn(argv, os.environ, cwd="/", stdout=self._output, stderr=nowhere)
 
     def reaped(self, pid: int) -> None:
         if pid == self._subject.pid:

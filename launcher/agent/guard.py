@@ -47,15 +47,15 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
 
 def reap() -> dict[int, int]:
     """Collect every child that has ended: pid -> wait status."""
-    ended: dict[int, int] = {}
+    wait_statuses: dict[int, int] = {}
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return ended
+            return wait_statuses
         if pid == 0:
-            return ended
-        ended[pid] = status
+            return wait_statuses
+        wait_statuses[pid] = wait_status
 
 
 class _Watch:

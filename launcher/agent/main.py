@@ -204,13 +204,14 @@ class Agent:
             os.read(wake_read, READ_BYTES)
         except BlockingIOError:
             return
-        ended = self._evidence_round.without_helpers(reap())
+        wait_statuses = reap()
+        self._evidence_round.reaped(wait_statuses)
         store = self._store_process.pid
-        last_words = self._store_process.ended(ended[store]) if store in ended else None
+        last_words = self._store_process.ended(wait_statuses[store]) if store in wait_statuses else None
         if self._attempt is not None:
             if last_words is not None:
                 self._attempt.store_ended(last_words)
-            self._attempt.ended(ended)
+            self._attempt.ended(wait_statuses)
 
     def _read_controller(self) -> None:
         try:

@@ -57,7 +57,8 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
 
     Raises UsageError. With `wait`, blocks until a discovery script names enough hosts, at most --start-timeout-s.
     """
-    options, notices = torchrun.translate(options)
+    changed, notices = torchrun.translate(options)
+    options = replace(options, **changed)
     if options.typed.intersection(_SOURCES) and "node_rank" not in options.typed:
         options = replace(options, node_rank=None)  # from the environment or a file: a flag is stronger
     sources = _sources(options)
@@ -111,7 +112,7 @@ def _sources(options: Options) -> Sources:
         )
     hostfile = given.get("hostfile")
     return Sources(
-        listed=given.get("hosts"),
+        hosts=given.get("hosts"),
         hostfile=Path(hostfile).expanduser() if hostfile else None,
         include=options.include,
         exclude=options.exclude,
@@ -122,7 +123,7 @@ def _sources(options: Options) -> Sources:
 
 
 def _has_source(sources: Sources) -> bool:
-    return sources.simulate or any(x is not None for x in (sources.listed, sources.hostfile, sources.script))
+    return sources.simulate or any(x is not None for x in (sources.hosts, sources.hostfile, sources.script))
 
 
 def listed_hosts(options: Options) -> tuple[Host, ...]:

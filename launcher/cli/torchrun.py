@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from launcher.cli.options import Options
@@ -31,28 +31,28 @@ def defaults(environment: Mapping[str, str], settings: Mapping[str, Any]) -> dic
     return values
 
 
-def translate(options: Options) -> tuple[Options, list[str]]:
-    """Return the options with torchrun's words in ours, and what is to be said once of those without a meaning."""
+def translate(options: Options) -> tuple[dict[str, Any], list[str]]:
+    """Return what torchrun's words change in our options, and what is to be said once of those without a meaning."""
     notices = [
         f"--{option.name.replace('_', '-')} has no meaning here: {option.metadata['no_meaning']}"
         for option in fields(Options)
         if option.metadata.get("no_meaning") and getattr(options, option.name) is not None
     ]
     if options.standalone:
-        options = replace(options, nnodes=(1, 1), node_rank=None, rdzv_endpoint=None, rdzv_backend=None)
+        changed: dict[str, Any] = {"nnodes": (1, 1), "node_rank": None, "rdzv_endpoint": None, "rdzv_backend": None}
     else:
-        options = _rendezvous(options, notices)
+        changed = _rendezvous(options, notices)
     if options.shutdown_timeout is not None:
-        options = replace(options, grace_s=options.shutdown_timeout)
+        changed["grace_s"] = options.shutdown_timeout
     if options.rdzv_id not in (None, "none") and not options.run_id:
-        run_id = re.sub(r"^[^A-Za-z0-9]", "rdzv-", re.sub(r"[^A-Za-z0-9._-]", "-", options.rdzv_id or ""))[:128]
-        options = replace(options, run_id=run_id)
+        run_id = re.sub(r"[^A-Za-z0-9._-]", "-", options.rdzv_id or "")
+        changed["run_id"] = re.sub(r"^[^A-Za-z0-9]", "rdzv-", run_id)[:128]
     if options.signals_to_handle is not None:
-        options = replace(options, signals=_signals(options.signals_to_handle))
-    return options, notices
+        changed["signals"] = _signals(options.signals_to_handle)
+    return changed, notices
 
 
-def _rendezvous(options: Options, notices: list[str]) -> Options:
+def _rendezvous(options: Options, notices: list[str]) -> dict[str, Any]:
     """Return where the nodes meet and how long they wait, as --rdzv-endpoint and --rdzv-conf say it."""
     backend = (options.rdzv_backend or "static").lower()
     if backend not in _BACKENDS:
@@ -76,7 +76,7 @@ def _rendezvous(options: Options, notices: list[str]) -> Options:
             ours["node_rank"] = int(value)
         else:
             raise UsageError(f"--rdzv-conf rank={value}: it must be the number of this node, from 0")
-    return replace(options, **ours)
+    return ours
 
 
 def _signals(text: str) -> tuple[str, ...]:

@@ -179,13 +179,13 @@ class Controller:
                 assert isinstance(command, SuspendSelf)
                 self._suspend()
 
-    def _open(self, name: str, number: int) -> None:
+    def _open(self, host: Host, number: int) -> None:
         """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
+        name = host.name
         self._older = [link for link in self._older if not link.released(0.0)]
         if (old := self._links.get(name)) is not None and not old.released(0.0):
             self._older.append(old)
             old.release(LET_GO_S)
-        host = self._job.fleet.states[name].host
         first = number == 1
         deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
         opened = self._opened.get(name) if first else None

@@ -29,12 +29,12 @@ DISCOVERY_S = 10.0  # that a discovery script may take; and the pause before it 
 
 @dataclass(frozen=True)
 class Sources:
-    """What was given; at most one of `listed`, `hostfile`, `script` and `simulate`.
+    """What was given; at most one of `hosts`, `hostfile`, `script` and `simulate`.
 
     `environment` may hold a SLURM allocation; empty where none is to be used.
     """
 
-    listed: str | None = None
+    hosts: str | None = None
     hostfile: Path | None = None
     include: str | None = None
     exclude: str | None = None
@@ -74,14 +74,14 @@ def in_slurm(environment: Mapping[str, str]) -> bool:
 
 def _check_one(sources: Sources) -> None:
     given = {
-        "--hosts": sources.listed is not None,
+        "--hosts": sources.hosts is not None,
         "--hostfile": sources.hostfile is not None,
         "--hosts-script": sources.script is not None,
         "--simulate": sources.simulate,
     }
     names = [name for name, present in given.items() if present]
     if len(names) > 1:
-        value = f", which are: {sources.listed}" if sources.listed is not None else ""
+        value = f", which are: {sources.hosts}" if sources.hosts is not None else ""
         why = "--simulate divides this machine; " if sources.simulate else ""
         raise UsageError(f"{why}{' and '.join(names)} cannot be used together{value}; hosts come from one source")
     if (sources.include or sources.exclude) and names[:1] not in ([], ["--hosts"], ["--hostfile"]):
@@ -92,10 +92,10 @@ def _check_one(sources: Sources) -> None:
 
 def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
     """Return the hosts that a source names, and how to say that it does."""
-    if sources.listed is not None:
-        if not sources.listed.strip():
+    if sources.hosts is not None:
+        if not sources.hosts.strip():
             raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
-        return _filtered(parse_hosts(sources.listed), sources), "named"
+        return _filtered(parse_hosts(sources.hosts), sources), "named"
     if sources.hostfile is not None:
         from launcher.hosts.hostfile import read_hostfile
 

@@ -99,7 +99,7 @@ Event: TypeAlias = Connected | AgentMessage | Lost | ReaderBlocked | Discovered 
 class Open:
     """Connect to a host and start an agent there; what becomes of it is reported with this `link`, counted from 1."""
 
-    host: str
+    host: Host
     link: int
 
 

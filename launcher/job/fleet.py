@@ -170,7 +170,7 @@ class Fleet:
         state.retry_at = None
         state.clock = HostClock()  # it may have been started anew
         self._move(state, HostPhase.CONNECTING)
-        return Open(state.name, state.link)
+        return Open(state.host, state.link)
 
     def connected(self, state: HostState, our_address: str | None, now: float) -> None:
         state.our_address, state.heard = our_address, now

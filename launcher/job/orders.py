@@ -58,20 +58,20 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[
     )
 
 
-def open_store(spec: JobSpec, hosts: Sequence[HostState], attempt: int) -> OpenStore:
+def open_store(spec: JobSpec, states: Sequence[HostState], attempt: int) -> OpenStore:
     """Return the order for the first of an attempt's hosts: to listen where the others reach it."""
-    address = spec.master_addr if spec.master_addr is not None else _address(spec, hosts[0], hosts)
+    address = spec.master_addr if spec.master_addr is not None else _address(spec, states[0], states)
     return OpenStore(
         attempt=attempt,
         address=address,
-        towards=_another(hosts[0], hosts),
+        towards=_another(states[0], states),
         port=spec.master_port or DEFAULT_PORT,
         exact=spec.master_port is not None,
     )
 
 
 def reserve_ports(
-    spec: JobSpec, hosts: Sequence[HostState], placement: Placement, attempt: int
+    spec: JobSpec, states: Sequence[HostState], placement: Placement, attempt: int
 ) -> dict[str, ReservePorts]:
     """Return, by host, the orders to find ports for the workers that others connect to."""
     serving = set(serving_ranks(spec.env_for, placement))
@@ -79,28 +79,28 @@ def reserve_ports(
     return {
         state.name: ReservePorts(
             attempt=attempt,
-            address=_address(spec, state, hosts),
-            towards=_another(state, hosts),
+            address=_address(spec, state, states),
+            towards=_another(state, states),
             count=counts[state.name],
         )
-        for state in hosts
+        for state in states
         if counts[state.name]
     }
 
 
-def _address(spec: JobSpec, state: HostState, hosts: Sequence[HostState]) -> str:
+def _address(spec: JobSpec, state: HostState, states: Sequence[HostState]) -> str:
     """Return a host's address as the others reach it; empty: what its agent finds."""
     if spec.interfaces:
         return ""
-    if not any(other.host.remote for other in hosts):
+    if not any(other.host.remote for other in states):
         return "127.0.0.1"
     if state.host.remote:
         return ""
-    return next((other.our_address for other in hosts if other.our_address), "127.0.0.1")
+    return next((other.our_address for other in states if other.our_address), "127.0.0.1")
 
 
-def _another(state: HostState, hosts: Sequence[HostState]) -> str:
-    return next((other.name for other in hosts if other.name != state.name), "")
+def _another(state: HostState, states: Sequence[HostState]) -> str:
+    return next((other.name for other in states if other.name != state.name), "")
 
 
 def start_workers(

@@ -214,7 +214,7 @@ def told(commands: Iterable[Command], kind: type) -> list[str]:
 
 
 def opened(commands: Iterable[Command]) -> list[str]:
-    return [command.host for command in commands if isinstance(command, Open)]
+    return [command.host.name for command in commands if isinstance(command, Open)]
 
 
 def notices(commands: Iterable[Command]) -> list[str]:

@@ -24,7 +24,7 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
-from ddp.monitoring.progress import count_step, stand_alone
+from ddp.monitoring.progress import count_step, set_restart_policy
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
 from ddp.strategies.parameter_server.run_plan import Options, RunPlan, make_plan, plain_groups
@@ -38,7 +38,7 @@ from ddp.world import World, choose_device, world_at
 
 __all__ = ["ParameterServer", "RemoteOptimizer"]
 
-_OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # what `stand_alone` calls them
+_OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # what `set_restart_policy` calls them
 
 
 class ParameterServer(Strategy):
@@ -114,11 +114,11 @@ class ParameterServer(Strategy):
         atexit.register(_leave, client)
         if self.role == "evaluator":
             optimizer.register_step_pre_hook(_refuse_training)
-            stand_alone(_OTHERS_GO_ON)
+            set_restart_policy(_OTHERS_GO_ON)
             return model, optimizer
         _watch_exit()
         goes_on = self.options.mode != "sync" or self.options.backup_workers > 0
-        stand_alone(_OTHERS_GO_ON if goes_on else _OTHERS_WAIT)
+        set_restart_policy(_OTHERS_GO_ON if goes_on else _OTHERS_WAIT)
         return model, RemoteOptimizer(model, optimizer, client)
 
     def loader(self, dataset: Dataset[Any], **arguments: Any) -> ReplicaLoader:
@@ -275,7 +275,7 @@ def _serve(plan: RunPlan, optimizer: torch.optim.Optimizer, process: ProcessRole
             server.begin(directory)
             directory.announce(process.index, life, endpoint.address)
             if plan.options.snapshots is not None:
-                stand_alone(_OTHERS_WAIT)
+                set_restart_policy(_OTHERS_WAIT)
             server.serve()
         finally:
             server.close()

@@ -57,10 +57,10 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
 
 def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
     for kind in (1, 2, 0):
-        progress.stand_alone(kind)
+        progress.set_restart_policy(kind)
         assert struct.unpack("<QQQ", counters.read_bytes()) == (0, 0, kind)
-    with pytest.raises(ValueError, match=r"stand_alone\(3\)"):
-        progress.stand_alone(3)
+    with pytest.raises(ValueError, match=r"set_restart_policy\(3\)"):
+        progress.set_restart_policy(3)
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "folder", "unwritable"])
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monke
     progress.count_step()
     progress.count_checkpoint()
     progress.count_step_after([])
-    progress.stand_alone(1)
+    progress.set_restart_policy(1)
     assert progress._counters is None
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -100,7 +101,7 @@ def test_old_scripts_get_their_local_rank_as_an_argument(tmp_path: Path) -> None
 )
 def test_its_words_become_ours(given: dict[str, object], expected: dict[str, object]) -> None:
     before = Options(**given)  # type: ignore[arg-type]  # some options of many types
-    options, _ = translate(before)
+    options = replace(before, **translate(before)[0])
     assert {name: getattr(options, name) for name in expected} == expected
 
 

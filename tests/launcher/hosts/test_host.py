@@ -160,13 +160,13 @@ def test_without_a_list_the_host_is_this_machine() -> None:
 
 
 def test_nnodes_takes_the_first_hosts_of_the_list() -> None:
-    assert choose_hosts(Sources(listed="a,b,c"), nnodes=(2, 2)) == parse_hosts("a,b")
-    assert choose_hosts(Sources(listed="a,b,c"), nnodes=None) == parse_hosts("a,b,c")
+    assert choose_hosts(Sources(hosts="a,b,c"), nnodes=(2, 2)) == parse_hosts("a,b")
+    assert choose_hosts(Sources(hosts="a,b,c"), nnodes=None) == parse_hosts("a,b,c")
 
 
 def test_an_elastic_run_takes_what_is_there_and_keeps_spares() -> None:
-    assert choose_hosts(Sources(listed="a,b,c"), nnodes=(1, 2), spares=True) == parse_hosts("a,b,c")
-    assert choose_hosts(Sources(listed="a,b"), nnodes=(1, 4), spares=True) == parse_hosts("a,b")
+    assert choose_hosts(Sources(hosts="a,b,c"), nnodes=(1, 2), spares=True) == parse_hosts("a,b,c")
+    assert choose_hosts(Sources(hosts="a,b"), nnodes=(1, 4), spares=True) == parse_hosts("a,b")
 
 
 def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
@@ -190,5 +190,5 @@ def test_hosts_that_are_not_there_are_never_invented(
     listed: str | None, nnodes: tuple[int, int] | None, simulate: bool, complaint: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        choose_hosts(Sources(listed=listed, simulate=simulate), nnodes=nnodes)
+        choose_hosts(Sources(hosts=listed, simulate=simulate), nnodes=nnodes)
     assert str(raised.value).startswith(complaint)

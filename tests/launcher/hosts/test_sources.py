@@ -37,7 +37,7 @@ def _names(hosts: tuple[Host, ...]) -> list[str]:
 def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("a slots=2\nb slots=4\n")
-    assert _names(choose_hosts(Sources(listed="n[1-2],m"), nnodes=None)) == ["n1", "n2", "m"]
+    assert _names(choose_hosts(Sources(hosts="n[1-2],m"), nnodes=None)) == ["n1", "n2", "m"]
     assert _names(choose_hosts(Sources(hostfile=hostfile), nnodes=None)) == ["a", "b"]
     (host,) = choose_hosts(Sources(hostfile=hostfile, include="b:1,3"), nnodes=None)
     assert (host.name, host.chosen, host.slots) == ("b", (1, 3), 2)
@@ -46,7 +46,7 @@ def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
     assert (host.kind, host.chosen) == (HostKind.LOCAL, (1,)), "a GPU of this machine, as in DeepSpeed"
     allocated = choose_hosts(Sources(environment=JOB), nnodes=None)
     assert [(host.name, host.kind) for host in allocated] == [(f"n{k}", HostKind.SRUN) for k in (1, 2, 3)]
-    assert _names(choose_hosts(Sources(listed="a", environment=JOB), nnodes=None)) == ["a"], "a list is stronger"
+    assert _names(choose_hosts(Sources(hosts="a", environment=JOB), nnodes=None)) == ["a"], "a list is stronger"
     assert _names(choose_hosts(Sources(exclude="n2", environment=JOB), nnodes=None)) == ["n1", "n3"]
     assert _names(choose_hosts(Sources(environment=JOB), nnodes=(2, 2))) == ["n1", "n2"]
 
@@ -54,7 +54,7 @@ def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "nnodes", "message"),
     [
-        (Sources(listed="a", hostfile=Path("b")), None, "--hosts and --hostfile cannot be used together"),
+        (Sources(hosts="a", hostfile=Path("b")), None, "--hosts and --hostfile cannot be used together"),
         (Sources(script="x", simulate=True), (2, 2), "--hosts-script and --simulate cannot be used together"),
         (Sources(include="a", simulate=True), (2, 2), "or this machine, not from --simulate"),
         (Sources(include="a"), None, "a"),

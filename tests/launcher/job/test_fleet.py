@@ -208,7 +208,7 @@ def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
         fleet.try_again(state, now)
         at = fleet._timers.at(Timer.RETRY)
         assert fleet.retries(at - 0.01) == []
-        assert fleet.retries(at) == [Open("a", state.link)]
+        assert fleet.retries(at) == [Open(state.host, state.link)]
         assert fleet._timers.at(Timer.RETRY) == NEVER
         pauses.append(at - now)
         now = at

@@ -327,8 +327,8 @@ class World:
                     self.check_restart(command, command.message)
                 self.tell(command)
             elif isinstance(command, Open):
-                self.links[command.host] = command.link
-                node = self.nodes[command.host]
+                self.links[command.host.name] = command.link
+                node = self.nodes[command.host.name]
                 self.later(0.01 + self.delay(node), self.connect, node, command.link)
             elif isinstance(command, Close):
                 self.close(self.nodes[command.host])

@@ -9,7 +9,7 @@ import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
-# What ddp.monitoring.progress.stand_alone does, without the seconds that torch takes to be imported.
+# What ddp.monitoring.progress.set_restart_policy does, without the seconds that torch takes to be imported.
 STAND = """\
 import os, signal, struct, subprocess, sys, time
 rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
