@@ -66,6 +66,7 @@ def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec
         hosts_script=None,
         first_attempt=0,
         requeue=False,
+        grace_s=min(spec.grace_s, 1.0),
         stall_timeout_s=STALL_S,
         roles=Roles(),
         env_for=(),

@@ -60,11 +60,11 @@ def _write(data: bytes) -> None:
 
 def _answer(question: Question) -> None:
     try:
-        answer = Answer(_find(question.ask, question.about))
+        answer = encode(Answer(_find(question.ask, question.about)))
     except Exception as error:  # an answer of which nobody thought must still be given
         traceback.print_exc()
-        answer = Answer(None, problem=f"{type(error).__name__}: {error}")
-    _write(encode(answer))
+        answer = encode(Answer(None, problem=f"{type(error).__name__}: {error}"))
+    _write(answer)
 
 
 def _find(asked: str, about: Mapping[str, Any]) -> Any:

@@ -166,7 +166,7 @@ def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     if outcome.signum is not None and is_cancelled(os.environ):
         verbosity.say("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
-    verbosity.say("queueing the job again; it resumes from its checkpoint")
+    verbosity.say("queueing the job again")
     problem = requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
     if problem is not None:
         verbosity.say(problem)

@@ -26,7 +26,7 @@ __all__ = [
     "Slept",
     "SuspendSelf",
     "Tick",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,13 @@ def _reason(error: Exception) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
-        return address == "localhost"
+        pass
+    try:
+        return socket.inet_aton(address)[0] == 127  # short forms, such as 127.1
+    except (OSError, UnicodeError):
+        return False

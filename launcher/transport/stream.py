@@ -58,8 +58,9 @@ def broken_by(*kinds: type[Exception]) -> Iterator[None]:
 class LastWords:
     """The last that a process says on its stderr: read in a thread, so that the process never waits for a reader."""
 
-    def __init__(self, stderr: IO[bytes]) -> None:
+    def __init__(self, stderr: IO[bytes], kept_bytes: int = WORDS_BYTES) -> None:
         self._stderr = stderr
+        self._kept_bytes = kept_bytes
         self._words = b""
         self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._thread.start()
@@ -72,4 +73,4 @@ class LastWords:
     def _read(self) -> None:
         with self._stderr:
             while words := os.read(self._stderr.fileno(), WORDS_BYTES):
-                self._words = (self._words + words)[-WORDS_BYTES:]
+                self._words = (self._words + words)[-self._kept_bytes :]

@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 STAGGER_S = 0.25  # between the first tries of a host's several addresses
+_PROXY_WORDS_BYTES = 4096  # what decides about another try is in the last of them
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
 GREETING_BYTES = 8192
 _ENDED = getattr(select, "POLLRDHUP", 0)  # not everywhere: there the end behind some words shows at the deadline
@@ -81,8 +82,12 @@ def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Rou
 
 def look_up(address: Address, deadline: float) -> list[Resolved]:
     """Return the addresses; in a thread of its own, for the system's resolver knows no deadline. Raises OSError."""
-    with contextlib.suppress(OSError):  # it is no address, but a name
+    try:
         return _get_addresses(address, socket.AI_NUMERICHOST)
+    except OSError:  # it is no address, but a name
+        pass
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, "no host can have this name") from error
     answer: list[list[Resolved] | OSError] = []
 
     def ask() -> None:
@@ -204,7 +209,7 @@ class _Proxy:
             start_new_session=True,
         )
         assert self._process.stderr is not None
-        self._words = LastWords(self._process.stderr)
+        self._words = LastWords(self._process.stderr, _PROXY_WORDS_BYTES)
 
     def words(self) -> str:
         return self._words.wait(0.2).strip()  # what explains the end of a connection may come right behind it

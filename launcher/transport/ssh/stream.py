@@ -1,7 +1,7 @@
 """Agents on remote hosts, at the other end of an SSH channel: what the rest of this package serves.
 
 They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (connection.py,
-route.py), known hosts (trust.py, known_hosts.py), keys and agent (keys.py), through paramiko.
+route.py), known hosts (trust.py, known_hosts.py), keys and agent (key_exchange.py, keys.py), through paramiko.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class RejectedPeers:
 
     def summarize(self) -> None:
         """Show one line about those that were not shown one by one, if there were any."""
-        unshown = {kind: count - len(self._shown[kind]) for kind, count in self._counts.items()}
+        with self._lock:
+            unshown = {kind: count - len(self._shown[kind]) for kind, count in self._counts.items()}
         if parts := [f"{count} {kind}" for kind, count in unshown.items() if count > 0]:
             self._tell(f"other connections to the control port were turned away: {', '.join(parts)}")

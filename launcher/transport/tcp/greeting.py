@@ -100,7 +100,8 @@ def encode(message: Greeting | Welcome | Ended | RunEnd) -> bytes:
     """Return the data of a record. Raises ProtocolError."""
     data = json.dumps(asdict(message), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
     if len(data) > MAX_DATA_BYTES:
-        raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes is over the limit")
+        what = "this node's command" if isinstance(message, Greeting) else f"a {type(message).__name__}"
+        raise ProtocolError(f"{what} takes {len(data)} bytes to send, over the limit")
     return data
 
 

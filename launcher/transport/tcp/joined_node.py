@@ -81,6 +81,7 @@ class JoinedStream:
             if self._ended is not None:
                 return self._ended.status, self._ended.words
             self.over = True
+            self._ended = Ended(None, "")
             self._clear()
         self._give_up()
         return None, ""

@@ -118,6 +118,7 @@ class Relay:
         self._agent: _Agent | None = None  # the last one
         self._end: RunEnd | Broken | None = None
         self._limit: float | None = None  # until when the agent must have ended
+        self._stops = 0  # signals to end that an agent was told of
 
     def run(self) -> RunEnd | Broken:
         """Serve until the run is over, the connection broken, or a signal ends us; the agent has ended by then.
@@ -160,10 +161,12 @@ class Relay:
         elif isinstance(event, signal.Signals) and agent is not None and not agent.reported:
             if event in (signal.SIGUSR1, signal.SIGUSR2):
                 agent.inject(frame(SignalWorkers(signum=event)))
-            elif len(self._signals.stops) == 1:
+                return
+            self._stops += 1
+            if self._stops == 1:
                 agent.terminate()
                 self._limit = now + END_S
-            else:  # the second one
+            else:
                 agent.kill()
                 self._limit = now + KILLED_S
 

@@ -25,6 +25,7 @@ from testbed.sshd import SshHosts
 
 import launcher
 from launcher import __version__
+from launcher.check.allreduce import allreduce_spec
 from launcher.check.examiner_network import listen, probe, probe_all
 from launcher.check.facts import HostFacts, Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
@@ -135,6 +136,12 @@ def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
         statuses = (stopped_while(program, signum) for _ in range(10))  # a busy machine sees a short program late
         status = next(status for status in statuses if status is not None)
         assert status == (130 if signum == signal.SIGINT else -signum)
+
+
+def test_the_all_reduce_of_a_check_has_a_short_grace() -> None:
+    spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), (Host("a", HostKind.SSH),), run_id="r", grace_s=600.0)
+    made, backend = allreduce_spec(spec, [_examined("a")])
+    assert (made.grace_s, backend) == (1.0, "gloo")
 
 
 def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts, tmp_path: Path) -> None:

@@ -112,6 +112,13 @@ def test_unknown_names_and_unreachable_hosts_are_errors_that_name_them() -> None
         network.address_towards("255.255.255.255")
 
 
+def test_what_leads_to_this_machine_only_is_loopback() -> None:
+    for address in ("localhost", "127.0.0.1", "127.1", "127.1.2.3", "::1", "::1%lo"):
+        assert network.is_loopback(address)
+    for address in ("127.example.com", "10.1", "192.0.2.1", "::2", "", "a..b"):
+        assert not network.is_loopback(address)
+
+
 def test_own_names_are_own() -> None:
     for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1"):
         assert network.is_own(host)

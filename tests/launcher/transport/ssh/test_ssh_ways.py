@@ -303,6 +303,7 @@ def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
         "Host alias\n  HostName ::1\n  AddressFamily inet6\n  HostKeyAlias node1alias\n"
         "Host lo\n  HostName ::1\n  BindInterface lo\n"
         "Host four\n  HostName 127.0.0.2\n  AddressFamily inet6\n"
+        "Host noname\n  HostName a..b\n"
         f"Host wrong\n  HostName ::1\n  BindAddress 192.0.2.1\n{usual.replace('Host node1', 'Host *')}"
     )
     with ssh_hosts.known_hosts.open("a") as known:
@@ -314,6 +315,7 @@ def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
         assert says(stream) == b"hello"
     assert "bindAddress 192.0.2.1 of its ssh configuration gives no address here" in refusal(config, "wrong")
     assert "DNS lookup of 127.0.0.2 failed in its AddressFamily inet6" in refusal(config, "four")
+    assert "DNS lookup of a..b failed: no host can have this name" in refusal(config, "noname")
 
 
 # ---- shells and accounts ----
