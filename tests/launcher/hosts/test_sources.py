@@ -172,7 +172,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     for rank, name in enumerate("ab"):
         job.handle(AgentMessage(name, 1, Started(0, rank, 9, now)), now)
     found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
-    assert [c for c in found if isinstance(c, Open)] == [Open("c", 1)]
+    assert [c for c in found if isinstance(c, Open)] == [Open(Host("c", HostKind.SSH, slots=2), 1)]
     assert [c.text for c in found if isinstance(c, Notice)] == [
         "b is excluded from further attempts: it is no longer named by --hosts-script"
     ]
