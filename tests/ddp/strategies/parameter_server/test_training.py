@@ -1,6 +1,6 @@
 """Training with parameter servers: equal to one process where it is synchronous, as good where it is not.
 
-Workers, servers and an evaluator are ranks of a test world, without a launcher; test_ps_faults.py has one.
+Workers, servers and an evaluator are ranks of a test world, without a launcher; test_faults.py has one.
 """
 
 from __future__ import annotations
