@@ -13,7 +13,7 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.errors import DriftError, LayoutMismatchError
 from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = ["RankState", "average", "compare"]
+__all__ = ["RankState", "average", "compare", "cut_into_chunks"]
 
 _CHUNK_BYTES = 64 << 20
 
@@ -68,7 +68,7 @@ def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
-    for chunk in _chunks(floating):
+    for chunk in cut_into_chunks(floating):
         # Divided before the sum, float16 does not overflow in it.
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
         with waiting_for_peers("averaging of the replicas", group):
@@ -77,18 +77,22 @@ def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
             tensor.copy_(mean.view(tensor.shape))
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype and device, up to about 64 MB each."""
+def cut_into_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype and device, up to about 64 MB each, in the same order on every rank.
+
+    Kinds come in the order of their first tensors: the numbers of the devices may differ between the ranks.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     chunks: list[list[torch.Tensor]] = []
-    size = 0
-    for tensor in sorted(tensors, key=_kind):
-        size += tensor.nbytes
-        if not chunks or size > _CHUNK_BYTES or _kind(chunks[-1][0]) != _kind(tensor):
-            chunks.append([])
-            size = tensor.nbytes
-        chunks[-1].append(tensor)
+    for alike in by_kind.values():
+        chunks.append([])
+        size = 0
+        for tensor in alike:
+            size += tensor.nbytes
+            if chunks[-1] and size > _CHUNK_BYTES:
+                chunks.append([])
+                size = tensor.nbytes
+            chunks[-1].append(tensor)
     return chunks
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tensor.device}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import torch
@@ -20,14 +19,25 @@ class LocalSteps(Strategy):
 
     name = "local_sgd"
 
-    def __init__(self, *, every: int = 8, communication: str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        every: int = 8,
+        after: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+        communication: str = "auto",
+    ) -> None:
         super().__init__(join(communication))
-        self._options = {"every": every, **options}
+        self._options: dict[str, Any] = {
+            "every": every,
+            "after": after,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "nesterov": nesterov,
+        }
         self._averages: list[LocalSGD] = []
-
-    @classmethod
-    def passes_on(cls) -> set[str]:
-        return {*signature(LocalSGD.__init__).parameters} - {"model", "optimizer"}
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapper = DistributedDataParallel(model)

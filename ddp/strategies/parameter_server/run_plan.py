@@ -71,6 +71,8 @@ class Options:
                 f"chunk_mb={self.chunk_mb} (more than 0, at most 64), lost_after_s={self.lost_after_s}, "
                 f"timeout_s={self.timeout_s}: times must be more than 0"
             )
+        if self.snapshots is not None:
+            os.fspath(self.snapshots)  # only servers use it; another type is a TypeError in every process
 
 
 @dataclass(frozen=True)

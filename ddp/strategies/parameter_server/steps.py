@@ -22,7 +22,7 @@ from ddp.strategies.parameter_server.run_plan import RunPlan, check_groups, plai
 from ddp.strategies.parameter_server.statistics import Statistics
 from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
 from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
-from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, average
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, average_in_rows
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import Shards
 
@@ -204,7 +204,7 @@ class Steps:
     def _make(self, chunk: Chunk, gradients: Sequence[Gradient], groups: list[dict[str, Any]]) -> None:
         """Make one step of the optimizer on a chunk."""
         began = time.monotonic()
-        gradient = average(chunk, gradients, self._means[chunk.dtype][: chunk.numel])
+        gradient = average_in_rows(chunk, gradients, self._means[chunk.dtype][: chunk.numel])
         changed = self.shards.step({chunk.index: gradient}, groups=groups)[chunk.index]
         self._versions[chunk.index] += 1
         self.statistics.steps += 1

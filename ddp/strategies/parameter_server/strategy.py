@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +25,9 @@ from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
 from ddp.monitoring.progress import count_step, set_restart_policy
 from ddp.strategies.parameter_server.client import Client
+from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
-from ddp.strategies.parameter_server.run_plan import Options, RunPlan, make_plan, plain_groups
+from ddp.strategies.parameter_server.run_plan import Compression, Options, RunPlan, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
 from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
 from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
@@ -70,18 +70,42 @@ class ParameterServer(Strategy):
     collective = False
     averages_in_step = True
 
-    def __init__(self, **options: Any) -> None:
-        self.options = Options(**options)
+    def __init__(
+        self,
+        *,
+        mode: Mode = "sync",
+        staleness: int = 2,
+        backup_workers: int = 0,
+        overlap: bool = False,
+        compression: Compression | None = None,
+        encrypt: bool = False,
+        shared_memory: bool = True,
+        snapshots: str | os.PathLike[str] | None = None,
+        snapshot_every: int = 100,
+        chunk_mb: float | None = None,
+        lost_after_s: float = 10.0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.options = Options(
+            mode=mode,
+            staleness=staleness,
+            backup_workers=backup_workers,
+            overlap=overlap,
+            compression=compression,
+            encrypt=encrypt,
+            shared_memory=shared_memory,
+            snapshots=snapshots,
+            snapshot_every=snapshot_every,
+            chunk_mb=chunk_mb,
+            lost_after_s=lost_after_s,
+            timeout_s=timeout_s,
+        )
         self.process = read_role(os.environ)
         self.role = self.process.role
         super().__init__(_world_of(self.process))
-        self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=self.options.timeout_s)
+        self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=timeout_s)
         self._client: Client | None = None
         self._joined_at = 0
-
-    @classmethod
-    def passes_on(cls) -> set[str]:
-        return {option.name for option in fields(Options)}
 
     @property
     def goes_on(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from ddp.strategies.sharding.partition import Chunk, Piece
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["ChunkGradient", "Gradient", "Rows", "average", "flatten_gradients"]
+__all__ = ["ChunkGradient", "Gradient", "Rows", "average", "average_in_rows", "flatten_gradients"]
 
 
 class Rows(NamedTuple):
@@ -83,38 +83,82 @@ def _rows_of(gradient: torch.Tensor, piece: Piece) -> Rows:
 def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
     """Return the mean of several gradients of a chunk, in `out` (numel,) as far as it is dense; of one, itself.
 
-    A piece without a gradient counts as zeros where another has one, as in an all-reduce; it has rows where all that
-    have a gradient have rows. Sums are made in the dtype of `out`: if that is wider, they are rounded once.
+    A piece without a gradient counts as zeros where another has one, as in an all-reduce; it has rows, each once, where
+    all that have a gradient have rows. Sums are made in the order of the gradients and in the dtype of `out`: if that
+    is wider, they are rounded once.
     """
     if len(gradients) == 1:
         return gradients[0]
-    given = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
-    flats = [each.flat for each in given if each.flat is not None and not each.absent and not each.sparse]
-    if len(flats) == len(given):
-        if out.dtype == chunk.dtype:
-            torch.add(flats[0], flats[1], out=out)
-        else:
-            out.copy_(flats[0]).add_(flats[1])
-        for flat in flats[2:]:
-            out.add_(flat)
-        return out.div_(len(given))
+    if (mean := _mean_of_dense(chunk, gradients, out)) is not None:
+        return mean
     absent, sparse = set(), {}
     for position, piece in enumerate(chunk.pieces):
-        present = [each for each in given if position not in each.absent]
+        present = _present(gradients, position)
         rows = [each.sparse[position] for each in present if position in each.sparse]
         if not present:
             absent.add(position)
         elif len(rows) == len(present):
-            sparse[position] = _mean_rows(rows, len(given), out.dtype)
+            sparse[position] = _mean_rows(rows, len(gradients), out.dtype)
         else:
-            total = piece.in_flat(out).zero_()
-            for numbers, values in rows:
-                total.index_add_(0, numbers, values.to(total.dtype))
-            for each in present:
-                if each.flat is not None and position not in each.sparse:
-                    total.add_(piece.in_flat(each.flat))
-            total.div_(len(given))
+            _write_mean(piece, position, present, len(gradients), out)
     return ChunkGradient(out, frozenset(absent), sparse)
+
+
+def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
+    """Return the mean as `average` does, but with rows of a piece wherever any gradient has rows of it.
+
+    An optimizer that keeps sparse state of a piece, or takes only rows, then never meets a dense gradient of it. Rows
+    are divided before they are added up: their numbers may repeat. `out` has the chunk's dtype.
+    """
+    if len(gradients) == 1:
+        return gradients[0]
+    if (mean := _mean_of_dense(chunk, gradients, out)) is not None:
+        return mean
+    absent, sparse = set(), {}
+    for position, piece in enumerate(chunk.pieces):
+        present = _present(gradients, position)
+        if not present:
+            absent.add(position)
+        elif any(position in each.sparse for each in present):
+            rows = [each.sparse.get(position) or _every_row(piece, each) for each in present]
+            values = torch.cat([each.values for each in rows]).div_(len(gradients))
+            sparse[position] = Rows(torch.cat([each.numbers for each in rows]), values)
+        else:
+            _write_mean(piece, position, present, len(gradients), out)
+    has_dense = len(absent) + len(sparse) < len(chunk.pieces)
+    return ChunkGradient(out if has_dense else None, frozenset(absent), sparse)
+
+
+def _mean_of_dense(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> torch.Tensor | None:
+    """Write the mean of several gradients to `out`, if each is one flat tensor."""
+    flats = [each for each in gradients if isinstance(each, torch.Tensor)]
+    if len(flats) < len(gradients):
+        return None
+    if out.dtype == chunk.dtype:
+        torch.add(flats[0], flats[1], out=out)
+    else:
+        out.copy_(flats[0]).add_(flats[1])
+    for flat in flats[2:]:
+        out.add_(flat)
+    return out.div_(len(flats))
+
+
+def _present(gradients: Sequence[Gradient], position: int) -> list[ChunkGradient]:
+    """The gradients in which a piece is not absent."""
+    given = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
+    return [each for each in given if position not in each.absent]
+
+
+def _write_mean(piece: Piece, position: int, present: Sequence[ChunkGradient], count: int, out: torch.Tensor) -> None:
+    """Write the sum over `count` of the gradients of a piece to its place in `out`."""
+    total = piece.in_flat(out).zero_()
+    for each in present:
+        if position in each.sparse:
+            numbers, values = each.sparse[position]
+            total.index_add_(0, numbers, values.to(total.dtype))
+        elif each.flat is not None:
+            total.add_(piece.in_flat(each.flat))
+    total.div_(count)
 
 
 def _mean_rows(every: Sequence[Rows], count: int, dtype: torch.dtype) -> Rows:
@@ -123,3 +167,9 @@ def _mean_rows(every: Sequence[Rows], count: int, dtype: torch.dtype) -> Rows:
     values = torch.cat([rows.values for rows in every]).to(dtype)
     total = values.new_zeros(len(numbers), *values.shape[1:])
     return Rows(numbers, total.index_add_(0, places, values).div_(count))
+
+
+def _every_row(piece: Piece, gradient: ChunkGradient) -> Rows:
+    """All rows of a piece, of a gradient in which it is dense."""
+    assert gradient.flat is not None
+    return Rows(torch.arange(piece.shape[0]), piece.in_flat(gradient.flat))

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from ddp_worlds.nursery import Nursery
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 
 CASES = "ddp_worlds.local_sgd_cases"
 # every, after, outer_lr, outer_momentum, nesterov
@@ -75,3 +78,13 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all(nursery: Nursery) ->
     assert "'every': 3" in settings
     assert "outer momentum of 'layers.2.bias' is another on rank 1" in momentum
     assert "starting point of the last steps of 'layers.4.bias' is another on rank 1" in start
+
+
+def test_chunks_come_in_the_same_order_on_devices_of_other_numbers() -> None:
+    orders = []
+    for first in (0, 9):  # cuda:10 comes before cuda:9 in the alphabet
+        with FakeTensorMode():
+            tensors = [torch.empty(2, device=f"cuda:{first + place}") for place in (0, 1, 0, 2, 1)]
+            number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+            orders.append([[number_of[id(tensor)] for tensor in chunk] for chunk in cut_into_chunks(tensors)])
+    assert orders == [[[0, 2], [1, 4], [3]]] * 2

@@ -5,6 +5,8 @@ Workers, servers and an evaluator are ranks of a test world, without a launcher;
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 
 import ddp
 from ddp.strategies.parameter_server.run_plan import Options, make_plan
+from ddp.strategies.parameter_server.strategy import ParameterServer
 
 CASES = "ddp_worlds.parameter_server_cases"
 NETWORK = {"shared_memory": False}  # as between hosts
@@ -130,6 +133,16 @@ def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, m
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ddp.errors.ArgumentError, match=message):
         ddp.strategy("parameter_server", **options)
+
+
+def test_the_strategy_takes_each_option_by_name_with_its_default() -> None:
+    taken = inspect.signature(ParameterServer).parameters.values()
+    assert {each.name: each.default for each in taken} == {each.name: each.default for each in fields(Options)}
+
+
+def test_snapshots_of_a_wrong_type_are_refused_in_every_process() -> None:
+    with pytest.raises(TypeError, match="PathLike"):
+        ddp.strategy("parameter_server", snapshots=3)
 
 
 def test_an_optimizer_that_servers_cannot_step_is_refused() -> None:

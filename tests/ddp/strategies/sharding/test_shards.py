@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddp.errors import ArgumentError, UnsupportedError
-from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Rows, average, flatten_gradients
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Rows, average, average_in_rows, flatten_gradients
 from ddp.strategies.sharding.chunk_optimizer import splits_by_element
 from ddp.strategies.sharding.optimizer_state import hyperparameters, split_state, whole_state
 from ddp.strategies.sharding.partition import Chunk, Partition, partition
@@ -311,34 +311,77 @@ def test_several_workers_rows_of_one_piece_are_added_up() -> None:
         there.shards[0].step({0: ChunkGradient(None, sparse={0: Rows(torch.tensor([4]), torch.ones(1, 2))})})
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
-def test_the_average_of_dense_absent_and_sparse_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mean_of", "dtype", "wide"),
+    [(average, F64, F64), (average, torch.bfloat16, torch.float32), (average_in_rows, F64, F64)],
+)
+def test_the_average_of_dense_absent_and_sparse_gradients(
+    mean_of: Callable[..., Any], dtype: torch.dtype, wide: torch.dtype
+) -> None:
     """For every kind that three replicas may have of one parameter: none, dense, or rows."""
     (chunk,) = partition([torch.empty(6, 2, dtype=dtype)] * 27, servers=1).chunks
     torch.manual_seed(3)
-    wide = F64 if dtype == F64 else torch.float32
+    has_rows = all if mean_of is average else any
     every: list[list[torch.Tensor | None]] = [[], [], []]
     for kinds in itertools.product(("none", "dense", "rows"), repeat=3):
         for replica, kind in enumerate(kinds):
             dense = torch.randn(6, 2).to(dtype) * torch.tensor([[1.0], [0], [1], [1], [0], [0]]).to(dtype)
             every[replica].append({"none": None, "dense": dense, "rows": dense.to_sparse(1)}[kind])
-    mean = average(chunk, [flatten_gradients(chunk, each) for each in every], torch.empty(chunk.numel, dtype=wide))
+    mean = mean_of(chunk, [flatten_gradients(chunk, each) for each in every], torch.empty(chunk.numel, dtype=wide))
     assert isinstance(mean, ChunkGradient)
     for position, given in enumerate(zip(*every, strict=True)):
         there = [gradient for gradient in given if gradient is not None]
         assert (position in mean.absent) == (not there)
-        assert (position in mean.sparse) == (bool(there) and all(gradient.is_sparse for gradient in there))
+        assert (position in mean.sparse) == (bool(there) and has_rows(gradient.is_sparse for gradient in there))
         if not there:
             continue
         expected = sum(gradient.to_dense().to(wide) for gradient in there) / 3
         found = torch.zeros(6, 2, dtype=wide)
         if position in mean.sparse:
             rows = mean.sparse[position]
-            assert rows.numbers.unique().equal(rows.numbers)
-            found[rows.numbers] = rows.values
+            assert mean_of is average_in_rows or rows.numbers.unique().equal(rows.numbers)
+            found.index_add_(0, rows.numbers, rows.values)
         elif mean.flat is not None:
             found = chunk.pieces[position].in_flat(mean.flat)
         torch.testing.assert_close(found, expected)
+
+
+def test_sums_are_made_in_the_order_of_the_replicas() -> None:
+    (chunk,) = partition([torch.empty(1, 1)], servers=1).chunks
+    row = Rows(torch.tensor([0]), torch.tensor([[-1e8]]))
+    gradients = [torch.tensor([1e8]), torch.tensor([1.0]), ChunkGradient(None, sparse={0: row})]
+    mean = average(chunk, gradients, torch.empty(1))
+    assert isinstance(mean, ChunkGradient)
+    assert mean.flat is not None
+    assert mean.flat.tolist() == [0.0]  # 1 is lost beside 1e8; with the rows first it would not be
+
+
+def test_rows_are_divided_before_they_are_added_up() -> None:
+    (chunk,) = partition([torch.empty(2, 1, dtype=torch.float16)], servers=1).chunks
+    large = torch.tensor([[60000.0]], dtype=torch.float16)
+    rows = [ChunkGradient(None, sparse={0: Rows(torch.tensor([1]), large)}) for _ in range(2)]
+    mean = average_in_rows(chunk, rows, torch.empty(2, dtype=torch.float16))
+    assert isinstance(mean, ChunkGradient)
+    assert mean.flat is None
+    assert [each.tolist() for each in mean.sparse[0]] == [[1, 1], [[30000.0], [30000.0]]]
+
+
+@pytest.mark.parametrize(("make", "options"), [(O.SparseAdam, {"lr": 0.1}), (O.SGD, {"lr": 0.1, "momentum": 0.9})])
+def test_a_piece_with_sparse_state_is_stepped_where_one_replica_has_a_dense_gradient(
+    make: Make, options: dict[str, Any]
+) -> None:
+    whole, parameter = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
+    optimizer, theirs = make([whole], **options), make([parameter], **options)
+    there = Servers(theirs, [parameter], 1, 1 << 20)
+    (chunk,) = there.partition.of(0)
+    rows = torch.tensor([[1.0, 2], [0, 0], [3, 4], [0, 0]])
+    for other in (rows.to_sparse(1), torch.full((4, 2), 5.0)):
+        cut = [flatten_gradients(chunk, [each]) for each in (rows.to_sparse(1), other)]
+        mean = average_in_rows(chunk, cut, torch.empty(chunk.numel))
+        there.shards[0].step({chunk.index: mean}, groups=hyperparameters(theirs.param_groups))
+        whole.grad = ((rows + other.to_dense()) / 2).to_sparse(1)
+        optimizer.step()
+    assert_same(there.values(), [whole.detach()])
 
 
 def test_the_users_object_its_hooks_and_its_state() -> None:
