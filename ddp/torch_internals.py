@@ -61,8 +61,8 @@ def memory_owner_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-# How many own a tensor besides its Python object. 2.3.
-tensor_owner_count = cast("Callable[[torch.Tensor], int]", torch.Tensor._use_count)  # type: ignore[attr-defined]  # no stub
+# How many own a tensor besides its Python object; None where torch has no such count. 2.3.
+tensor_owner_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -215,8 +215,13 @@ AnyFuture = torch._C.Future
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.9."""
-    return mesh._get_root_mesh()
+    """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.10.
+
+    In 2.9, a table of torch's has the roots.
+    """
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return dist.device_mesh._mesh_resources.get_root_mesh(mesh)
 
 
 def device_index(device: int | torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,17 @@ class Channel:
         report = StallReport(group, timeout_s=stall_timeout_s, device=device)
         with report.waiting("connection of the model's ranks"):
             return cls(group, control_group(group, device), report, number)
+
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Close the report, and end the control group if it was made here, when the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.report.close()
+            if self.control is not self.group:
+                dist.destroy_process_group(self.control)
+            raise
 
     def gather(self, mine: object, what: str) -> list[Any]:
         """Return the values of all ranks. Every rank must call it; blocks. `what` names the exchange in errors."""

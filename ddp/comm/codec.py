@@ -81,7 +81,7 @@ def _describe(value: Any, place: str, parts: list[torch.Tensor]) -> Any:
 def _put(tensor: torch.Tensor, parts: list[torch.Tensor]) -> list[Any]:
     """Put a tensor's bytes aside, padded; return its dtype and shape."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    parts += [flat, torch.zeros(-len(flat) % _ALIGN_BYTES, dtype=torch.uint8)]
+    parts += [flat, torch.zeros(-len(flat) % _ALIGN_BYTES, dtype=torch.uint8, device="cpu")]
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ddp.comm.codec import decode, encode
 from ddp.errors import ArgumentError, NotInitializedError
+from ddp.torch_internals import timeout_of
 
 __all__ = ["control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
 
@@ -30,7 +31,7 @@ def gather_bytes(payload: torch.Tensor, *, group: dist.ProcessGroup | None = Non
     if dist.get_world_size(group) == 1:
         return [payload]
     room = _BLOCK_BYTES - _LENGTH_BYTES
-    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     block[:_LENGTH_BYTES].view(torch.int64)[0] = len(payload)
     block[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(payload))] = payload[:room]
     blocks = _all_gather(block, group)
@@ -38,7 +39,7 @@ def gather_bytes(payload: torch.Tensor, *, group: dist.ProcessGroup | None = Non
     longest = max(lengths)
     if longest <= room:
         return [each[_LENGTH_BYTES : _LENGTH_BYTES + length] for each, length in zip(blocks, lengths, strict=True)]
-    rest = torch.zeros(longest - room, dtype=torch.uint8)
+    rest = torch.zeros(longest - room, dtype=torch.uint8, device="cpu")
     rest[: max(0, len(payload) - room)] = payload[room:]
     rests = _all_gather(rest, group)
     return [
@@ -60,10 +61,18 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks)."""
+    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks).
+
+    That has the timeout of `group` for collectives on `device`.
+    """
     if device.type == "cpu" or device_of(group).type == "cpu":
         return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout_of(group, device),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.objects import gather_bytes, gather_values
+from ddp.comm.objects import device_of, gather_values
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import waiting_for_peers
@@ -77,13 +77,17 @@ def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> T
     counts = [note.shape[0] for note in told]
     if len(told) == 1:
         return rows.detach().clone()
-    mine = torch.empty(rows.numel(), dtype=rows.dtype, device="cpu").copy_(rows.detach().flatten())
-    with waiting_for_peers("gather_samples", group):
-        every = gather_bytes(mine.view(torch.uint8), group=group)
+    row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
+    padded = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=device_of(group))
+    mine = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device).copy_(rows.detach().flatten())
+    padded[: mine.nbytes] = mine.view(torch.uint8).to(padded.device)
+    every = [torch.empty_like(padded) for _ in told]
+    if len(padded):
+        with waiting_for_peers("gather_samples", group):
+            dist.all_gather(every, padded, group=group)
     whole = torch.empty(sum(counts), *shape[1:], dtype=getattr(torch, dtype), device=rows.device)
     for rank, (count, theirs) in enumerate(zip(counts, every, strict=True)):
-        share = torch.empty(count, *shape[1:], dtype=whole.dtype, device="cpu")
-        share.view(-1).view(torch.uint8).copy_(theirs)
+        share = theirs[: count * row_bytes].view(whole.dtype).view(count, *shape[1:])
         whole[rank :: len(told)] = share.to(rows.device)
     return whole
 

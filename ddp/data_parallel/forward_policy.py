@@ -157,7 +157,7 @@ class ForwardPolicy:
     def share_iteration(self, *, syncs: bool, has_buffers: bool) -> tuple[bool, int]:
         """Whether any rank reduces gradients, and the last rank that `has_buffers`. Every rank must call it; blocks."""
         channel = self.reducer.channel
-        told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY])
+        told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
             dist.all_reduce(told, dist.ReduceOp.MAX, group=channel.control)
         any_syncs, root = told.tolist()

@@ -408,7 +408,7 @@ class Reducer:
         before = self._schedule.order
         known = frozenset(before)
         arrived = [index for index in self.touched if index in known]
-        order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)])
+        order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)], device="cpu")
         with self.report.waiting("broadcast of the order of gradients"):
             broadcast_tensors(self.channel.control, [order])
         if order.tolist() != before or self._repeated:

@@ -176,10 +176,11 @@ class DistributedDataParallel(TorchSurface):
         self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
         if self.process_group.size() > 1:
             channel = self._new_channel()
-            if init_sync:
-                self._compare(channel, compression)
-                self._equalise(channel, 0, with_buffers=with_buffers)
-            self._attach(channel)
+            with channel.closing_on_error():
+                if init_sync:
+                    self._compare(channel, compression)
+                    self._equalise(channel, 0, with_buffers=with_buffers)
+                self._attach(channel)
         if compression is not None:
             self._use_compression(compression)
 
@@ -192,8 +193,8 @@ class DistributedDataParallel(TorchSurface):
             "compression": compression,
             "weight_checksum": self._weight_checksum,
         }
+        entries = describe(settings, self._named_parameters(), self._named_buffers())
         with channel.report.waiting("comparison of the modules"):
-            entries = describe(settings, self._named_parameters(), self._named_buffers())
             check_same_layout(channel.control, entries)
 
     def _equalise(self, channel: Channel, root: int, *, with_buffers: bool) -> None:

@@ -152,9 +152,10 @@ def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
 
 
 class Handle:
-    """A call under way. It knows its result once it was waited for; waiting again returns the same."""
+    """A call under way, `what` in words. It knows its result once it was waited for; waiting again returns the same."""
 
     def __init__(self, check: CallCheck, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
+        self.what = check.what
         self._check = check
         self._works = list(works)
         self._finish: Callable[[], Any] | None = finish
@@ -165,7 +166,7 @@ class Handle:
         if self._finish is not None:
             self._check.settle()
             for work in self._works:
-                self._check.report.wait(work, self._check.what)
+                self._check.report.wait(work, self.what)
             with torch.no_grad():
                 self._result = self._finish()
             self._finish = None

@@ -214,9 +214,10 @@ class _Engine:
                     "DistributedOptimizer: use one of them for each parameter"
                 )
         settings = self._settings
+        entries = describe(dataclasses.asdict(settings), named, ())
         channel = Channel.open(link, self._device, self._number, stall_timeout_s=settings.stall_timeout_s)
-        with channel.report.waiting("comparison of the optimizers"):
-            check_same_layout(channel.control, describe(dataclasses.asdict(settings), named, ()))
+        with channel.closing_on_error(), channel.report.waiting("comparison of the optimizers"):
+            check_same_layout(channel.control, entries)
         holder = nn.Module()
         parameters_of(holder).update(named)
         is_compressed = settings.compression is not None

@@ -399,8 +399,13 @@ def user_replaced_gradients_are_reduced() -> None:
             assert_close(replica, oracle, f"views {views}, step {step}")
 
 
-def kept_gradients_stay(large_bytes: int, keep: str) -> None:
-    """Whoever keeps a gradient, or anything that shares its memory, finds it unchanged after the next steps."""
+def kept_gradients_stay(large_bytes: int, keep: str, *, counts: bool = True) -> None:
+    """Whoever keeps a gradient, or anything that shares its memory, finds it unchanged after the next steps.
+
+    Unless torch `counts` who owns a tensor, every place that was given away is in doubt.
+    """
+    if not counts:
+        ddp.data_parallel.buckets.flat_transfer.tensor_owner_count = None
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "itself": lambda grad: grad,
         "detached": lambda grad: grad.detach(),

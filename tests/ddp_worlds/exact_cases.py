@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,7 +38,13 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import ddp
+import ddp.comm.channel
 import ddp.data_parallel.buckets.bucket_plan
+from ddp.comm.objects import control_group, gather_values
+from ddp.data_parallel import wrapper
+from ddp.horovod import DistributedOptimizer
+from ddp.horovod import optimizer as horovod_optimizer
+from ddp.torch_internals import timeout_of
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, int, int], torch.Tensor]  # (model, x, y, rank, step)
 
@@ -1007,6 +1014,62 @@ def two_threads_with_a_model_each() -> None:
     if failures:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads)
+
+
+def a_control_group_has_the_timeout_of_its_group() -> None:
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, timeout=timedelta(seconds=7), backend="cuda:gloo")
+    made = control_group(group, torch.device("cuda"))
+    assert made is not group
+    assert timeout_of(made, torch.device("cpu")) == timedelta(seconds=7)
+    assert gather_values(dist.get_rank(), group=made) == ranks
+
+
+def wrapping_that_fails_leaves_no_group() -> None:
+    """And a description that fails on one rank is this rank's own error, not a report of a missing rank."""
+    made: list[dist.ProcessGroup] = []
+
+    def control(group: dist.ProcessGroup, _: torch.device) -> dist.ProcessGroup:
+        made.append(dist.new_group())
+        return made[-1]
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("refused")
+
+    parameters = nn.Linear(3, 3 + dist.get_rank()).parameters()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ddp.comm.channel, "control_group", control)
+        with pytest.raises(ddp.errors.LayoutMismatchError):
+            ddp.DistributedDataParallel(nn.Linear(3, 3 + dist.get_rank()))
+        with pytest.raises(ddp.errors.LayoutMismatchError):
+            DistributedOptimizer(torch.optim.SGD(parameters, 0.1))
+        for module, wrap in (
+            (wrapper, lambda: ddp.DistributedDataParallel(build("mlp"))),
+            (horovod_optimizer, _distribute),
+        ):
+            patched.setattr(module, "describe", refuse)
+            with pytest.raises(RuntimeError, match=r"^refused$"):
+                wrap()
+        assert len(made) == 3  # an optimizer describes its parameters before it makes one
+        for group in made:
+            with pytest.raises(KeyError):
+                dist.get_process_group_ranks(group)
+
+
+def _distribute() -> None:
+    DistributedOptimizer(torch.optim.SGD(build("mlp").parameters(), 0.1))
+
+
+def a_default_device_does_not_move_what_ranks_tell_each_other() -> None:
+    """A context for it, since torch leaves a default device in backward(), but not where a rank reduces alone."""
+    x, y = batch(0, 4)
+    model = ddp.DistributedDataParallel(build("mlp"))
+    alone = build("mlp")
+    loss_of(alone, x, y).backward()
+    with torch.device("meta"), model.join():  # on this device nothing has a value
+        model.backward(loss_of(model, x, y), weight=float(dist.get_rank() == 0))
+        assert gather_values([1.5, x[:1]])[-1][0] == 1.5
+    assert_close(model, alone, "default device")
 
 
 def nothing_is_left_of_a_wrapper() -> None:

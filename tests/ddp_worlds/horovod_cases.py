@@ -589,6 +589,7 @@ def reductions_equal_those_of_one_process() -> None:
                 if shape != (4, 3):
                     continue
                 handle = collectives.allreduce_async(mine, op=op)
+                assert handle.what.startswith(f"allreduce ({op}, ")
                 torch.testing.assert_close(collectives.synchronize(handle), result, **close)
                 assert collectives.poll(handle)
                 if dtype is not torch.bool:

@@ -40,11 +40,13 @@ class _Region:
 
     def is_watched(self) -> bool:
         """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
+        if not self.is_given_away:
+            return False
         # No place is held less often than at first, so equal sums are equal counts.
-        if not self.is_given_away or self._holder_count() == self._count_at_first:
+        if self._count_at_first is not None and self._holder_count() == self._count_at_first:
             return False
         holders = self._holders()
-        if holders[0] != self._holders_at_first[0]:
+        if holders is None or self._holders_at_first is None or holders[0] != self._holders_at_first[0]:
             return any(parameter.grad is not place for _, parameter, place in self.places)
         return any(
             now != then and parameter.grad is not place
@@ -53,13 +55,17 @@ class _Region:
             )
         )
 
-    def _holders(self) -> list[tuple[int, int]]:
-        """How many hold the memory, then each place: as a Python object, and in all other ways."""
+    def _holders(self) -> list[tuple[int, int]] | None:
+        """How many hold the memory, then each place: as a Python object, and in all other ways; None if not counted."""
+        if tensor_owner_count is None:
+            return None
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage), memory_owner_count(storage)
         return [memory, *((sys.getrefcount(view), tensor_owner_count(view)) for _, _, view in self.places)]
 
-    def _holder_count(self) -> int:
+    def _holder_count(self) -> int | None:
+        if tensor_owner_count is None:
+            return None
         storage = self.tensor.untyped_storage()
         memory = sys.getrefcount(storage) + memory_owner_count(storage)
         return int(memory + sum(map(sys.getrefcount, self.views)) + sum(map(tensor_owner_count, self.views)))

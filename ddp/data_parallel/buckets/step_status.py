@@ -71,7 +71,8 @@ def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> Non
     digits = [0 if status.joined else status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
     header = [status.failed, status.joined, status.weight is not None, status.weight or 0.0, status.unfrozen]
     header += [opened, opened**2, number, number**2]
-    place[:HEADER_NUMEL] = torch.tensor([*header, *digits, *(digit**2 for digit in digits)], dtype=place.dtype)
+    header += [*digits, *(digit**2 for digit in digits)]
+    place[:HEADER_NUMEL] = torch.tensor(header, dtype=place.dtype, device="cpu")
 
 
 def read(sums: torch.Tensor, size: int) -> StatusSum:

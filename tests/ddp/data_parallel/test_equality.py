@@ -68,6 +68,12 @@ def test_what_is_kept_of_a_gradient_is_not_overwritten_by_default(
     nursery.run(2, "ddp_worlds.data_parallel_cases:kept_gradients_stay", large_bytes=large_bytes, keep=keep)
 
 
+def test_what_is_kept_of_a_gradient_is_not_overwritten_where_torch_has_no_count_of_owners(nursery: Nursery) -> None:
+    nursery.run(
+        2, "ddp_worlds.data_parallel_cases:kept_gradients_stay", large_bytes=32768, keep="detached", counts=False
+    )
+
+
 def test_the_plan_follows_the_order_of_use(nursery: Nursery) -> None:
     orders = nursery.run(2, "ddp_worlds.data_parallel_cases:follows_order_of_use")
     assert orders[0] == orders[1]

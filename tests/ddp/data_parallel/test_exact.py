@@ -74,7 +74,14 @@ def test_losses_that_are_no_means_over_equal_shards(nursery: Nursery, world_size
             id="numbers",
         ),
         pytest.param(["join_may_throw_at_the_first_end", "two_threads_with_a_model_each"], id="loops"),
-        pytest.param(["nothing_is_left_of_a_wrapper"], id="garbage"),
+        pytest.param(["nothing_is_left_of_a_wrapper", "wrapping_that_fails_leaves_no_group"], id="garbage"),
+        pytest.param(
+            [
+                "a_control_group_has_the_timeout_of_its_group",
+                "a_default_device_does_not_move_what_ranks_tell_each_other",
+            ],
+            id="control",
+        ),
     ],
 )
 def test_two_ranks(nursery: Nursery, cases: list[str]) -> None:
