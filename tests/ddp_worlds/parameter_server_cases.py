@@ -6,6 +6,7 @@ store that it would open is rank 0's.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,13 +111,21 @@ def alone_there_are_no_servers() -> None:
     strategy.close()
 
 
+def _await_workers(count: int) -> None:
+    """Wait until so many are here: one that comes later would go on from where the others have come to."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    if store.add("workers here", 1) == count:
+        store.set("all workers are here", "yes")
+    store.wait(["all workers are here"])
+
+
 def loose_modes_reach_the_loss(modes: Sequence[dict[str, Any]], factor: float) -> None:
     for options in modes:
         setting = Setting("mlp", "plain sgd", epochs=8, options=options)
 
         def body(setting: Setting = setting) -> None:
             strategy = start(setting)
-            model, _, _ = train(strategy, setting)
+            model, _, _ = train(strategy, setting, begin=lambda: _await_workers(3))
             expected, _, _ = oracle(setting, strategy.replicas)
             assert whole_loss(model) < factor * whole_loss(expected), setting.options
             strategy.close()

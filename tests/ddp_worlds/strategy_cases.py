@@ -140,7 +140,11 @@ def _step_by_shares(model: nn.Module, optimizer: torch.optim.Optimizer, shares: 
 
 
 def train(
-    strategy: Strategy, setting: Setting, *, each_step: Callable[[], None] = lambda: None
+    strategy: Strategy,
+    setting: Setting,
+    *,
+    begin: Callable[[], None] = lambda: None,
+    each_step: Callable[[], None] = lambda: None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
     """Train as a user's script does; return the user's model, the strategy's optimizer and the losses of all batches.
 
@@ -150,6 +154,7 @@ def train(
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay)
     loader = strategy.loader(data(setting.dtype), global_batch_size=setting.batch, shuffle=True)
     losses = []
+    begin()
     for _ in loader.epochs(setting.epochs):
         for x, y in loader:
             loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))

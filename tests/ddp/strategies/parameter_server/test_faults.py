@@ -47,9 +47,9 @@ def build():
 def is_better(model):
     return F.cross_entropy(model(x), y) < 0.5 * F.cross_entropy(build()[0](x), y)
 
-def await_second_life(of):
-    deadline = time.monotonic() + 60
-    while not (folder / f"{of} 1").exists():
+def await_life(of, number):
+    deadline = time.monotonic() + 100
+    while not (folder / f"{of} {number}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -61,6 +61,9 @@ if strategy.role == "evaluator":
     print("evaluated", len(steps), steps[-1], is_better(model).item(), flush=True)
     sys.exit()
 loader = strategy.loader(data, global_batch_size=16, shuffle=True)
+if len(sys.argv) > 5 and life == "0":
+    await_life("worker0", 0)
+    await_life("worker1", 0)
 made = 0
 for epoch in loader.epochs(epochs):
     for a, b in loader:
@@ -71,7 +74,7 @@ for epoch in loader.epochs(epochs):
         time.sleep(pause_s)
     print("epoch", who, epoch, strategy.step, flush=True)
     if epoch == 5 and len(sys.argv) > 5:
-        await_second_life(sys.argv[5])
+        await_life(sys.argv[5], 1)
 strategy.sync()
 print("ended", who, made, strategy.step, is_better(model).item(), flush=True)
 if options.get("mode", "sync") == "sync" and strategy.is_main:
