@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "reseed", "restore"]
+__all__ = ["capture", "reseed", "restore", "seed_on_host"]
 
 _NUMPY_SEED_LIMIT = 1 << 32
 _TORCH_SEED_LIMIT = 1 << 63
@@ -42,8 +42,13 @@ def reseed(states: Mapping[str, Any], rank: int) -> None:
     """Seed every generator with a number that follows from captured states and from `rank`."""
     material = bytes(states["torch"].tolist()) + repr(states["python"]).encode()
     seed = int.from_bytes(hashlib.sha256(material + b" %d" % rank).digest(), "little")
-    random.seed(seed)
+    seed_on_host(seed)
     torch.manual_seed(seed % _TORCH_SEED_LIMIT)  # on all devices
+
+
+def seed_on_host(seed: int) -> None:
+    """Seed Python's generator, and NumPy's if it is loaded."""
+    random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
 

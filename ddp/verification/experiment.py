@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _SEED = 20200713
 _FLOOR = 0.01  # of the tolerance: what of the model's largest gradient counts as zero in every parameter
-_NUMPY_SEED_LIMIT = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -294,12 +292,10 @@ def _undisturbed(devices: Sequence[int], dtype: torch.dtype) -> Iterator[None]:
 
 
 def _seed_all(seed: int, devices: Sequence[int]) -> None:
-    random.seed(seed)
+    rng.seed_on_host(seed)
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
 
 
 def _comparable(grad: torch.Tensor) -> torch.Tensor:

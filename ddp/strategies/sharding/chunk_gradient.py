@@ -5,8 +5,8 @@ Pure but for what is written into tensors that the caller gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -87,21 +87,12 @@ def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> G
     all that have a gradient have rows. Sums are made in the order of the gradients and in the dtype of `out`: if that
     is wider, they are rounded once.
     """
-    if len(gradients) == 1:
-        return gradients[0]
-    if (mean := _mean_of_dense(chunk, gradients, out)) is not None:
-        return mean
-    absent, sparse = set(), {}
-    for position, piece in enumerate(chunk.pieces):
-        present = _present(gradients, position)
+
+    def mean_rows(position: int, present: Sequence[ChunkGradient]) -> Rows | None:
         rows = [each.sparse[position] for each in present if position in each.sparse]
-        if not present:
-            absent.add(position)
-        elif len(rows) == len(present):
-            sparse[position] = _mean_rows(rows, len(gradients), out.dtype)
-        else:
-            _write_mean(piece, position, present, len(gradients), out)
-    return ChunkGradient(out, frozenset(absent), sparse)
+        return _mean_rows(rows, len(gradients), out.dtype) if len(rows) == len(present) else None
+
+    return _average(chunk, gradients, out, mean_rows)
 
 
 def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
@@ -110,6 +101,27 @@ def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tens
     An optimizer that keeps sparse state of a piece, or takes only rows, then never meets a dense gradient of it. Rows
     are divided before they are added up: their numbers may repeat. `out` has the chunk's dtype.
     """
+
+    def mean_rows(position: int, present: Sequence[ChunkGradient]) -> Rows | None:
+        if not any(position in each.sparse for each in present):
+            return None
+        rows = [each.sparse.get(position) or _every_row(chunk.pieces[position], each) for each in present]
+        values = torch.cat([each.values for each in rows]).div_(len(gradients))
+        return Rows(torch.cat([each.numbers for each in rows]), values)
+
+    mean = _average(chunk, gradients, out, mean_rows)
+    if isinstance(mean, ChunkGradient) and len(mean.absent) + len(mean.sparse) == len(chunk.pieces):
+        return replace(mean, flat=None)  # nothing of it is dense
+    return mean
+
+
+def _average(
+    chunk: Chunk,
+    gradients: Sequence[Gradient],
+    out: torch.Tensor,
+    mean_rows: Callable[[int, Sequence[ChunkGradient]], Rows | None],
+) -> Gradient:
+    """The mean; `mean_rows` gives that of the piece at a position in rows, or None where it is to be dense."""
     if len(gradients) == 1:
         return gradients[0]
     if (mean := _mean_of_dense(chunk, gradients, out)) is not None:
@@ -119,14 +131,11 @@ def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tens
         present = _present(gradients, position)
         if not present:
             absent.add(position)
-        elif any(position in each.sparse for each in present):
-            rows = [each.sparse.get(position) or _every_row(piece, each) for each in present]
-            values = torch.cat([each.values for each in rows]).div_(len(gradients))
-            sparse[position] = Rows(torch.cat([each.numbers for each in rows]), values)
+        elif (rows := mean_rows(position, present)) is not None:
+            sparse[position] = rows
         else:
             _write_mean(piece, position, present, len(gradients), out)
-    has_dense = len(absent) + len(sparse) < len(chunk.pieces)
-    return ChunkGradient(out if has_dense else None, frozenset(absent), sparse)
+    return ChunkGradient(out, frozenset(absent), sparse)
 
 
 def _mean_of_dense(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> torch.Tensor | None:
