@@ -68,6 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # heavy: only where a test needs it
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device that torch can use")
     if item.get_closest_marker("sshd"):
         require(find_sshd(), "sshd", "apt-get install openssh-server")
 
