@@ -96,6 +96,7 @@ class DistributedDataParallel(TorchSurface):
     Training", VLDB 13(12).
     """
 
+    _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
     _end: weakref.finalize[Any, Any] | None = None
     _buffer_hook: BufferHook | None = None
@@ -174,7 +175,7 @@ class DistributedDataParallel(TorchSurface):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self._weight = 0.0  # of a world of one, since its gradients were averaged
         self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
-        if self.process_group.size() > 1:
+        if self.process_group.size() >= self._least_ranks:
             channel = self._new_channel()
             with channel.closing_on_error():
                 if init_sync:

@@ -60,17 +60,19 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A small GPT with tied embeddings. tokens: (batch, length) -> logits (batch, length, vocabulary)."""
 
-    def __init__(self, vocabulary: int = 2048, length: int = 64, width: int = 256, depth: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 2048, length: int = 64, width: int = 256, depth: int = 4, heads: int = 4
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -252,14 +254,14 @@ def main() -> int:
     return spawn(arguments.ranks)
 
 
-def spawn(ranks: int) -> int:
-    """Start this script once for each rank; return the first exit code that is not 0, after stopping the others."""
+def spawn(ranks: int, argv: Sequence[str] = sys.argv) -> int:
+    """Start a script once for each rank; return the first exit code that is not 0, after stopping the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *sys.argv]
+    command = [sys.executable, *argv]
     return run_all([(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)])
 
 
