@@ -14,7 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, Compressor, completed, mean_over_ranks, real_gradients
+from ddp.compression.compressor import (
+    Bucket,
+    Compressor,
+    completed,
+    is_in_stream_order,
+    mean_over_ranks,
+    real_gradients,
+)
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.stall_report import waiting_for_peers
 
@@ -52,7 +59,7 @@ class PowerSGDCompressor(Compressor):
     shape and layout, and compresses nothing in a world of one. What it remembers is by parameter, so that buckets may
     change at any time.
 
-    On the CPU a bucket is finished before backward goes on: its second collective would else start while others are on
+    With gloo a bucket is finished before backward goes on: its second collective would else start while others are on
     their way, in no order that ranks share.
     """
 
@@ -73,19 +80,27 @@ class PowerSGDCompressor(Compressor):
         if self._size == 1 or not buffer.numel():
             self._pay_all(bucket, "error")
             return completed(buffer)
-        what = f"PowerSGD of bucket {bucket.index()}"
         if is_plain:
-            self._keys(bucket)  # in the order of the first pass, for which a checkpoint may name them
-            work = self._group.allreduce([buffer.div_(self._size)])
-            return work.get_future().then(lambda _: buffer)
-        with torch.no_grad(), waiting_for_peers(what, self._group):
+            return self._start_average(self._group, bucket)
+        with torch.no_grad(), waiting_for_peers(f"PowerSGD of bucket {bucket.index()}", self._group):
             exchange = _Exchange(self._group, bucket, self._known_of(bucket))
             work = exchange.start()
-            if buffer.device.type == "cpu":
+            if not is_in_stream_order(self._group, buffer.device):
                 work.wait()
                 return completed(exchange.finish())
             # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
             return work.get_future().then(lambda _: exchange.finish())
+
+    def _start_average(self, group: dist.ProcessGroup, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        """Start a plain average, and name the parameters: the first pass has an order that every run has."""
+        self._keys(bucket)
+        buffer = bucket.buffer()
+        work = group.allreduce([buffer.div_(self._size)])
+        if buffer.device.type == "cpu" or is_in_stream_order(group, buffer.device):
+            return work.get_future().then(lambda _: buffer)
+        with waiting_for_peers(f"average of bucket {bucket.index()}", group):
+            work.wait()  # which lets the stream wait for what gloo copies back to the device
+        return completed(buffer)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._group is not None
