@@ -24,7 +24,8 @@ class DeviceCopies:
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition = partition
-        self._gradients = {each.index: PinnedBuffer(each.numel, each.dtype, device) for each in partition.chunks}
+        self._device = device
+        self._gradients: dict[int, PinnedBuffer] = {}  # by chunk; an evaluator has none
         self._flattened: dict[int, Callable[[], Gradient]] = {}
         sizes: dict[torch.dtype, int] = {}
         for chunk in partition.chunks:
@@ -36,6 +37,8 @@ class DeviceCopies:
     def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start copying the gradients of all chunks, from those of all parameters, which may change afterwards."""
         for chunk in self._partition.chunks:
+            if chunk.index not in self._gradients:
+                self._gradients[chunk.index] = PinnedBuffer(chunk.numel, chunk.dtype, self._device)
             self._flattened[chunk.index] = start_flattening(chunk, gradients, self._gradients[chunk.index])
 
     def gradient_of(self, chunk: Chunk) -> Gradient:
