@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ddp.comm.objects import device_of
+from ddp.comm.objects import control_group, device_of
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Warned"]
@@ -28,6 +28,7 @@ class Warned:
     def __init__(self) -> None:
         self._heard = 0  # by this rank
         self._acted = 0  # on how many
+        self._group: dist.ProcessGroup | None = None  # of all ranks, for host memory
         self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
         self._before: object = None
         if threading.current_thread() is threading.main_thread():
@@ -41,8 +42,8 @@ class Warned:
     def together(self) -> bool:
         """Return True once for each warning, on all ranks in the same call: the one after the first rank has heard it.
 
-        Every rank must call it equally often. It starts an all-reduce of one number and waits for that of the call
-        before, which is over by then unless a rank is a whole step behind.
+        Every rank must call it equally often. It starts an all-reduce of one number in host memory, which waits for no
+        device, and waits for that of the call before, which is over by then unless a rank is a whole step behind.
         """
         # Counts, not flags: the ranks hear one warning in different steps, and it is still one.
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -53,9 +54,16 @@ class Warned:
                 work, heard = self._most
                 with waiting_for_peers("agreement on a warning that the time is nearly up"):
                     work.wait()
-                most = int(heard.item())
-            heard = torch.tensor([self._heard], dtype=torch.int32, device=device_of())
-            self._most = dist.all_reduce(heard, op=dist.ReduceOp.MAX, async_op=True), heard
+                most = int(heard)
+            heard = torch.tensor([self._heard], dtype=torch.int32, device="cpu")
+            self._most = dist.all_reduce(heard, dist.ReduceOp.MAX, self._host_group(), async_op=True), heard
         warned = most > self._acted
         self._acted = max(most, self._acted)
         return warned
+
+    def _host_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            world = dist.group.WORLD
+            assert world is not None
+            self._group = control_group(world, device_of(world))
+        return self._group

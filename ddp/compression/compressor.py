@@ -1,7 +1,7 @@
 """What all compressors are: averages of buckets over a group, and what a checkpoint holds of them.
 
-What a compressor owes for a bucket is stored under the bucket's index, so it belongs to a plan of buckets: where the
-sizes differ, it is an error, never a guess. It does not depend on the number of ranks.
+What a compressor owes, it owes to parameters: it stays with them when the plan of buckets changes, and does not depend
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CheckpointError
+from ddp.torch_internals import backend_of
 
-__all__ = ["Bucket", "Compressor", "LoadedBuckets", "completed", "mean_over_ranks"]
+__all__ = ["Bucket", "Compressor", "completed", "is_in_stream_order", "mean_over_ranks", "real", "real_gradients"]
+
+_Named = Mapping[str, torch.Tensor]
 
 
 class Bucket(Protocol):
@@ -30,17 +33,28 @@ class Bucket(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer, with the shapes and strides of the parameters."""
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the gradients: the same objects in every pass."""
+
     def is_last(self) -> bool:
         """Whether no other follows in this backward pass."""
 
 
 class Compressor(ABC):
-    """The state of a communication hook; `name` is the method's. Every rank of `group` must make it alike."""
+    """The state of a communication hook; `name` is the method's. Every rank of `group` must make it alike.
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    `parameters` are those of the model by name, which a checkpoint then uses. Without names it uses the order in which
+    buckets have brought the parameters in the first pass.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, parameters: _Named | None) -> None:
         self._group: dist.ProcessGroup | None = group
         self._size = group.size()
         self._name = name
+        self._has_names = parameters is not None
+        self._parameters = dict(parameters or {})  # by key; alive as long as this is, so that ids stay theirs
+        self._key_of = {id(parameter): key for key, parameter in self._parameters.items()}
+        self._loaded: dict[str, Mapping[str, Any]] = {}  # by key, until the parameter comes by
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
@@ -59,16 +73,27 @@ class Compressor(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict()` returned on any rank of any number. Every rank must load the same.
 
-        Raises CheckpointError for the state of another method, and the next backward pass does if the sizes of the
-        buckets are others.
+        Raises CheckpointError for the state of another method or of other parameters. Without names, it is the next
+        backward pass that finds other parameters.
         """
 
     def close(self) -> None:
         """Let go of the group, before it is destroyed. The compressor cannot be used after that."""
         self._group = None
 
-    def _need_own(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` came from the same method."""
+    def _keys(self, bucket: Bucket) -> tuple[str, ...]:
+        """What the parameters of a bucket are called here, in the order of its gradients."""
+        return tuple(map(self._key, bucket.parameters()))
+
+    def _key(self, parameter: torch.Tensor) -> str:
+        key = self._key_of.get(id(parameter))
+        if key is None:
+            key = self._key_of[id(parameter)] = f"parameter {len(self._parameters)}"
+            self._parameters[key] = parameter
+        return key
+
+    def _read(self, state: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+        """What `state` holds of each parameter: tensors named `fields`, the first of the parameter's shape."""
         if not isinstance(state, Mapping) or "method" not in state:
             raise CheckpointError("not the state of a compressor: pass what its state_dict() returned")
         if state["method"] != self._name:
@@ -76,44 +101,62 @@ class Compressor(ABC):
                 f"the state is that of compression {state['method']}, this is {self._name}: use the same, or go on "
                 "without it"
             )
-
-
-class LoadedBuckets:
-    """What a checkpoint held for each bucket, until the first backward pass has come by to fetch it."""
-
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        self.buckets: dict[int, Mapping[str, Any]] = {}
-        try:
-            for held in state["buckets"] if state is not None else ():
-                self.buckets[int(held["index"])] = held
-                int(held["numel"])
-        except (KeyError, TypeError, ValueError) as error:
+        held = state.get("parameters")
+        if not isinstance(held, Mapping):
             raise CheckpointError(
-                f"not the state of a compressor ({type(error).__name__}: {error}): pass what its state_dict() returned"
-            ) from error
+                "not the state of a compressor (no 'parameters'): pass what its state_dict() returned"
+            )
+        for key, each in held.items():
+            for field in fields:
+                if not isinstance(each, Mapping) or not isinstance(each.get(field), torch.Tensor):
+                    raise CheckpointError(f"the compressor's state of {key!r} has no tensor {field!r}")
+            if self._has_names:
+                if key not in self._parameters:
+                    raise _misfit(f"the model has no {key!r}")
+                _check_shape(key, each[fields[0]], real(self._parameters[key].detach()))
+        return dict(held)
 
-    def with_rest(self, buckets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return `buckets` and those that have not been fetched, by index."""
-        return sorted(map(dict, (*buckets, *self.buckets.values())), key=lambda held: int(held["index"]))
-
-    def fetch(self, bucket: Bucket) -> Mapping[str, Any] | None:
-        """Return what was held for `bucket`, once, or None. Raises CheckpointError if it is for other buckets."""
-        if not self.buckets:
-            return None
-        index, numel = bucket.index(), bucket.buffer().numel()
-        held = self.buckets.pop(index, None)
-        if held is not None and held["numel"] != numel:
-            raise self._misfit(f"bucket {index} has {numel} elements, that of the checkpoint {held['numel']}")
-        if bucket.is_last() and self.buckets:
-            raise self._misfit(f"no bucket {min(self.buckets)}, which the checkpoint has")
+    def _claim(self, key: str, gradient: torch.Tensor, field: str) -> Mapping[str, Any] | None:
+        """Return what was loaded of a parameter, once, or None. Raises CheckpointError if that has another shape."""
+        held = self._loaded.pop(key, None)
+        if held is not None:
+            _check_shape(key, held[field], gradient)
         return held
 
-    @staticmethod
-    def _misfit(text: str) -> CheckpointError:
-        return CheckpointError(
-            f"the compressor's state does not fit the model's buckets: {text}. Load it with the same model and "
-            "bucket_cap_mb, or go on without it (what compression still owed is lost then, a part of one gradient)"
-        )
+    def _check_claimed(self, bucket: Bucket) -> None:
+        """Raise CheckpointError if all parameters have come by, and something was loaded of another."""
+        if self._loaded and not self._has_names and bucket.is_last():
+            raise _misfit(f"the model has no {min(self._loaded)!r}")
+
+    def _pay_all(self, bucket: Bucket, field: str) -> None:
+        """Add what was loaded to the gradients: where nothing is compressed, the run before may still owe."""
+        with torch.no_grad():
+            for key, gradient in zip(self._keys(bucket), real_gradients(bucket), strict=True):
+                if (held := self._claim(key, gradient, field)) is not None:
+                    gradient.add_(held[field].to(gradient))
+        self._check_claimed(bucket)
+
+
+def _check_shape(key: str, held: torch.Tensor, gradient: torch.Tensor) -> None:
+    if held.shape != gradient.shape:
+        raise _misfit(f"{key!r} has shape {tuple(gradient.shape)}, that of the checkpoint {tuple(held.shape)}")
+
+
+def _misfit(text: str) -> CheckpointError:
+    return CheckpointError(
+        f"the compressor's state does not fit the model: {text}. Load it with the same model, or go on without it "
+        "(what compression still owed is lost then, a part of one gradient)"
+    )
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as a view of real numbers with one more dimension of 2; another as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def real_gradients(bucket: Bucket) -> list[torch.Tensor]:
+    """The gradients of a bucket as real numbers."""
+    return list(map(real, bucket.gradients()))
 
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -123,6 +166,14 @@ def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     )
     future.set_result(buffer)
     return future
+
+
+def is_in_stream_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of `group` are done by the streams of `device`, in their order: futures are complete at once.
+
+    Gloo moves the memory of a device by threads of its own, as that of the host.
+    """
+    return device.type != "cpu" and not isinstance(backend_of(group, device), dist.ProcessGroupGloo)
 
 
 def mean_over_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ A compressor gets a bucket of this rank's gradients and returns a future of thei
 have the same bits, so replicas stay equal. Which one pays depends on the network: measure (scripts/bench).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +52,15 @@ def compress_hook(
 
 
 def make_compression(
-    compression: str | Half | Int8 | PowerSGD, group: dist.ProcessGroup | None = None
+    compression: str | Half | Int8 | PowerSGD,
+    group: dist.ProcessGroup | None = None,
+    *,
+    parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> CompressionHook:
     """Return the state and the hook for `compression`: "fp16", "bf16", "int8", "powersgd" or one with its settings.
+
+    `parameters` are the model's by name, `dict(model.named_parameters())`: with them, the state that a checkpoint holds
+    fits the model under any plan of buckets. Without, it fits only where the first pass has the same buckets.
 
     Every rank of `group` (default: all) must call it with the same argument; blocks until all do. Raises
     ArgumentError for an unknown one and LayoutMismatchError if ranks ask for different ones.
@@ -75,7 +81,7 @@ def make_compression(
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"this rank ({dist.get_rank()}) is not a member of the group: make it on its members only")
     _need_same(group, repr(compression))
-    return CompressionHook(compression.compressor(group), compress_hook)
+    return CompressionHook(compression.compressor(group, parameters), compress_hook)
 
 
 def _need_same(group: dist.ProcessGroup, mine: str) -> None:

@@ -29,8 +29,8 @@ class Half:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ArgumentError(f"Half(dtype={self.dtype}): torch.bfloat16 or torch.float16")
 
-    def compressor(self, group: dist.ProcessGroup) -> HalfCompressor:
-        return HalfCompressor(group, self.dtype)
+    def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> HalfCompressor:
+        return HalfCompressor(group, self.dtype, parameters)
 
 
 class HalfCompressor(RowCompressor):
@@ -41,8 +41,10 @@ class HalfCompressor(RowCompressor):
     that is of 16 bits already keeps its dtype.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        super().__init__(group, "bf16" if dtype is torch.bfloat16 else "fp16")
+    def __init__(
+        self, group: dist.ProcessGroup, dtype: torch.dtype, parameters: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        super().__init__(group, "bf16" if dtype is torch.bfloat16 else "fp16", parameters)
         self._dtype = dtype
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,7 +74,7 @@ class HalfCompressor(RowCompressor):
         return self._start(bucket, memory, average, deliver)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"method": self._name, "buckets": []}
+        return {"method": self._name, "parameters": {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._need_own(state)
+        self._read(state, ())

@@ -7,18 +7,17 @@ arXiv:2102.02888, algorithm 1), with a byte for each value instead of a bit; why
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, LoadedBuckets, completed, mean_over_ranks
+from ddp.compression.compressor import Bucket, completed, mean_over_ranks, real_gradients
 from ddp.compression.quantize import add_dequantized, dequantize, quantize, row_bytes
 from ddp.compression.row_compressor import RowCompressor
-from ddp.errors import ArgumentError, CheckpointError
-from ddp.torch_internals import allgather_flat
+from ddp.errors import ArgumentError
 
 __all__ = ["Int8"]
 
@@ -37,8 +36,8 @@ class Int8:
         if self.block < 16 or self.block % 4:
             raise ArgumentError(f"Int8(block={self.block}): a multiple of 4, at least 16")
 
-    def compressor(self, group: dist.ProcessGroup) -> Int8Compressor:
-        return Int8Compressor(group, self)
+    def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> Int8Compressor:
+        return Int8Compressor(group, self, parameters)
 
 
 class Int8Compressor(RowCompressor):
@@ -46,27 +45,27 @@ class Int8Compressor(RowCompressor):
 
     Each rank remembers what its own rounding lost, and the owner of a part of a bucket what the rounding of the
     average lost; both are added to the next step's. So the sum of all averages that were delivered is the sum of the
-    true ones, up to the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient.
+    true ones, up to the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient. What is owed of
+    a parameter stays with it when buckets change: the owner of a part of the old bucket adds n times what the average
+    lost to what its own rounding lost, which is the same to the next average.
 
     A block with an infinite or NaN value is not finite on any rank, and what was owed for it is forgotten. With a
     GradScaler, what is owed is in its scale at the time.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settings: Int8) -> None:
-        super().__init__(group, "int8")
+    def __init__(self, group: dist.ProcessGroup, settings: Int8, parameters: Mapping[str, torch.Tensor] | None) -> None:
+        super().__init__(group, "int8", parameters)
         self._settings = settings
-        self._owed: dict[int, _Owed] = {}
-        self._loaded = LoadedBuckets()
+        self._owed: dict[int, _Owed] = {}  # by bucket
+        self._home: dict[str, _Owed] = {}  # by parameter: that of the bucket which it was in last
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         numel = buffer.numel()
-        held = self._loaded.fetch(bucket)
         if self._size == 1 or numel == 0:
-            if held is not None:  # nothing is compressed here, but the run that was resumed may owe
-                buffer.add_(held["sent"].to(buffer)).add_(held["kept"].to(buffer))
+            self._pay_all(bucket, "owed")
             return completed(buffer)
-        owed = self._owed_for(bucket, held)
+        owed = self._owed_for(bucket)
         with torch.no_grad():
             owed.flat(owed.sent).add_(buffer)
             blocks = owed.kept.shape[0]
@@ -93,62 +92,78 @@ class Int8Compressor(RowCompressor):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._group is not None
-        buckets = []
-        for index in sorted(self._owed):
-            owed = self._owed[index]
-            kept = torch.empty_like(owed.sent)
+        parameters: dict[str, Mapping[str, Any]] = {}
+        for owed in dict.fromkeys(self._home.values()):
+            owed.fold(self._group)
             mean_over_ranks(self._group, owed.sent)
-            allgather_flat(self._group, kept.view(-1), owed.kept.view(-1)).wait()
-            whole = {"sent": owed.flat(owed.sent).clone(), "kept": owed.flat(kept).clone()}
-            buckets.append({"index": index, "numel": owed.numel, **whole})
-        return {"method": self._name, "buckets": self._loaded.with_rest(buckets)}
+            for key, part in owed.parts.items():
+                if self._home[key] is owed:
+                    parameters[key] = {"owed": part.clone(memory_format=torch.contiguous_format)}
+        return {"method": self._name, "parameters": {**parameters, **self._loaded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._need_own(state)
-        loaded = LoadedBuckets(state)
-        for held in loaded.buckets.values():
-            for key in ("sent", "kept"):
-                tensor = held.get(key)
-                if not isinstance(tensor, torch.Tensor) or tensor.shape != (held["numel"],):
-                    raise CheckpointError(f"the compressor's state of bucket {held['index']} has no whole {key!r}")
+        self._loaded = self._read(state, ["owed"])
         self._owed.clear()
-        self._loaded = loaded
+        self._home.clear()
 
-    def _owed_for(self, bucket: Bucket, held: Mapping[str, Any] | None) -> _Owed:
-        """What is owed for `bucket`: what was loaded, or nothing if it is new or has another size than last time."""
-        buffer, index = bucket.buffer(), bucket.index()
+    def _owed_for(self, bucket: Bucket) -> _Owed:
+        """What is owed for `bucket`; of other parameters than last time, what is owed for each of them."""
+        assert self._group is not None
+        buffer, index, keys = bucket.buffer(), bucket.index(), self._keys(bucket)
         owed = self._owed.get(index)
-        if held is not None or owed is None or owed.numel != buffer.numel() or owed.sent.device != buffer.device:
-            owed = _nothing_owed(buffer, self._size, self._settings.block)
-            if held is not None:
-                assert self._group is not None
-                owed.flat(owed.sent).copy_(held["sent"])
-                whole = torch.zeros_like(owed.sent)
-                owed.flat(whole).copy_(held["kept"])
-                owed.kept.copy_(whole[self._group.rank()])
-            if self._settings.error_feedback:
-                self._owed[index] = owed
+        if owed is not None and (tuple(owed.parts), owed.numel, owed.sent.device) == (
+            keys,
+            buffer.numel(),
+            buffer.device,
+        ):
+            return owed
+        owed = _nothing_owed(bucket, keys, self._size, self._settings.block)
+        with torch.no_grad():
+            for key, part in owed.parts.items():
+                if (home := self._home.pop(key, None)) is not None and home.parts[key].shape == part.shape:
+                    home.fold(self._group)
+                    part.copy_(home.parts[key])
+                if (held := self._claim(key, part, "owed")) is not None:
+                    part.copy_(held["owed"])
+        self._check_claimed(bucket)
+        if self._settings.error_feedback:
+            self._owed[index] = owed
+            self._home.update(dict.fromkeys(keys, owed))
+            homes = set(self._home.values())
+            self._owed = {place: each for place, each in self._owed.items() if each in homes}
         return owed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Owed:
     """What rounding has lost of one bucket of `numel` gradients, in float32.
 
     `sent`, of shape (n, blocks, block): by this rank, before the average. `kept`, of shape (blocks, block): of the
-    average, in the row that this rank owns. Beyond `numel` both are zero.
+    average, in the row that this rank owns. Beyond `numel` both are zero. `parts` are views of `sent`, one a parameter,
+    as its gradient lies in the bucket.
     """
 
     numel: int
     sent: torch.Tensor
     kept: torch.Tensor
+    parts: dict[str, torch.Tensor]
 
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
         """The elements of the bucket in `rows`, as a view."""
         return rows.view(-1)[: self.numel]
 
+    def fold(self, group: dist.ProcessGroup) -> None:
+        """Put all that is owed into `sent`: n times what this rank owes alone is the same to the average of n."""
+        self.sent[group.rank()].add_(self.kept, alpha=group.size())
+        self.kept.zero_()
 
-def _nothing_owed(buffer: torch.Tensor, size: int, block: int) -> _Owed:
+
+def _nothing_owed(bucket: Bucket, keys: Sequence[str], size: int, block: int) -> _Owed:
+    buffer = bucket.buffer()
     blocks = -(-buffer.numel() // (size * block))
     sent = torch.zeros(size, blocks, block, dtype=torch.float32, device=buffer.device)
-    return _Owed(buffer.numel(), sent, torch.zeros_like(sent[0]))
+    parts = {
+        key: sent.as_strided(each.size(), each.stride(), each.storage_offset() - buffer.storage_offset())
+        for key, each in zip(keys, real_gradients(bucket), strict=True)
+    }
+    return _Owed(buffer.numel(), sent, torch.zeros_like(sent[0]), parts)

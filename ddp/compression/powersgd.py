@@ -1,39 +1,41 @@
-"""Gradients travel as products of two thin matrices: torch's PowerSGD hook, made safe for what training loops do.
+"""Gradients travel as products of two thin matrices, and what these leave out is added to the next ones.
 
-The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression
-for Distributed Optimization, arXiv:1905.13727; the hook is torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
+The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization, arXiv:1905.13727, algorithms 1 and 2, with plain averages at first, as torch's hook of that name has them.
+Nothing here is decided by a number that the host would have to read from a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, Compressor, LoadedBuckets, completed, mean_over_ranks
-from ddp.errors import ArgumentError, CheckpointError, UnsupportedError
+from ddp.compression.compressor import (
+    Bucket,
+    Compressor,
+    completed,
+    is_in_stream_order,
+    mean_over_ranks,
+    real_gradients,
+)
+from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["PowerSGD", "PowerSGDCompressor"]
 
-# Torch's default of 0 divides by zero where a gradient is zero, for instance of a parameter that was not used.
-_EPSILON = 1e-8
+_SMALLEST_NORM = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Torch's PowerSGD: matrices as products of two of rank `rank`, after `start_step` steps of plain averages.
+    """Matrices as products of two of rank `rank`, after `start_step` steps of plain averages.
 
     The first steps are the ones that approximation harms most; torch advises a tenth of all steps. A gradient that
-    does not shrink by `min_compression_rate` is sent as it is. Needs numpy.
-
-    Rank 2 is the one to avoid: for up to two columns torch's hook orthogonalises by one pass of Gram-Schmidt, which
-    loses a second column that is nearly a multiple of the first. Where gradients were of rank one (a batch of one row),
-    averages came out up to twice as large, to be taken back by later steps; ranks 1 and 3 do not have this.
+    does not shrink by `min_compression_rate` is sent as it is.
     """
 
     rank: int = 1
@@ -46,137 +48,230 @@ class PowerSGD:
         if self.start_step < 2:
             raise ArgumentError(f"PowerSGD(start_step={self.start_step}): at least 2, buckets change after the first")
 
-    def compressor(self, group: dist.ProcessGroup) -> PowerSGDCompressor:
-        return PowerSGDCompressor(group, self)
+    def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> PowerSGDCompressor:
+        return PowerSGDCompressor(group, self, parameters)
 
 
 class PowerSGDCompressor(Compressor):
     """Averages buckets, from step `start_step` on by matrices of rank `rank`.
 
-    What it adds to torch's hook: it forgets what it remembers of a bucket that is not finite (a GradScaler's skipped
-    step) or that has other gradients than last time; it takes gradients of any shape and layout; a world of one
-    compresses nothing.
+    It forgets what it remembers of a gradient that is not finite (a GradScaler's skipped step), takes gradients of any
+    shape and layout, and compresses nothing in a world of one. What it remembers is by parameter, so that buckets may
+    change at any time.
 
-    On the CPU a bucket is finished before backward goes on: torch's hook starts collectives from the threads that
-    end others, in no order that ranks share, which with several buckets on their way stalls or mixes them up.
+    With gloo a bucket is finished before backward goes on: its second collective would else start while others are on
+    their way, in no order that ranks share.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settings: PowerSGD) -> None:
-        super().__init__(group, "powersgd")
-        try:
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-
-            self._state: Any = powersgd.PowerSGDState(
-                group,
-                matrix_approximation_rank=settings.rank,
-                start_powerSGD_iter=settings.start_step,
-                min_compression_rate=settings.min_compression_rate,
-                orthogonalization_epsilon=_EPSILON,
-            )
-        except ImportError as error:
-            raise UnsupportedError(
-                f"compression by PowerSGD needs numpy, which torch's hook draws random numbers with: {error}"
-            ) from error
-        self._hook = powersgd.powerSGD_hook
-        self._rank = settings.rank
-        self._shapes: dict[int, list[torch.Size]] = {}
-        self._loaded = LoadedBuckets()
+    def __init__(
+        self, group: dist.ProcessGroup, settings: PowerSGD, parameters: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        super().__init__(group, "powersgd", parameters)
+        self._settings = settings
+        self._step = 0
+        self._made = 0  # approximations, of which each draws its first matrix with a seed of its own
+        self._known: dict[str, _Approximation] = {}
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         assert self._group is not None
-        index, buffer = bucket.index(), bucket.buffer()
-        held = self._loaded.fetch(bucket)
-        if self._size == 1:
-            if held is not None:
-                buffer.add_(held["error"].to(buffer))
-            self._state.maybe_increase_iter(bucket)
+        buffer = bucket.buffer()
+        is_plain = self._step < self._settings.start_step
+        self._step += bucket.is_last()
+        if self._size == 1 or not buffer.numel():
+            self._pay_all(bucket, "error")
             return completed(buffer)
-        matrices = _matrices_of(bucket)
-        shapes = [matrix.shape for matrix in matrices.gradients()]
-        if self._shapes.get(index) != shapes:
-            self._forget(index)
-            self._shapes[index] = shapes
-        if held is not None:
-            self._take(index, held, buffer)
-        is_plain = self._state.iter < self._state.start_powerSGD_iter
-        with waiting_for_peers(f"PowerSGD of bucket {index}", self._group):
-            started: torch.futures.Future[torch.Tensor] = self._hook(self._state, matrices)
-            if is_plain:
-                return started
-            if buffer.device.type == "cpu":
-                return completed(self._checked(index, started.wait()))
-        return started.then(lambda done: self._checked(index, done.value()))
+        if is_plain:
+            return self._start_average(self._group, bucket)
+        with torch.no_grad(), waiting_for_peers(f"PowerSGD of bucket {bucket.index()}", self._group):
+            exchange = _Exchange(self._group, bucket, self._known_of(bucket))
+            work = exchange.start()
+            if not is_in_stream_order(self._group, buffer.device):
+                work.wait()
+                return completed(exchange.finish())
+            # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
+            return work.get_future().then(lambda _: exchange.finish())
+
+    def _start_average(self, group: dist.ProcessGroup, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        """Start a plain average, and name the parameters: the first pass has an order that every run has."""
+        self._keys(bucket)
+        buffer = bucket.buffer()
+        work = group.allreduce([buffer.div_(self._size)])
+        if buffer.device.type == "cpu" or is_in_stream_order(group, buffer.device):
+            return work.get_future().then(lambda _: buffer)
+        with waiting_for_peers(f"average of bucket {bucket.index()}", group):
+            work.wait()  # which lets the stream wait for what gloo copies back to the device
+        return completed(buffer)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._group is not None
-        state = self._state
-        buckets = []
-        for index in sorted(state.error_dict):
-            error = state.error_dict[index]
-            mean_over_ranks(self._group, error)  # which is all that the sum over ranks sees of it
-            held = {"index": index, "numel": error.numel(), "error": error.clone()}
-            if index in state.q_memory_dict:
-                held |= {"q": state.q_memory_dict[index].clone(), "p_numel": state.p_memory_dict[index].numel()}
-            buckets.append(held)
-        _, keys, position, *_ = state.rng.get_state(legacy=True)
+        parameters: dict[str, Mapping[str, Any]] = {}
+        for key, known in self._known.items():
+            mean_over_ranks(self._group, known.matrix)  # which is all that the sum over ranks sees of it
+            error = known.error.clone(memory_format=torch.contiguous_format)
+            parameters[key] = {"error": error, "q": known.q.clone(), "seed": known.seed}
         return {
             "method": self._name,
-            "rank": self._rank,
-            "step": state.iter,
-            "random": {"keys": [int(key) for key in keys], "position": int(position)},
-            "buckets": self._loaded.with_rest(buckets),
+            "rank": self._settings.rank,
+            "step": self._step,
+            "made": self._made,
+            "parameters": {**parameters, **self._loaded},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._need_own(state)
-        if state.get("rank") != self._rank:
-            raise CheckpointError(f"the state is that of PowerSGD of rank {state.get('rank')}, this has {self._rank}")
-        loaded = LoadedBuckets(state)
+        loaded = self._read(state, ["error", "q"])
+        if state.get("rank") != self._settings.rank:
+            raise CheckpointError(
+                f"the state is that of PowerSGD of rank {state.get('rank')}, this has {self._settings.rank}"
+            )
         try:
-            step = int(state["step"])
-            keys, position = state["random"]["keys"], int(state["random"]["position"])
-            self._state.rng.set_state(("MT19937", keys, position))
+            step, made, _ = int(state["step"]), int(state["made"]), [int(held["seed"]) for held in loaded.values()]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of a compressor ({type(error).__name__}: {error})") from error
-        self._state.iter = step
-        for index in list(self._shapes):
-            self._forget(index)
-        self._loaded = loaded
+        self._step, self._made, self._loaded = step, made, loaded
+        self._known.clear()
 
-    def close(self) -> None:
-        super().close()
-        self._state.process_group = None
+    def _known_of(self, bucket: Bucket) -> list[_Approximation | None]:
+        """What is remembered of each gradient of a bucket; None for one that is sent as it is."""
+        known = [
+            self._known_for(key, gradient)
+            for key, gradient in zip(self._keys(bucket), real_gradients(bucket), strict=True)
+        ]
+        self._check_claimed(bucket)
+        return known
 
-    def _checked(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Forget a bucket that is not finite: its errors would never be. All ranks have the same buffer, so all do."""
-        if not bool(buffer.isfinite().all()):
-            self._forget(index)
-        return buffer
+    def _known_for(self, key: str, gradient: torch.Tensor) -> _Approximation | None:
+        known = self._known.get(key)
+        if known is not None and known.fits(gradient):
+            return known
+        self._known.pop(key, None)
+        held = self._claim(key, gradient, "error")
+        rank = self._rank_for(gradient)
+        if rank is None:
+            if held is not None:
+                gradient.add_(held["error"].to(gradient))
+            return None
+        if held is None:
+            self._made += 1
+        known = self._known[key] = _Approximation(gradient, rank, self._made if held is None else int(held["seed"]))
+        if held is not None:
+            known.error.copy_(held["error"])
+            if held["q"].shape == known.q.shape:
+                known.q.copy_(held["q"])
+        return known
 
-    def _forget(self, index: int) -> None:
-        for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
-            memory.pop(index, None)
+    def _rank_for(self, gradient: torch.Tensor) -> int | None:
+        """The rank to approximate a gradient with, None if that is not worth it."""
+        if not gradient.numel():
+            return None
+        rows, columns = _as_matrix(gradient).shape
+        rank = min(rows, columns, self._settings.rank)
+        is_worth = (rows + columns) * rank * self._settings.min_compression_rate < rows * columns
+        return rank if is_worth else None
 
-    def _take(self, index: int, held: Mapping[str, Any], buffer: torch.Tensor) -> None:
-        self._state.error_dict[index] = held["error"].to(buffer).clone()
-        if "q" in held:
-            self._state.q_memory_dict[index] = held["q"].to(buffer).clone()
-            self._state.p_memory_dict[index] = buffer.new_zeros(held["p_numel"])
 
+class _Approximation:
+    """What one rank remembers of a gradient (n, m as a matrix), to approximate it with a rank r.
 
-def _matrices_of(bucket: Bucket) -> Any:
-    """A bucket as torch's hook reads it, its gradients as contiguous views of one or more dimensions.
-
-    The hook takes the first dimension for the rows and cannot take scalars, empty or channels_last gradients.
+    `error`, shaped as the gradient, is what was not delivered; `matrix` is a view of it (n, m). `q` (m, r) is the right
+    factor of the last step, which the next one begins with; `seed` is that of the very first.
     """
-    gradients = [_contiguous(gradient) for gradient in bucket.gradients() if gradient.numel()]
-    return SimpleNamespace(
-        index=bucket.index, buffer=bucket.buffer, is_last=bucket.is_last, gradients=lambda: gradients
-    )
+
+    def __init__(self, gradient: torch.Tensor, rank: int, seed: int) -> None:
+        self.error = torch.zeros_like(gradient)
+        self.matrix = _as_matrix(self.error)
+        self.seed = seed
+        drawn = torch.randn(self.matrix.shape[1], rank, generator=torch.Generator().manual_seed(seed), device="cpu")
+        self._first = drawn.to(gradient)
+        self.q = self._first.clone()
+
+    def fits(self, gradient: torch.Tensor) -> bool:
+        error = self.error
+        return (error.shape, error.stride(), error.dtype, error.device) == (
+            gradient.shape,
+            gradient.stride(),
+            gradient.dtype,
+            gradient.device,
+        )
+
+    def left_factor(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Take in a gradient; return this rank's left factor (n, r) of it and of what was not delivered before."""
+        self.error.add_(gradient)
+        return self.matrix @ _orthonormal(self.q)
+
+    def deliver(self, left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Write the approximation by the factors (n, r) and (m, r) of all ranks over the gradient; keep the rest.
+
+        If it is not finite, which all ranks see alike, nothing is kept: it would never be finite again. A column of
+        the right factor that is zero would stay so, with whatever comes later: it begins anew.
+        """
+        delivered = torch.mm(left, right.t(), out=_as_matrix(gradient))
+        self.matrix.sub_(delivered)
+        is_finite = delivered.isfinite().all()
+        self.error.masked_fill_(is_finite.logical_not(), 0.0)
+        torch.where(is_finite & right.any(dim=0), right, self._first, out=self.q)
+
+
+class _Exchange:
+    """One bucket on its way: two sums over the ranks, the left factors with what is not compressed, the right ones."""
+
+    def __init__(self, group: dist.ProcessGroup, bucket: Bucket, known: list[_Approximation | None]) -> None:
+        self._group = group
+        self._buffer = bucket.buffer()
+        pairs = list(zip(real_gradients(bucket), known, strict=True))
+        self._plain = [_contiguous(gradient) for gradient, each in pairs if each is None]
+        self._compressed = [(gradient, each) for gradient, each in pairs if each is not None]
+
+    def start(self) -> dist.Work:
+        """Start the first sum."""
+        parts = [*self._plain, *(known.left_factor(gradient) for gradient, known in self._compressed)]
+        self._shapes = [part.shape for part in parts]
+        self._sum = self._flat(parts)
+        return self._group.allreduce([self._sum])
+
+    @torch.no_grad()
+    def finish(self) -> torch.Tensor:
+        """Put the averages into the bucket's buffer, after the first sum; return it."""
+        parts = self._split(self._sum, self._shapes)
+        for gradient in self._plain:
+            gradient.copy_(parts.pop(0))
+        if not self._compressed:
+            return self._buffer
+        lefts = list(map(_orthonormal, parts))
+        rights = [known.matrix.t() @ left for (_, known), left in zip(self._compressed, lefts, strict=True)]
+        total = self._flat(rights)
+        self._group.allreduce([total]).wait()  # on a device, its stream waits
+        means = self._split(total, [right.shape for right in rights])
+        for (gradient, known), left, right in zip(self._compressed, lefts, means, strict=True):
+            known.deliver(left, right, gradient)
+        return self._buffer
+
+    def _flat(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        # Divided before the sum, float16 does not overflow in it.
+        return torch.cat([part.reshape(-1) for part in parts]).div_(self._group.size())
+
+    @staticmethod
+    def _split(flat: torch.Tensor, shapes: list[torch.Size]) -> list[torch.Tensor]:
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns (n, r) that span those given; of a single one that is zero, zeros."""
+    wide = columns.float() if columns.dtype.itemsize < 4 else columns  # QR knows no shorter numbers
+    if wide.shape[1] == 1:  # a third of the kernels of QR
+        spanning: torch.Tensor = wide / torch.linalg.vector_norm(wide).clamp_min(_SMALLEST_NORM)
+    else:
+        spanning = torch.linalg.qr(wide).Q
+    return spanning.to(columns.dtype)
+
+
+def _as_matrix(gradient: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense gradient as a matrix: its first dimension in memory, and all others."""
+    plain = _contiguous(gradient)
+    return plain.view(plain.shape[0], -1)
 
 
 def _contiguous(gradient: torch.Tensor) -> torch.Tensor:
     """The memory of a dense gradient as a contiguous view: its dimensions in the order of their strides."""
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    order = sorted(range(real.dim()), key=lambda dim: (real.stride(dim), real.size(dim)), reverse=True)
-    return real.permute(order) if real.dim() else real.view(1)
+    order = sorted(range(gradient.dim()), key=lambda dim: (gradient.stride(dim), gradient.size(dim)), reverse=True)
+    return gradient.permute(order) if gradient.dim() else gradient.view(1)

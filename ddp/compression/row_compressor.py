@@ -6,7 +6,7 @@ compressor. Casts inside an operation allocate too, so compressors cast with `co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,8 +21,8 @@ __all__ = ["RowCompressor"]
 class RowCompressor(Compressor):
     """Fills the rows of a bucket in `reduce`, and hands them to `_start` with what is to be made of those it gets."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        super().__init__(group, name)
+    def __init__(self, group: dist.ProcessGroup, name: str, parameters: Mapping[str, torch.Tensor] | None) -> None:
+        super().__init__(group, name, parameters)
         self._exchange: RowExchange | None = open_exchange(group)
         self._memories: dict[int, RowMemory] = {}
         self._free: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ That is a reduce-scatter and an all-gather, as in a ring all-reduce, and each ra
 On the CPU both steps run beside backward. The second cannot use the group itself: ranks would start it at different
 points among the first steps of later buckets, and collectives must start in the same order on every rank. So it has
 connections of its own, one thread that starts second steps in the order of the first ones, and one that ends them.
-On CUDA the order of a stream does all this.
+With NCCL the order of a stream does all this. With gloo on a device, a bucket is finished before the next one starts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import gather_values
+from ddp.compression.compressor import completed, is_in_stream_order
 from ddp.errors import CollectiveError, UnsupportedError
-from ddp.monitoring.stall_report import StallReport, report_of
+from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
 from ddp.torch_internals import allgather_flat, backend_of, default_store, timeout_of
 
 __all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
@@ -220,18 +221,22 @@ class _Pipeline:
 
 
 def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
-    """Enqueue all steps on the device at once: streams keep their order, so one group does."""
+    """Enqueue all steps on the device at once: streams keep their order, so one group does. Wait where they do not."""
     send, received = rows.memory.send, rows.memory.received
     work = group.alltoall_base(received, send, [], [])
 
-    def finish(_: torch.futures.Future[object]) -> torch.Tensor:
+    def finish() -> torch.Tensor:
         with torch.no_grad():
             mine = rows.average(received)
             allgather_flat(group, send.view(-1), mine).wait()
             return rows.deliver(send)
 
+    if not is_in_stream_order(group, send.device):
+        with waiting_for_peers(f"compressed average of {rows.label}", group):
+            work.wait()
+            return completed(finish())
     # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
-    return work.get_future().then(finish)
+    return work.get_future().then(lambda _: finish())
 
 
 def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo | None:

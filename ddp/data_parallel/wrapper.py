@@ -394,7 +394,7 @@ class DistributedDataParallel(TorchSurface):
         self._policy.reducer.use_hook(hook)
 
     def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
-        compressor, hook = make_compression(compression, self.process_group)
+        compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
         self.compression = compressor
         weakref.finalize(self, compressor.close).atexit = False
         self._use_hook(CommHook(hook, compressor, is_chained=isinstance(compressor, PowerSGDCompressor)))
@@ -411,7 +411,7 @@ class DistributedDataParallel(TorchSurface):
     def load_reduction_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
 
-        Raises CheckpointError if it does not fit the module or its buckets. Without compression, nothing happens but
+        Raises CheckpointError if it does not fit the module. Without compression, nothing happens but
         a warning that what was owed is lost.
         """
         if self.compression is None or self._policy is None:

@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd, assert_replicas_equal
+from ddp_worlds.late_device import LateDevice
 from torch import nn
 
 import ddp
 from ddp.comm.shared_memory import SharedSegment
+from ddp.strategies.central_storage import device_copies
+from ddp.strategies.central_storage import step as storage_step
 from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
 
 F64 = torch.float64
@@ -159,6 +162,28 @@ def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
         assert_replicas_equal(model)
         assert_same(optimizer.state_dict(), their_optimizer.state_dict(), where)
         optimizer.close()
+
+
+def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
+    """The same with parameters on a device that copies as late as it may, in blocks of a few hundred bytes."""
+    late = LateDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage_step, "_is_on_device", lambda _: True)
+        patch.setattr(device_copies, "_BLOCK_BYTES", 600)
+        late.install(patch)
+        for model_name, maker, parts, clip in settings:
+            make = MAKERS[maker]
+            theirs = ddp.DistributedDataParallel(build(model_name))
+            train(theirs, make(list(theirs.parameters())), range(5), parts=parts, clip=clip)
+            model = build(model_name)
+            model, optimizer = CentralStorage(max_grad_norm=clip or None).prepare(model, make(list(model.parameters())))
+            before = late.copies
+            train(model, optimizer, range(5), parts=parts)
+            late.catch_up()
+            assert late.copies - before >= 10
+            broadcast_all(list(theirs.module.buffers()))
+            assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()), f"{model_name} {maker}")
+            optimizer.close()
 
 
 def prepared(name: str = "mlp", maker: str = "sgd", **options: Any) -> tuple[nn.Module, CentralOptimizer]:

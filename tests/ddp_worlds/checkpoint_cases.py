@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint, rng
+from ddp.checkpoint import checkpoint, preemption, rng
 from ddp.checkpoint import file as checkpoint_file
+from ddp.comm import objects
 from ddp.monitoring import progress
 
 
@@ -215,6 +216,29 @@ def _save_for_ever(folder: Path, done: int) -> None:
             os.write(done, step.to_bytes(8, "little"))
     finally:
         os._exit(1)
+
+
+def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
+    """Rank 1 hears SIGUSR1 twice: all ranks save in the same two steps, told by tensors in host memory."""
+    if not has_host_group:  # as of NCCL alone
+        for module in (preemption, objects):
+            module.device_of = lambda *_: torch.device("cuda")
+    seen = []
+    all_reduce = dist.all_reduce
+
+    def note(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        seen.append((tensor.device.type, arguments[1] is dist.group.WORLD))
+        return all_reduce(tensor, *arguments, **named)
+
+    dist.all_reduce = note
+    made = ddp.Checkpoint(folder)
+    answers = []
+    for step in range(8):
+        answers.append(made.due(step, every=0))
+        if dist.get_rank() == 1 and step in (2, 5):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert answers == [step in (4, 7) for step in range(8)]
+    assert seen == [("cpu", has_host_group)] * 8
 
 
 if __name__ == "__main__":

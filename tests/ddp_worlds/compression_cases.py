@@ -38,6 +38,7 @@ class Bucket:
     flat: torch.Tensor
     last: bool = False
     shapes: Sequence[tuple[int, ...]] = field(default=())
+    owners: Sequence[torch.Tensor] = field(default=())
 
     def index(self) -> int:
         return self.number
@@ -51,8 +52,21 @@ class Bucket:
         parts = self.flat.split([torch.Size(shape).numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Its own, or the same ones for buckets of the same number and shapes."""
+        if self.owners:
+            return list(self.owners)
+        shapes = [tuple(each.shape) for each in self.gradients()]
+        return [
+            _parameters.setdefault((self.number, place, shape), torch.empty(shape))
+            for place, shape in enumerate(shapes)
+        ]
+
     def is_last(self) -> bool:
         return self.last
+
+
+_parameters: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}
 
 
 def gradients(step: int, rank: int, sizes: Sequence[int] = SIZES) -> list[torch.Tensor]:
@@ -300,12 +314,22 @@ def state_goes_on_bit_by_bit(method: Method, folder: str) -> None:
     resumed = steps(other, 3)
     assert all(torch.equal(a, b) for a, b in zip(went_on, resumed, strict=True))
     first, second = made.state.state_dict(), other.state.state_dict()
-    for state in (first, second):
-        assert [held["index"] for held in state["buckets"]] == ([] if method == "bf16" else [0, 1, 2])
-    for a, b in zip(first["buckets"], second["buckets"], strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
-    assert_same_bits([value for held in first["buckets"] for value in held.values() if isinstance(value, torch.Tensor)])
+    count = {"bf16": 0, "int8": 5}.get(str(method), 2)  # of PowerSGD, two are worth it
+    assert len(first["parameters"]) == len(second["parameters"]) == count
+    assert_equal_states(first, second)
+    assert_same_bits(tensors_of(first))
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    """All tensors in the state of a compressor."""
+    return [value for held in state["parameters"].values() for value in held.values() if torch.is_tensor(value)]
+
+
+def assert_equal_states(first: Any, second: Any) -> None:
+    assert first["parameters"].keys() == second["parameters"].keys()
+    for key, held in first["parameters"].items():
+        assert held.keys() == second["parameters"][key].keys()
+    assert all(map(torch.equal, tensors_of(first), tensors_of(second)))
 
 
 def what_is_owed_is_paid(method: Method, folder: str) -> None:
@@ -313,18 +337,21 @@ def what_is_owed_is_paid(method: Method, folder: str) -> None:
     state = torch.load(Path(folder) / "state.0", weights_only=True)
     made = make_compression(method)
     made.state.load_state_dict(state)
-    again = made.state.state_dict()
-    for a, b in zip(state["buckets"], again["buckets"], strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor))
-    results = reduced(made, [torch.zeros(size) for size in FLATS], SHAPES)
+    assert_equal_states(state, made.state.state_dict())
+    flats = [torch.zeros(size) for size in FLATS]
+    results = reduced(made, flats, SHAPES)
     assert_same_bits(results)
-    left = {held["index"]: held for held in made.state.state_dict()["buckets"]}
-    for held, result in zip(state["buckets"], results, strict=True):
-        keys = [key for key in ("sent", "kept", "error") if key in held]
-        before = sum(held[key] for key in keys)
-        after = result + sum(left[held["index"]][key] for key in keys) if held["index"] in left else result
-        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
-        assert before.abs().max() > 0
+    left = made.state.state_dict()["parameters"]
+    delivered = [
+        part for number, flat in enumerate(results) for part in Bucket(number, flat, shapes=SHAPES[number]).gradients()
+    ]
+    for key, held in state["parameters"].items():
+        field = "owed" if "owed" in held else "error"
+        (result,) = (part for number, part in enumerate(delivered) if key == f"parameter {number}")
+        before = held[field]
+        after = result + left[key][field] if key in left else result
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6 * float(before.norm()))
+    assert max(float(tensor.abs().max()) for tensor in tensors_of(state) if tensor.numel()) > 0
     if dist.get_world_size() == 1:
         assert not left  # all is paid at once
 
@@ -336,35 +363,26 @@ def states_that_do_not_fit_are_errors() -> None:
     for method, bad, text in (
         ("bf16", state, "that of compression int8, this is bf16"),
         ("int8", {}, "not the state of a compressor"),
-        ("int8", {"method": "int8", "buckets": [{"numel": 3}]}, "not the state of a compressor"),
-        ("int8", {"method": "int8", "buckets": [{"index": 0, "numel": 3, "sent": torch.zeros(3)}]}, "no whole 'kept'"),
-        (LOW_RANK, {"method": "powersgd", "rank": 1, "buckets": []}, "of rank 1, this has 3"),
-        (LOW_RANK, {"method": "powersgd", "rank": 3, "buckets": []}, "not the state of a compressor"),
+        ("int8", {"method": "int8", "buckets": []}, "not the state of a compressor"),
+        ("int8", {"method": "int8", "parameters": {"a": {"owed": 3}}}, "state of 'a' has no tensor 'owed'"),
+        (LOW_RANK, {"method": "powersgd", "rank": 1, "parameters": {}}, "of rank 1, this has 3"),
+        (LOW_RANK, {"method": "powersgd", "rank": 3, "parameters": {}}, "not the state of a compressor"),
     ):
         with pytest.raises(CheckpointError, match=text):
             make_compression(method).state.load_state_dict(bad)
     for sizes, text in (
-        ([100, 201], "bucket 1 has 201 elements, that of the checkpoint 200"),
-        ([100], "no bucket 1"),
+        ([100, 201], r"'parameter 1' has shape \(201,\), that of the checkpoint \(200,\)"),
+        ([100], "the model has no 'parameter 1'"),
     ):
         other = make_compression("int8")
         other.state.load_state_dict(state)
         with pytest.raises(CheckpointError, match=text):
             reduced(other, [torch.zeros(size) for size in sizes])
-
-
-def other_buckets_start_anew() -> None:
-    """After another plan nothing is owed for the old buckets."""
-    for method in ("int8", LOW_RANK):
-        made = make_compression(method)
-        for step in range(4):
-            reduced(made, gradients(step, dist.get_rank(), [1200, 600]), [[(40, 30)], [(20, 30)]])
-        fresh = make_compression(method)
-        fresh.state.load_state_dict({**made.state.state_dict(), "buckets": []})
-        sizes, shapes = [600, 1300], [[(30, 20)], [(26, 50)]]
-        results = reduced(made, gradients(9, dist.get_rank(), sizes), shapes)
-        expected = reduced(fresh, gradients(9, dist.get_rank(), sizes), shapes)
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    weight = torch.empty(3, 4)
+    named = make_compression("int8", parameters={"weight": weight})
+    for name, shape, text in (("bias", (3, 4), "the model has no 'bias'"), ("weight", (4, 3), r"shape \(3, 4\)")):
+        with pytest.raises(CheckpointError, match=text):
+            named.state.load_state_dict({"method": "int8", "parameters": {name: {"owed": torch.zeros(shape)}}})
 
 
 # PowerSGD
@@ -453,7 +471,7 @@ def world_of_one_compresses_nothing() -> None:
             flats = gradients(step, 0)
             before = [flat.clone() for flat in flats]
             assert all(torch.equal(a, b) for a, b in zip(reduced(made, flats), before, strict=True))
-        assert made.state.state_dict()["buckets"] == []
+        assert made.state.state_dict()["parameters"] == {}
 
 
 def lost_rank(method: Method) -> str | None:

@@ -23,6 +23,7 @@ from torch import nn
 
 import ddp
 from ddp.strategies.local_sgd.averaging import LocalSGD
+from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 
 F64 = torch.float64
 ROWS = 3  # of a rank's batch
@@ -389,6 +390,60 @@ def ranks_that_cannot_become_equal() -> list[str]:
     return errors
 
 
+class StandIn(StandInOptimizer):
+    """As that of central storage and that of parameter servers."""
+
+    _make_step = _whole_state = _load_whole_state = lambda *_: None  # type: ignore[assignment]
+
+
+def compression_is_of_averaged_gradients(compression: Any) -> None:
+    """Compressed steps, own steps, compressed steps: bitwise what two ranks do by hand, what is owed included."""
+    rank, after, own = dist.get_rank(), 5, 4
+    model, other = (ddp.DistributedDataParallel(build("mlp"), compression=compression) for _ in range(2))
+    optimizer, others_optimizer = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, other))
+    local = LocalSGD(model, optimizer, every=2, after=after)
+
+    def make_step(net: nn.Module, stepped: torch.optim.Optimizer, step: int) -> None:
+        stepped.zero_grad()
+        loss_of(net, *data(step, rank)).backward()
+        stepped.step()
+
+    owed: list[Any] = []
+    for step in range(after + own):
+        make_step(model, optimizer, step)
+        if step >= after:
+            owed.append(model.reduction_state())
+    local.sync()
+    local.close()
+    for step in range(after + own):
+        if step < after:
+            make_step(other, others_optimizer, step)
+            continue
+        twin = build("mlp")
+        twin.load_state_dict(other.module.state_dict())
+        loss_of(twin, *data(step, rank)).backward()
+        for parameter, own_parameter in zip(other.parameters(), twin.parameters(), strict=True):
+            parameter.grad = own_parameter.grad
+        others_optimizer.step()
+        if (step - after) % 2:
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    dist.all_reduce(parameter.div_(2))
+    other.reduction_state()  # brings what the ranks owe together, as it did above
+    for step in range(after + own, after + own + 3):
+        make_step(model, optimizer, step)
+        make_step(other, others_optimizer, step)
+        assert all(map(torch.equal, model.parameters(), other.parameters())), step
+    assert_replicas_equal(model)
+    for state in owed:  # waits for the next averaged gradients
+        assert all(
+            torch.equal(tensor, state["compression"]["parameters"][key][name])
+            for key, held in owed[0]["compression"]["parameters"].items()
+            for name, tensor in held.items()
+            if torch.is_tensor(tensor)
+        )
+
+
 def misuse_is_warned_of_or_refused() -> None:
     rank = dist.get_rank()
     x, y = data(0, rank)
@@ -431,6 +486,8 @@ def misuse_is_warned_of_or_refused() -> None:
         LocalSGD(model, sgd(build("mlp").parameters()), every=2)
     with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
         LocalSGD(model, torch.optim.LBFGS(model.parameters()), every=2)
+    with pytest.raises(ddp.errors.UnsupportedError, match="prepare"):
+        LocalSGD(model, StandIn(sgd(model.parameters())), every=2)
     with pytest.raises(ddp.errors.ArgumentError, match=r"layers\.0\.bias"):
         local.load_state_dict({"step": 1, "outer_momentum": {"layers.0.bias": torch.zeros(3)}})
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.late_device import LateDevice
 from ddp_worlds.strategy_cases import (
     EPOCHS,
     F64,
@@ -35,6 +36,7 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
+from ddp.strategies.parameter_server import client
 from ddp.strategies.parameter_server.strategy import ParameterServer
 from ddp.strategies.parameter_server.transport import endpoint
 
@@ -96,6 +98,40 @@ def sync_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -> None:
             assert_equals_oracle(strategy, setting)
             strategy.close()
 
+        try:
+            in_roles(workers, servers, body)
+        except AssertionError as error:
+            raise AssertionError(f"{workers} workers, {servers} servers, {setting}: {error}") from error
+
+
+def a_late_device_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -> None:
+    """The same with workers whose parameters are on a device that copies as late as it may."""
+    device = LateDevice()
+
+    def body() -> None:
+        setting = now[0]
+        with pytest.MonkeyPatch.context() as patch:
+            device.install(patch)
+            patch.setattr(client, "read_values", after_all(client.read_values))
+            strategy = start(setting)
+            strategy.unwrap = after_all(strategy.unwrap)  # type: ignore[method-assign]
+            if setting.options.get("mode") == "async":
+                train(strategy, setting)
+            else:
+                assert_equals_oracle(strategy, setting)
+            strategy.close()
+            assert strategy.role == "worker"
+            assert device.copies > 10
+
+    def after_all(function: Callable[..., T]) -> Callable[..., T]:
+        def run(*arguments: Any) -> T:
+            device.catch_up()
+            return function(*arguments)
+
+        return run
+
+    for workers, servers, setting in runs:
+        now = [setting]
         try:
             in_roles(workers, servers, body)
         except AssertionError as error:

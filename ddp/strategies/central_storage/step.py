@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ddp.comm.host_copy import device_with_stream
 from ddp.data_parallel.arguments import check_initialized
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.monitoring.progress import count_step
+from ddp.strategies.central_storage.device_copies import DeviceCopies
 from ddp.strategies.central_storage.regions import (
     Form,
     RankRegion,
@@ -120,17 +122,21 @@ class Storage:
         others = [tensor for tensor in self._model.parameters() if id(tensor) not in own]
         self._shared.broadcast([*others, *self._model.buffers()])
         self._shared.barrier("first values")
-        self._on_device = []
+        self._on_device: dict[int, torch.nn.Parameter] = {}
         self._slots = [self._mine.slot(number) for number in range(len(self._forms))]
         self._hooks: list[RemovableHandle] = []
-        for parameter, place, slot in zip(self._parameters, self._places, self._slots, strict=True):
-            if parameter.device.type != "cpu":
-                self._on_device.append((parameter, place))
+        for number, (parameter, place, slot) in enumerate(
+            zip(self._parameters, self._places, self._slots, strict=True)
+        ):
+            if _is_on_device(parameter):
+                self._on_device[number] = parameter
                 parameter.copy_(place)
                 continue
             parameter.data = place
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, slot)))
+        device = device_with_stream(self._on_device.values())
+        self._copies = None if device is None else DeviceCopies(self._on_device, device)
         self._pointers = [parameter.data_ptr() for parameter in self._parameters]
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -154,8 +160,10 @@ class Storage:
         if any(int(region.header[RankRegion.MOVED]) == self._step for region in self._regions):
             self._exchange()
         self._shared.broadcast_buffers()
-        if self._on_device:
-            foreach_copy([parameter for parameter, _ in self._on_device], [place for _, place in self._on_device])
+        if self._copies is not None:
+            self._copies.send(self._places)
+        elif self._on_device:
+            foreach_copy([*self._on_device.values()], [self._places[number] for number in self._on_device])
         count_step()
 
     @contextlib.contextmanager
@@ -196,10 +204,27 @@ class Storage:
 
     def _write(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's gradients and header into its region."""
-        kinds = [self._written(number, parameter) for number, parameter in enumerate(self._parameters)]
+        copied = self._copied()
+        kinds = [
+            _DENSE if number in copied else self._written(number, parameter)
+            for number, parameter in enumerate(self._parameters)
+        ]
         self._mine.kinds.copy_(torch.tensor(kinds, dtype=torch.int64))
         self._mine.header[RankRegion.DIGEST] = digest(groups)
         self._mine.header[RankRegion.STEP] = self._step
+
+    def _copied(self) -> Mapping[int, torch.Tensor]:
+        """Bring the dense gradients of a device over, all of them together; return them by number."""
+        if self._copies is None:
+            return {}
+        gradients = {number: parameter.grad for number, parameter in self._on_device.items()}
+        dense = {
+            number: gradient.detach()
+            for number, gradient in gradients.items()
+            if gradient is not None and gradient.layout is torch.strided
+        }
+        self._copies.fetch(dense, self._slots)
+        return dense
 
     def _written(self, number: int, parameter: torch.Tensor) -> int:
         gradient, slot = parameter.grad, self._slots[number]
@@ -326,6 +351,10 @@ class Storage:
 
     def let_go(self) -> None:
         self._shared.close()
+
+
+def _is_on_device(parameter: torch.Tensor) -> bool:
+    return parameter.device.type != "cpu"
 
 
 def _move_gradient(slot: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -59,6 +59,9 @@ class LocalSGD:
     rank 0's checkpoint stands for all. A `sync()` starts a new round of `every` steps. The optimizer's moments are
     never averaged: who saves rank 0's gives them to all ranks when the run is resumed.
 
+    **Compression** of the wrapper is of averaged gradients: averages of replicas travel in full, and what it owes when
+    the own steps begin waits for the next averaged gradients (after `close()`), in checkpoints too.
+
     Not while ranks step by themselves: `join()` and weights of `backward()` (UnsupportedError).
 
     Memory: with an outer optimizer, a copy of the trained parameters and one more for its momentum. Every `sync` also
@@ -159,7 +162,9 @@ class LocalSGD:
     def close(self) -> None:
         """Go back to averaging gradients in every step, for good. Call `sync()` before: a warning says if you did not.
 
-        Every rank must call it after the same step.
+        Every rank must call it after the same step. What the optimizer keeps, such as momentum, is still each rank's
+        own and would make the replicas different again: make a new optimizer, or give rank 0's state to all
+        (`ddp.horovod.broadcast_optimizer_state`).
         """
         if self.has_diverged:
             warnings.warn(
@@ -379,6 +384,11 @@ def _check(model: Any, optimizer: Any) -> None:
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if "ZeroRedundancyOptimizer" in names:
         raise UnsupportedError("ZeroRedundancyOptimizer steps for other ranks too, so none can step by itself")
+    if "StandInOptimizer" in names:
+        raise UnsupportedError(
+            "the optimizer that prepare() of central_storage or parameter_server returned steps for all ranks, so none "
+            "can step by itself: make LocalSGD with the model and optimizer that were never given to prepare()"
+        )
     if "LBFGS" in names:
         raise UnsupportedError("LBFGS evaluates the model several times in a step, and must not find it averaged then")
     if not hasattr(optimizer, "register_step_post_hook"):

@@ -19,9 +19,11 @@ import torch
 import zmq
 
 from ddp.comm.codec import encode
+from ddp.comm.host_copy import device_with_stream
 from ddp.comm.layout import Entry
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
+from ddp.strategies.parameter_server.device_copies import DeviceCopies
 from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
 from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
@@ -69,6 +71,8 @@ class Client:
         shares = self._options.shared_memory and SharedSegment.available and process.role == "worker"
         sizes = [plan.partition.bytes(server) for server in range(process.servers)]
         self._memories = [SharedSegment(size) if shares and size else None for size in sizes]  # gradients, by server
+        device = device_with_stream(plan.parameters)
+        self._copies = None if device is None else DeviceCopies(plan.partition, device)
         self._residuals: Residuals = {}
         self._failure: DdpError | None = None
         # What the first server has of them: version and place, and the value if that is small.
@@ -179,12 +183,14 @@ class Client:
         Does not wait for them (`finish` does). `groups` are the optimizer's hyperparameters.
         """
         with self._lock:
+            if self._copies is not None:
+                self._copies.start(gradients)
             for chunk in self.plan.partition.chunks:
                 link = self._with_room(chunk.server)
                 facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
                 if chunk.index in self._last_of:
                     facts["is_last"] = True
-                more, tensors = link.write(chunk, gradients, self._residuals)
+                more, tensors = link.write(chunk, gradients, self._residuals, self._copies)
                 link.request_values(Message("push", {**facts, **more}, tensors))
                 self._pump(0.0)
             self.statistics["steps"] += 1
@@ -359,11 +365,15 @@ class Client:
             self._made = max(self._made, facts["made"])
         if facts.get("training") is not None:
             self.trained, self.is_over = facts["training"]
+        tensors = message.tensors
         if facts.get("shared"):
             assert link.values is not None
-            foreach_copy(targets, chunk.in_flat(chunk.in_memory(link.values.tensor)))
+            tensors = (chunk.in_memory(link.values.tensor),)
+        if self._copies is not None and facts.get("rows") is None:
+            (values,) = tensors
+            self._copies.install(chunk, values, targets)
         else:
-            read_values(chunk, facts, message.tensors, targets)
+            read_values(chunk, facts, tensors, targets)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait until something is so, keeping in touch. Raises ParameterServerError when nothing moves for too long."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
+from ddp.strategies.parameter_server.device_copies import DeviceCopies
 from ddp.strategies.parameter_server.gradient_codec import Residuals, write_gradient
 from ddp.strategies.parameter_server.run_plan import RunPlan
 from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
 from ddp.strategies.parameter_server.transport.messages import Message
-from ddp.strategies.sharding.chunk_gradient import ChunkGradient, flatten_gradients
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flatten_gradients
 from ddp.strategies.sharding.partition import Chunk
 
 __all__ = ["HEARTBEAT_S", "QUIET_S", "ServerLink"]
@@ -78,17 +79,29 @@ class ServerLink:
         return len(self.outstanding) < (_WINDOW if is_near else self._far_window)
 
     def write(
-        self, chunk: Chunk, gradients: Sequence[torch.Tensor | None], residuals: Residuals
+        self,
+        chunk: Chunk,
+        gradients: Sequence[torch.Tensor | None],
+        residuals: Residuals,
+        copies: DeviceCopies | None = None,
     ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
-        """Return the facts and tensors of a chunk's gradient, which lies in shared memory if the server can read it."""
+        """Return the facts and tensors of a chunk's gradient, which lies in shared memory if the server can read it.
+
+        It is taken from `copies` if there are such, which has started to copy it.
+        """
         memory = self.gradients if self.may_share else None
-        if memory is not None:
-            out = chunk.in_memory(memory.tensor)
+        if copies is not None:
+            gradient = copies.gradient_of(chunk)
+            if memory is not None:
+                gradient = _moved(gradient, chunk.in_memory(memory.tensor))
         else:
-            if chunk.index not in self._buffers:
-                self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
-            out = self._buffers[chunk.index]
-        gradient = flatten_gradients(chunk, gradients, out)
+            if memory is not None:
+                out = chunk.in_memory(memory.tensor)
+            else:
+                if chunk.index not in self._buffers:
+                    self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
+                out = self._buffers[chunk.index]
+            gradient = flatten_gradients(chunk, gradients, out)
         is_rows = isinstance(gradient, ChunkGradient) and (bool(gradient.sparse) or gradient.flat is None)
         if memory is None or is_rows:
             return write_gradient(chunk, gradient, self.plan.options.compression or "float32", residuals)
@@ -205,3 +218,10 @@ class ServerLink:
         flat = self.plan.partition.chunks[message.facts["chunk"]].in_memory(self.gradients.tensor)
         facts = {key: value for key, value in message.facts.items() if key != "shared"}
         return Message(message.kind, {**facts, "flat": "float32"}, (flat,))
+
+
+def _moved(gradient: Gradient, out: torch.Tensor) -> Gradient:
+    """A gradient with its flat tensor in `out`."""
+    if isinstance(gradient, torch.Tensor):
+        return out.copy_(gradient)
+    return replace(gradient, flat=None if gradient.flat is None else out.copy_(gradient.flat))

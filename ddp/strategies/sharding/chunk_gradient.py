@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from ddp.comm.host_copy import PinnedBuffer
 from ddp.strategies.sharding.partition import Chunk, Piece
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["ChunkGradient", "Gradient", "Rows", "average", "average_in_rows", "flatten_gradients"]
+__all__ = ["ChunkGradient", "Gradient", "Rows", "average", "average_in_rows", "flatten_gradients", "start_flattening"]
 
 
 class Rows(NamedTuple):
@@ -48,7 +49,48 @@ def flatten_gradients(
     A sparse gradient gives the rows of the piece; it should be coalesced, or it is here once a chunk. `out` (numel,)
     is filled and used if any gradient is dense, else a new tensor.
     """
-    absent, sparse, dense, rows = set(), {}, [], []
+    absent, sparse, dense = _by_kind(chunk, gradients)
+    if not dense and chunk.pieces:
+        return ChunkGradient(None, absent, sparse)
+    flat = torch.empty(chunk.numel, dtype=chunk.dtype) if out is None else out
+    if absent or sparse:
+        foreach_copy([chunk.pieces[position].in_flat(flat) for position in dense], list(dense.values()))
+        return ChunkGradient(flat, absent, sparse)
+    # Measured for 1000 small pieces: half the time of copying each to its place.
+    rows = [each.reshape(-1) for each in dense.values()]
+    if len(rows) == 1:
+        return flat.copy_(rows[0])
+    if all(each.device == flat.device for each in rows):
+        return torch.cat(rows, out=flat)
+    return flat.copy_(torch.cat(rows))  # one transfer
+
+
+def start_flattening(
+    chunk: Chunk, gradients: Sequence[torch.Tensor | None], buffer: PinnedBuffer
+) -> Callable[[], Gradient]:
+    """Start what `flatten_gradients` does, of gradients on a device into pinned memory (numel,), without waiting.
+
+    Return what waits for it and gives the gradient. Rows of sparse gradients are waited for at once: their number is a
+    number on the device.
+    """
+    absent, sparse, dense = _by_kind(chunk, gradients)
+    if not dense and chunk.pieces:
+        return lambda: ChunkGradient(None, absent, sparse)
+    any_dense = next(iter(dense.values()))
+    buffer.start_fetching(
+        [
+            dense[position] if position in dense else any_dense.new_zeros(piece.numel)
+            for position, piece in enumerate(chunk.pieces)
+        ]
+    )
+    return lambda: ChunkGradient(buffer.wait(), absent, sparse) if absent or sparse else buffer.wait()
+
+
+def _by_kind(
+    chunk: Chunk, gradients: Sequence[torch.Tensor | None]
+) -> tuple[frozenset[int], dict[int, Rows], dict[int, torch.Tensor]]:
+    """The positions of pieces without gradients, rows of sparse ones, and dense ones, by position."""
+    absent, sparse, dense = set(), {}, {}
     for position, piece in enumerate(chunk.pieces):
         gradient = gradients[piece.parameter]
         if gradient is None:
@@ -56,21 +98,8 @@ def flatten_gradients(
         elif gradient.is_sparse and gradient.sparse_dim() == 1:
             sparse[position] = _rows_of(gradient, piece)
         else:
-            dense.append(piece)
-            rows.append(piece.in_parameter(gradient.to_dense() if gradient.is_sparse else gradient))
-    if not dense and chunk.pieces:
-        return ChunkGradient(None, frozenset(absent), sparse)
-    flat = torch.empty(chunk.numel, dtype=chunk.dtype) if out is None else out
-    if absent or sparse:
-        foreach_copy([piece.in_flat(flat) for piece in dense], rows)
-        return ChunkGradient(flat, frozenset(absent), sparse)
-    if len(rows) == 1:
-        return flat.copy_(rows[0].reshape(-1))
-    # Measured for 1000 small pieces: half the time of copying each to its place.
-    rows = [each.reshape(-1) for each in rows]
-    if all(each.device == flat.device for each in rows):
-        return torch.cat(rows, out=flat)
-    return flat.copy_(torch.cat(rows))  # one transfer
+            dense[position] = piece.in_parameter(gradient.to_dense() if gradient.is_sparse else gradient)
+    return frozenset(absent), sparse, dense
 
 
 def _rows_of(gradient: torch.Tensor, piece: Piece) -> Rows:

@@ -445,3 +445,9 @@ def _damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("has_host_group", [True, False])
+def test_all_ranks_hear_a_warning_in_the_same_step(nursery: Nursery, tmp_path: Path, has_host_group: bool) -> None:
+    case = "ddp_worlds.checkpoint_cases:a_warning_is_heard_in_one_step"
+    nursery.run(3, case, folder=str(tmp_path), has_host_group=has_host_group)

@@ -30,7 +30,6 @@ def test_one_reduction_is_as_exact_as_its_numbers(nursery: Nursery, world_size: 
         (2, "two_models_go_backward_in_two_threads"),
         (2, "infinite_and_nan_reach_all_ranks_and_go_again"),
         (2, "states_that_do_not_fit_are_errors"),
-        (2, "other_buckets_start_anew"),
         (2, "low_rank_takes_any_gradient"),
         (3, "groups_and_arguments"),
     ],
@@ -81,3 +80,28 @@ def test_a_lost_rank_is_an_error(nursery: Nursery, method: str | PowerSGD) -> No
 
 def test_a_rank_may_leave_without_waiting(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, "ddp_worlds.compression_cases:leaves_without_waiting", folder=str(tmp_path), deadline_s=20)
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_owed_stays_with_its_parameters(nursery: Nursery, world_size: int, method: str) -> None:
+    nursery.run(world_size, "ddp_worlds.compression_plan_cases:plans_change", method=method)
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd"])
+def test_the_wrapper_may_plan_anew_and_go_on_with_other_buckets_and_ranks(
+    nursery: Nursery, tmp_path: Path, method: str
+) -> None:
+    nursery.run(3, "ddp_worlds.compression_plan_cases:wrapper_plans_anew", method=method, folder=str(tmp_path))
+    for world_size in (1, 2, 4):
+        nursery.run(
+            world_size,
+            "ddp_worlds.compression_plan_cases:wrapper_goes_on_otherwise",
+            method=method,
+            folder=str(tmp_path),
+        )
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_low_rank_recovers_from_a_gradient_of_zeros(nursery: Nursery, rank: int) -> None:
+    nursery.run(2, "ddp_worlds.compression_plan_cases:zero_gradients_may_come_back", rank=rank)

@@ -33,6 +33,12 @@ def test_training_equals_all_reduce(
     nursery.run(world_size, f"{CASES}:equals_all_reduce", settings=settings)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_copies_of_a_device_may_be_late(nursery: Nursery, world_size: int) -> None:
+    settings = [SETTINGS[at] for at in (0, 1, 3, 5)]
+    nursery.run(world_size, f"{CASES}:a_late_device_equals_all_reduce", settings=settings)
+
+
 def test_there_is_one_copy_of_the_parameters(nursery: Nursery) -> None:
     nursery.run(2, f"{CASES}:there_is_one_copy")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ddp_worlds.nursery import Nursery
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ddp.compression import PowerSGD
+from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 
 CASES = "ddp_worlds.local_sgd_cases"
@@ -63,6 +67,44 @@ def test_replicas_are_bitwise_equal_after_100_steps(
 )
 def test_steps_of_each_rank_by_itself(nursery: Nursery, world_size: int, case: str) -> None:
     nursery.run(world_size, f"{CASES}:{case}")
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", PowerSGD(start_step=2, min_compression_rate=1.1)], ids=repr)
+def test_compression_is_of_averaged_gradients(nursery: Nursery, compression: str | PowerSGD) -> None:
+    nursery.run(2, f"{CASES}:compression_is_of_averaged_gradients", compression=compression)
+
+
+def test_a_step_of_a_rank_by_itself_reads_nothing_on_the_host() -> None:
+    """On the meta device, where to read a tensor raises. Averaging reads, so there is none."""
+    model = Alone(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to("meta"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    local = LocalSGD(model, optimizer, every=100, outer_lr=0.7)
+    for step in range(5):
+        model(torch.empty(5, 4, device="meta")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert local.step == step
+    assert local.has_diverged
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        local.sync()
+
+
+class Alone(nn.Module):
+    """As a wrapper that reduces nothing."""
+
+    process_group = None
+    require_backward_grad_sync = broadcast_buffers = True
+    steps_alone = False
+    parameters_to_ignore = frozenset[str]()
+    _join_config = SimpleNamespace(enable=False)
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.module(x)
+        return y
 
 
 def test_training_resumes_bitwise_and_in_another_world(nursery: Nursery, tmp_path: Path) -> None:
