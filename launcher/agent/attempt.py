@@ -224,7 +224,7 @@ class Attempt:
 
         if self._topology is None:
             gpus = devices.find_gpus(os.environ)
-            places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
+            places = numa.nodes_of_gpus(gpus.bus_ids)
             self._topology = numa.read_topology(devices.cores()), places
         topology, places = self._topology
         return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.local_world_size)

@@ -30,10 +30,10 @@ from launcher.check.examiner_host import (
     limits,
     memory,
     system_name,
-    version_of,
 )
 from launcher.check.facts import Interface
 from launcher.machine import devices
+from launcher.machine.packages import version_of
 from launcher.output.text import size
 
 __all__ = ["run_env", "scrub"]

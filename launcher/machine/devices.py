@@ -1,165 +1,162 @@
-"""What this host has to hand out: GPUs by NVML, without ever starting CUDA, and processors.
+"""What this host has to hand out: GPUs, without ever starting their runtime, and processors.
 
-Called by the agent on its own host. An inherited CUDA_VISIBLE_DEVICES (or HIP_VISIBLE_DEVICES) restricts the GPUs.
+Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
+ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK) restricts them. One table, VENDORS, has what differs between kinds of GPUs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.errors import UsageError
+from launcher.machine import amd, intel, nvidia
+from launcher.machine.card import Card, listed, select
 from launcher.machine.cgroup import folders_of
+from launcher.machine.packages import torch_build
 
-__all__ = ["Gpus", "bus_ids", "cores", "cpu_limit", "divide", "find_gpus", "share"]
+__all__ = [
+    "VENDORS", "Gpus", "Vendor", "by_torch", "cores", "cpu_limit", "divide", "find_gpus", "share", "value_for",
+]  # fmt: skip
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Gpus:
-    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`.
+class Vendor:
+    """A kind of GPU: how it is found, and how a process is told which of them to use.
 
-    `verified` is False where only the environment names them and no driver answered.
+    `built` is what torch's version.py calls a build for it, `backend` torch.distributed's for it. Its runtime reads
+    the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs, as an
+    empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names.
+    """
+
+    name: str
+    built: str
+    backend: str
+    variables: tuple[str, ...]
+    is_present: Callable[[], bool]
+    list_cards: Callable[[Mapping[str, str]], list[Card] | None]
+    pick: Callable[[Sequence[str], Sequence[Card]], list[Card]]
+    filter: str = ""
+    nothing: str = ""
+    empty_hides: bool = True
+
+    def variable(self, env: Mapping[str, str]) -> str:
+        """Return the variable by which this environment lists its GPUs."""
+        if self.filter in env and env.get(self.variables[-1]) == env[self.filter]:
+            return self.variables[0]  # SLURM sets both to the same, though the second would count in the first's
+        return next((name for name in self.variables if self._lists(name, env)), self.variables[0])
+
+    def value(self, env: Mapping[str, str]) -> str | None:
+        """Return that list, None where there is none."""
+        variable = self.variable(env)
+        return env[variable] if self._lists(variable, env) else None
+
+    def _lists(self, variable: str, env: Mapping[str, str]) -> bool:
+        return variable in env and (self.empty_hides or bool(env[variable]))
+
+
+VENDORS = (
+    Vendor(
+        name="NVIDIA",
+        built="cuda",
+        backend="nccl",
+        variables=("CUDA_VISIBLE_DEVICES",),
+        is_present=lambda: True,  # its own answer is as quick
+        list_cards=nvidia.list_cards,
+        pick=nvidia.as_written,
+    ),
+    Vendor(
+        name="AMD",
+        built="hip",
+        backend="nccl",  # RCCL under NCCL's name
+        variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        is_present=amd.is_present,
+        list_cards=amd.list_cards,
+        pick=amd.numbered,
+        filter="ROCR_VISIBLE_DEVICES",
+        nothing="-1",  # HIP takes an empty list for none
+    ),
+    Vendor(
+        name="Intel",
+        built="xpu",
+        backend="xccl",
+        variables=("ZE_AFFINITY_MASK",),
+        is_present=intel.is_present,
+        list_cards=intel.list_cards,
+        pick=intel.in_order,
+        nothing="127",  # a number that no device has; torch knows 127 devices at most
+        empty_hides=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`, `0.1`.
+
+    `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
+    `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.
     """
 
     ids: tuple[str, ...] = ()
     variable: str = "CUDA_VISIBLE_DEVICES"
     verified: bool = False
+    bus_ids: tuple[str, ...] = ()  # PCI addresses
+    numbers_are_certain: bool = True
 
 
 def find_gpus(env: Mapping[str, str]) -> Gpus:
-    """Return the GPUs that this process's children may use.
+    """Return the GPUs that this process's children may use: those that torch was built for.
 
-    Raises UsageError where the inherited list names a GPU that the driver does not know.
+    NVIDIA's count for a torch without any. Raises UsageError where the environment names a GPU that is not there.
     """
-    known = _ask_driver()
-    variable = "CUDA_VISIBLE_DEVICES"
-    if known is None and "HIP_VISIBLE_DEVICES" in env:
-        variable = "HIP_VISIBLE_DEVICES"
-    inherited = env.get(variable)
-    if inherited is None:
-        return Gpus(tuple(device.name for device in known or ()), variable, known is not None)
-    wanted = tuple(name.strip() for name in inherited.split(",") if name.strip())
-    if wanted in ((), ("-1",), ("NoDevFiles",)):
-        return Gpus((), variable, known is not None)
-    if known is None:
-        return Gpus(wanted, variable, False)
-    _check(wanted, known, f"{variable}={inherited}")
-    return Gpus(wanted, variable, True)
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
+        cards = vendor.list_cards(env)
+        if cards is not None:
+            return _visible(vendor, cards, env)
+    named = [vendor for vendor in VENDORS if vendor.value(env) is not None or vendor.filter in env]
+    for vendor in by_torch(named):
+        value = vendor.value(env)
+        ids = listed(env[vendor.filter]) if value is None else listed(value)
+        if value is None:
+            ids = tuple(str(place) for place in range(len(ids)))
+        return Gpus(ids, vendor.variable(env))
+    return Gpus()
 
 
-def bus_ids(gpus: tuple[str, ...]) -> list[str]:
-    """Return the PCI addresses of GPUs of `find_gpus`; empty where no driver tells."""
-    known = _ask_driver() or []
-    found = [_named(name, known) for name in gpus]
-    return [devices[0].bus_id for devices in found if devices and devices[0].bus_id]
+def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:
+    """Return the one first that torch was built for; with `alone`, of the others NVIDIA only."""
+    if len(vendors) < 2:
+        return [*vendors]
+    built = torch_build()
+    kept = [vendor for vendor in vendors if not alone or vendor.built in (built, "cuda")]
+    return sorted(kept, key=lambda vendor: vendor.built != built)
 
 
-@dataclass(frozen=True)
-class _Device:
-    """A card, or a slice of one, as the driver lists it. `name` is handed out; the rest is the card's."""
-
-    name: str
-    index: int
-    uuid: str
-    bus_id: str = ""
+def value_for(variable: str, visible: str) -> str:
+    """Return what to set the variable to, so that a process sees these GPUs; none, if `visible` is empty."""
+    return visible or next((vendor.nothing for vendor in VENDORS if vendor.variables[0] == variable), "")
 
 
-def _check(wanted: tuple[str, ...], known: list[_Device], inherited: str) -> None:
-    """Raise UsageError for what makes CUDA drop devices without a word: unknown, ambiguous and repeated names."""
-    seen: set[str] = set()
-    for name in wanted:
-        found = [device.name for device in _named(name, known)]
-        if not found:
-            present = ", ".join(device.name for device in known) or "none"
-            raise UsageError(f"{inherited} names GPU {name}, but this host has: {present}")
-        if len(found) > 1:
-            raise UsageError(f"{inherited}: {name} may be any of the GPUs {', '.join(found)}; write more of it")
-        if found[0] in seen:
-            raise UsageError(f"{inherited} names GPU {name} twice; CUDA would show none at all")
-        seen.add(found[0])
-
-
-def _named(name: str, known: list[_Device]) -> list[_Device]:
-    """Return what an entry of the list may mean: a card by its number, a card or slice by the beginning of its UUID.
-
-    A card that is cut into slices stands for its first slice, as in CUDA.
-    """
-    slices = [device for device in known if name.startswith("MIG-") and device.name.startswith(name)]
-    cards: dict[int, _Device] = {}
-    for device in known:
-        if name == str(device.index) or device.uuid.startswith(name):
-            cards.setdefault(device.index, device)
-    return slices or list(cards.values())
-
-
-def _ask_driver() -> list[_Device] | None:
-    """Return every card or MIG slice, or None where there is no NVIDIA driver."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver on this host; saves the import below, which costs 50 ms
-        return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a library without its driver
-        return None
-    try:
-        return _list_devices()
-    except pynvml.NVMLError:  # it cannot even count its cards
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _list_devices() -> list[_Device]:
-    import pynvml
-
-    devices: list[_Device] = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            slices = _mig_slices(handle)
-            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
-        except pynvml.NVMLError:  # a card that fell off the bus: CUDA does not count it either
-            continue
-        try:
-            bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
-        except pynvml.NVMLError:
-            bus_id = ""
-        devices += [_Device(name, index, uuid, bus_id) for name in slices or [str(index)]]
-    return devices
-
-
-def _mig_slices(handle: object) -> list[str]:
-    import pynvml
-
-    try:
-        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
-            return []
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except (pynvml.NVMLError, AttributeError):  # a card or driver without MIG
-        return []
-    slices = []
-    for index in range(count):
-        try:
-            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            slices.append(_text(pynvml.nvmlDeviceGetUUID(mig)))
-        except pynvml.NVMLError:  # no slice in this place
-            continue
-    return slices
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:
+    value, variable = vendor.value(env), vendor.variable(env)
+    if value is None:
+        chosen = vendor.pick([card.name for card in cards], cards)
+    else:
+        chosen = vendor.pick(listed(value), select(value, cards, variable))
+    return Gpus(
+        tuple(card.name for card in chosen),
+        variable,
+        True,
+        tuple(card.bus_id for card in chosen if card.bus_id),
+        vendor.name != "NVIDIA" or nvidia.numbers_are_certain(cards, env),
+    )
 
 
 def cores() -> tuple[int, ...]:

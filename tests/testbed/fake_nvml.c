@@ -5,7 +5,7 @@
  *   FAKE_GPUS=N        N cards, 0 by default; card I is GPU-000000HH-0000-4000-8000-000000000000 (HH: I in hex)
  *   FAKE_LOST=I,J      these cards fell off the bus
  *   FAKE_MIG=I:S,...   card I is cut into S slices, in every other place of seven;
- *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000
+ *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000, GPU instance S + 1
  *   FAKE_FAILS=init    there is no driver behind the library; `count`: the driver cannot count its cards
  */
 #include <stdio.h>
@@ -93,5 +93,16 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct device *device, unsigned place, s
   if (place % 2 || (int)place / 2 >= listed("FAKE_MIG", device->card))
     return NOT_FOUND;
   *slice = &slices[device->card][place];
+  return OK;
+}
+
+int nvmlDeviceGetGpuInstanceId(struct device *device, unsigned *id) {
+  *id = (unsigned)device->slice + 1;
+  return OK;
+}
+
+int nvmlDeviceGetComputeInstanceId(struct device *device, unsigned *id) {
+  (void)device;
+  *id = 0;
   return OK;
 }
