@@ -107,7 +107,7 @@ class Gpus:
     ids: tuple[str, ...] = ()
     variable: str = "CUDA_VISIBLE_DEVICES"
     verified: bool = False
-    bus_ids: tuple[str, ...] = ()  # PCI addresses
+    bus_ids: tuple[str, ...] = ()  # PCI addresses, of all or of none
     numbers_are_certain: bool = True
 
 
@@ -154,8 +154,8 @@ def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> G
         tuple(card.name for card in chosen),
         variable,
         True,
-        tuple(card.bus_id for card in chosen if card.bus_id),
-        vendor.name != "NVIDIA" or nvidia.numbers_are_certain(cards, env),
+        tuple(card.bus_id for card in chosen) if all(card.bus_id for card in chosen) else (),
+        vendor.name != "NVIDIA" or nvidia.numbers_are_certain(chosen, cards, env),
     )
 
 

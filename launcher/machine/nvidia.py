@@ -36,9 +36,12 @@ def as_written(entries: Sequence[str], cards: Sequence[Card]) -> list[Card]:
     return [replace(card, name=entry) for entry, card in zip(entries, cards, strict=True)]
 
 
-def numbers_are_certain(cards: Sequence[Card], env: Mapping[str, str]) -> bool:
-    """Say whether CUDA's numbers are NVML's: it numbers cards that differ by their speed, unless it is told not to."""
-    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(card.name.isdigit() for card in cards):
+def numbers_are_certain(chosen: Sequence[Card], cards: Sequence[Card], env: Mapping[str, str]) -> bool:
+    """Say whether the numbers of the chosen ones mean to CUDA what they mean to NVML.
+
+    CUDA numbers cards that differ by their speed, unless it is told not to.
+    """
+    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(card.name.isdigit() for card in chosen):
         return True
     return len({card.model for card in cards}) <= 1
 

@@ -85,7 +85,6 @@ class WorkerPlace:
     world_rank: int = 0  # among those that run the same command, which are a world of their own
     world_size: int = 1
     bound: bool = False  # it sees its own GPUs alone, though nobody asked for that: what SLURM or MIG leaves a process
-    gpu_place: int = 0  # of its first GPU in the host's list; without GPUs its local rank
 
 
 @dataclass(frozen=True)
@@ -301,13 +300,12 @@ def _worker(
     local_rank, on_machine = layout.before[place] + index, layout.on_machine[place]
     own: tuple[str, ...] = ()
     visible: str | None = None
-    gpu_place, bound = local_rank, False
+    bound = False
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
         bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
         start = index if bound else local_rank
-        gpu_place = start * size % len(offer.gpus)
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
         # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
@@ -328,6 +326,5 @@ def _worker(
         cores=share(offer.cores, index, count) or offer.cores,
         threads=layout.threads(place),
         local_world_size=on_machine,
-        gpu_place=gpu_place,
         bound=bound,
     )

@@ -6,6 +6,7 @@
  *   FAKE_LOST=I,J      these cards fell off the bus
  *   FAKE_MIG=I:S,...   card I is cut into S slices, in every other place of seven;
  *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000, GPU instance S + 1
+ *   FAKE_T4=I,J        these are NVIDIA T4, the others NVIDIA H200
  *   FAKE_FAILS=init    there is no driver behind the library; `count`: the driver cannot count its cards
  */
 #include <stdio.h>
@@ -104,5 +105,10 @@ int nvmlDeviceGetGpuInstanceId(struct device *device, unsigned *id) {
 int nvmlDeviceGetComputeInstanceId(struct device *device, unsigned *id) {
   (void)device;
   *id = 0;
+  return OK;
+}
+
+int nvmlDeviceGetName(struct device *device, char *text, unsigned size) {
+  snprintf(text, size, listed("FAKE_T4", device->card) ? "NVIDIA T4" : "NVIDIA H200");
   return OK;
 }

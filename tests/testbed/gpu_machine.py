@@ -4,6 +4,7 @@ The files are those of Linux 6.x: KFD's topology, DRM's render devices, RDMA dev
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from testbed.namespaces import find_part
@@ -50,6 +51,14 @@ class GpuMachine:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(self.sys / place, link.parent))
         return self.sys / place
+
+    def add_processors(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Add NUMA nodes with these processors, each a core of its own, on one socket."""
+        for node, cpus in enumerate(nodes):
+            self.write(f"devices/system/node/node{node}/cpulist", ",".join(map(str, cpus)))
+            for cpu in cpus:
+                self.write(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id", 0)
+                self.write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", cpu)
 
     def add_cpu_node(self) -> None:
         """Add what KFD lists first: the processors."""

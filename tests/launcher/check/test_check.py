@@ -212,7 +212,6 @@ struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return OK; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "550.54.15"); return OK; }
-int nvmlDeviceGetName(struct device *d, char *text, unsigned size) { snprintf(text, size, "NVIDIA H200"); return OK; }
 int nvmlDeviceGetMemoryInfo(struct device *d, struct memory *m) {
   m->total = 100ull << 30; m->used = d->card == 1 ? 60ull << 30 : 1 << 20; m->free = m->total - m->used; return OK;
 }

@@ -18,7 +18,7 @@ from launcher.machine.devices import cores, cpu_limit, share
 pytestmark = pytest.mark.ordinary_user
 
 FAKE_NVML = REPOSITORY / "tests/testbed/fake_nvml.c"
-UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"))
+UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER"))
 CARD_1 = "GPU-00000001-0000-4000-8000-000000000000"
 SLICES_OF_1 = ("MIG-00000001-0000-4000-8000-000000000000", "MIG-00000001-0001-4000-8000-000000000000")
 
@@ -31,7 +31,8 @@ for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
         os.environ["CUDA_VISIBLE_DEVICES"] = inherited
     try:
         gpus = find_gpus(os.environ)
-        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified")
+        certain = [] if gpus.numbers_are_certain else ["in any order"]
+        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified", *certain)
     except UsageError as error:
         print(error)
 """
@@ -103,6 +104,17 @@ def test_a_lost_card_is_left_out_and_no_number_counts_on_how_cuda_counts_it(fake
     assert fake.find(FAKE_GPUS=3, FAKE_LOST="2") == "CUDA_VISIBLE_DEVICES 0 1 verified"
     others = [CARD_1.replace("GPU-00000001", f"GPU-0000000{index}") for index in (0, 2)]
     assert fake.find(FAKE_GPUS=3, FAKE_LOST="1") == f"CUDA_VISIBLE_DEVICES {' '.join(others)} verified"
+
+
+def test_numbers_of_different_cards_are_certain_only_where_cuda_is_told_to_number_as_the_driver_does(
+    fake: Fake,
+) -> None:
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0") == "CUDA_VISIBLE_DEVICES 0 1 verified in any order"
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == "CUDA_VISIBLE_DEVICES 0 1 verified"
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0,1") == "CUDA_VISIBLE_DEVICES 0 1 verified"
+    assert fake.find(FAKE_GPUS=3, FAKE_T4="0", CUDA_VISIBLE_DEVICES="1,2").endswith("1 2 verified in any order")
+    named = fake.find(FAKE_GPUS=2, FAKE_T4="0", CUDA_VISIBLE_DEVICES=CARD_1)
+    assert named == f"CUDA_VISIBLE_DEVICES {CARD_1} verified"
 
 
 def test_a_card_that_is_cut_into_slices_is_handed_out_by_slice(fake: Fake) -> None:

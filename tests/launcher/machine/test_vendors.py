@@ -12,6 +12,7 @@ from testbed.processes import Result, run_program
 from launcher.errors import UsageError
 from launcher.machine import amd, intel
 from launcher.machine.card import Card
+from launcher.machine.devices import cores
 
 pytestmark = pytest.mark.ordinary_user
 
@@ -34,6 +35,11 @@ SHOW = """
 import os
 names = ("RANK", "LOCAL_RANK", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 print(*(os.environ.get(name, "unset") for name in names), flush=True)
+"""
+SHOW_CORES = """
+import json, os
+rank, visible = int(os.environ["LOCAL_RANK"]), os.environ["HIP_VISIBLE_DEVICES"]
+print(json.dumps([rank, visible, sorted(os.sched_getaffinity(0))]), flush=True)
 """
 
 
@@ -204,9 +210,9 @@ def test_lists_without_a_driver_are_believed(machine: GpuMachine) -> None:
 # ---- what the commands do with them --------------------------------------------------------------------------
 
 
-def _dtrain(machine: GpuMachine, built: str, *args: str, **env: str) -> Result:
+def _dtrain(machine: GpuMachine, built: str, *args: str, show: str = SHOW, **env: str) -> Result:
     folder = machine.sys.parent
-    (folder / "show.py").write_text(SHOW)
+    (folder / "show.py").write_text(show)
     argv = machine.run_in(sys.executable, "-m", "launcher", *args, "show.py")
     return run_program(*argv, env={**UNSET, "PYTHONPATH": str(machine.built_for(built)), **env}, cwd=folder)
 
@@ -236,6 +242,20 @@ def test_workers_see_intel_s_gpus_through_level_zero_s_mask(machine: GpuMachine)
     assert {rest[3] for rest in none.values()} == {"127"}
     own = _seen(_dtrain(machine, "xpu", "run", ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE", ZE_AFFINITY_MASK="1.0,0.1"))
     assert own == {0: ["0", "unset", "unset", "0.1"], 1: ["0", "unset", "unset", "1.0"]}
+
+
+def test_workers_are_bound_near_the_gpu_that_they_get(mi300: GpuMachine) -> None:
+    usable = cores()
+    if len(usable) < 2:
+        pytest.skip("two NUMA nodes need two processors")
+    mi300.add_processors([usable[:1], usable[1:2]])
+    words = ["--hosts", "localhost", "--include", "localhost:1,3", "--numa-binding", "node"]
+    result = _dtrain(mi300, "hip", "run", "-q", *words, show=SHOW_CORES)
+    assert result.returncode == 0, result
+    found = sorted(json.loads(line.partition("] ")[2]) for line in result.stdout.splitlines())
+    assert found == [[0, "1,3", [usable[0]]], [1, "1,3", [usable[1]]]], (
+        "GPU 1 is on the first node, GPU 3 on the second"
+    )
 
 
 def test_plan_shows_them(mi300: GpuMachine) -> None:
