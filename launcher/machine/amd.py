@@ -66,7 +66,7 @@ def _card(index: int, node: Path, dev: Path) -> Card | None:
     place = known.get("location_id", 0)  # bus, device, function; in the highest bits the partition
     bus_id = f"{known.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
     uuid = f"GPU-{known['unique_id']:016x}" if known.get("unique_id") else ""
-    return Card(str(index), index, uuid, bus_id, node=node.name)
+    return Card(str(index), index, uuid, bus_id, node=gpu_id)
 
 
 def _model(card: Card, node: Path, sysfs: Path) -> str:

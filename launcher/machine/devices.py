@@ -20,6 +20,7 @@ from launcher.machine.packages import torch_build
 
 __all__ = [
     "VENDORS", "Gpus", "Vendor", "by_torch", "cores", "cpu_limit", "divide", "find_gpus", "share", "value_for",
+    "vendor_named",
 ]  # fmt: skip
 
 
@@ -27,21 +28,33 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Commands:
+    """What to type: to list the GPUs, to see or reset the one with an {index}, to read what befell one."""
+
+    list: str
+    show: str
+    reset: str
+    log: str
+
+
+@dataclass(frozen=True)
 class Vendor:
     """A kind of GPU: how it is found, and how a process is told which of them to use.
 
-    `built` is what torch's version.py calls a build for it, `backend` torch.distributed's for it. Its runtime reads
-    the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs, as an
-    empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names.
+    Torch is built for a `platform`, which its version.py calls `built`; `backend` is torch.distributed's. Its runtime
+    reads the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs,
+    as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names.
     """
 
     name: str
+    platform: str
     built: str
     backend: str
     variables: tuple[str, ...]
     is_present: Callable[[], bool]
     list_cards: Callable[[Mapping[str, str]], list[Card] | None]
     pick: Callable[[Sequence[str], Sequence[Card]], list[Card]]
+    commands: Commands
     filter: str = ""
     nothing: str = ""
     empty_hides: bool = True
@@ -64,32 +77,47 @@ class Vendor:
 VENDORS = (
     Vendor(
         name="NVIDIA",
+        platform="CUDA",
         built="cuda",
         backend="nccl",
         variables=("CUDA_VISIBLE_DEVICES",),
         is_present=lambda: True,  # its own answer is as quick
         list_cards=nvidia.list_cards,
         pick=nvidia.as_written,
+        commands=Commands(
+            "nvidia-smi -L",
+            "nvidia-smi -i {index}",
+            "sudo nvidia-smi --gpu-reset -i {index}",
+            "sudo dmesg | grep -i xid",
+        ),
     ),
     Vendor(
         name="AMD",
+        platform="ROCm",
         built="hip",
         backend="nccl",  # RCCL under NCCL's name
         variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         is_present=amd.is_present,
         list_cards=amd.list_cards,
         pick=amd.numbered,
+        commands=Commands(
+            "amd-smi list -e", "rocm-smi --showpids", "sudo amd-smi reset --gpureset", "sudo dmesg | grep -i amdgpu"
+        ),
         filter="ROCR_VISIBLE_DEVICES",
         nothing="-1",  # HIP takes an empty list for none
     ),
     Vendor(
         name="Intel",
+        platform="XPU",
         built="xpu",
         backend="xccl",
         variables=("ZE_AFFINITY_MASK",),
         is_present=intel.is_present,
         list_cards=intel.list_cards,
         pick=intel.in_order,
+        commands=Commands(
+            "xpu-smi discovery", "xpu-smi ps", "sudo xpu-smi config --reset", "sudo dmesg | grep -iE 'i915|xe'"
+        ),
         nothing="127",  # a number that no device has; torch knows 127 devices at most
         empty_hides=False,
     ),
@@ -128,6 +156,10 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
             ids = tuple(str(place) for place in range(len(ids)))
         return Gpus(ids, vendor.variable(env))
     return Gpus()
+
+
+def vendor_named(name: str) -> Vendor:
+    return next(vendor for vendor in VENDORS if vendor.name == name)
 
 
 def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:

@@ -14,7 +14,7 @@ from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
 from launcher.protocol import Facts
 
-__all__ = ["HostOffer", "Placement", "WorkerPlace", "place", "place_job"]
+__all__ = ["HostOffer", "Placement", "WorkerPlace", "is_part", "place", "place_job"]
 
 NO_ROLES = Roles()
 
@@ -266,7 +266,7 @@ def _misfit(
         if needed > len(offer.gpus) and not oversubscribe:
             return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {needed} GPUs, it has {len(offer.gpus)}"
         return None
-    if (gpus_per_proc or 1) > 1 and any(map(_is_part, offer.gpus)):
+    if (gpus_per_proc or 1) > 1 and any(map(is_part, offer.gpus)):
         return (
             f"{offer.name}: --gpus-per-proc {gpus_per_proc}, but a process can use one MIG slice (or tile) only, "
             f"and its GPUs are {', '.join(offer.gpus)}; use --gpus-per-proc 1, or whole GPUs"
@@ -280,7 +280,7 @@ def _misfit(
     return None
 
 
-def _is_part(gpu: str) -> bool:
+def is_part(gpu: str) -> bool:
     """Say whether an id names a MIG slice, or a tile of an Intel card that is shown as one device."""
     return gpu.startswith("MIG-") or "." in gpu
 
@@ -309,7 +309,7 @@ def _worker(
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
         # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
-        in_parts = any(map(_is_part, offer.gpus))
+        in_parts = any(map(is_part, offer.gpus))
         bound = bound or (in_parts and gpus_per_proc is None)
         whole = gpus_per_proc is None and not isolate and not in_parts
         visible = ",".join(offer.gpus if whole else own)
