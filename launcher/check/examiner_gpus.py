@@ -175,5 +175,6 @@ def _ask(question: Callable[..., T], *about: Any) -> T | None:
 
     try:
         return question(*about)
-    except (pynvml.NVMLError, AttributeError):  # a function that this driver does not have yet
+    # The last two: a function that this driver does not have yet, or only in an older form.
+    except (pynvml.NVMLError, AttributeError, pynvml.NVMLLibraryMismatchError):
         return None

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from launcher.machine.card import DEV, SYSFS, Card, read_text, select
 
-__all__ = ["TOPOLOGY", "is_present", "list_cards", "numbered", "read_properties"]
+__all__ = ["TOPOLOGY", "is_present", "linked", "list_cards", "numbered", "read_properties"]
 
 TOPOLOGY = "class/kfd/kfd/topology/nodes"
+XGMI = 11  # a type of link; 2 is PCIe
 
 
 def is_present(dev: Path = DEV) -> bool:
@@ -44,6 +45,20 @@ def numbered(_: Sequence[str], cards: Sequence[Card], *, again: bool = False) ->
     if again:
         cards = [replace(card, index=index) for index, card in enumerate(cards)]
     return [replace(card, name=str(card.index)) for card in cards]
+
+
+def linked(cards: Sequence[Card], sysfs: Path = SYSFS) -> list[tuple[int, int]]:
+    """Return the pairs of cards, by number, that XGMI (Infinity Fabric) connects."""
+    nodes = {read_text(folder / "gpu_id"): folder for folder in (sysfs / TOPOLOGY).glob("[0-9]*")}
+    by_node = {nodes[card.node].name: card.index for card in cards if card.node in nodes}
+    found = []
+    for card in cards:
+        for file in nodes[card.node].glob("io_links/*/properties") if card.node in nodes else ():
+            link = read_properties(file)
+            other = by_node.get(str(link.get("node_to")))
+            if link.get("type") == XGMI and other is not None:
+                found.append((card.index, other))
+    return found
 
 
 def read_properties(file: Path) -> dict[str, int]:

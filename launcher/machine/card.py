@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 
-__all__ = ["DEV", "SYSFS", "Card", "listed", "read_text", "select"]
+__all__ = ["DEV", "SYSFS", "Card", "listed", "pci_folder", "read_text", "select"]
 
 SYSFS = Path("/sys")
 DEV = Path("/dev")
@@ -75,6 +75,12 @@ def _named(entry: str, cards: Sequence[Card]) -> list[Card]:
         if entry == str(card.index) or card.uuid.startswith(entry):
             whole.setdefault(card.index, card)
     return parts or list(whole.values())
+
+
+def pci_folder(bus_id: str, sysfs: Path = SYSFS) -> Path:
+    """Return the folder of a PCI device by its address, of which NVML writes the domain with eight digits."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}"
 
 
 def read_text(file: Path) -> str:

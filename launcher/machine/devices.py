@@ -44,6 +44,7 @@ class Vendor:
     Torch is built for a `platform`, which its version.py calls `built`; `backend` is torch.distributed's. Its runtime
     reads the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs,
     as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names.
+    `linked` returns the pairs of whole cards, by number, that a `link` of their own connects.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Vendor:
     is_present: Callable[[], bool]
     list_cards: Callable[[Mapping[str, str]], list[Card] | None]
     pick: Callable[[Sequence[str], Sequence[Card]], list[Card]]
+    linked: Callable[[Sequence[Card]], list[tuple[int, int]]]
+    link: str
     commands: Commands
     filter: str = ""
     nothing: str = ""
@@ -84,6 +87,8 @@ VENDORS = (
         is_present=lambda: True,  # its own answer is as quick
         list_cards=nvidia.list_cards,
         pick=nvidia.as_written,
+        linked=nvidia.linked,
+        link="NVLink",
         commands=Commands(
             "nvidia-smi -L",
             "nvidia-smi -i {index}",
@@ -100,6 +105,8 @@ VENDORS = (
         is_present=amd.is_present,
         list_cards=amd.list_cards,
         pick=amd.numbered,
+        linked=amd.linked,
+        link="XGMI",
         commands=Commands(
             "amd-smi list -e", "rocm-smi --showpids", "sudo amd-smi reset --gpureset", "sudo dmesg | grep -i amdgpu"
         ),
@@ -115,6 +122,8 @@ VENDORS = (
         is_present=intel.is_present,
         list_cards=intel.list_cards,
         pick=intel.in_order,
+        linked=lambda _: [],  # no file of the kernel tells
+        link="Xe Link",
         commands=Commands(
             "xpu-smi discovery", "xpu-smi ps", "sudo xpu-smi config --reset", "sudo dmesg | grep -iE 'i915|xe'"
         ),

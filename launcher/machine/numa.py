@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DtrainError
+from launcher.machine.card import SYSFS, pci_folder
 from launcher.machine.devices import Gpus, share
 
 __all__ = ["MODES", "Topology", "choose_cores", "nodes_of_gpus", "read_topology"]
 
 MODES = ("node", "socket", "exclusive", "core-complex")
-SYSFS = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ def nodes_of_gpus(gpus: Gpus, root: Path = SYSFS) -> list[int]:
     """
     nodes = []
     for bus_id in gpus.bus_ids:
-        domain, _, rest = bus_id.lower().partition(":")
         try:
-            nodes.append(int(_text(root / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")))
+            nodes.append(int(_text(pci_folder(bus_id, root) / "numa_node")))
         except (OSError, ValueError) as error:
             raise DtrainError(f"--numa-binding: the kernel does not know the GPU at {bus_id}: {error}") from error
     if not gpus.numbers_are_certain and len(set(nodes)) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["TESTED_TORCH", "assigned", "folder_of", "tested_torch", "torch_build", "torch_file", "version_of"]
+__all__ = ["TESTED_TORCH", "assigned", "folder_of", "how_tested", "torch_build", "torch_file", "version_of"]
 
 TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # with which the tests have passed, ascending
 
@@ -51,14 +51,16 @@ def assigned(text: str, name: str) -> str | None:
     return found[1] if found else None
 
 
-def tested_torch(version: str) -> str:
-    """Say whether a version of torch is newer or older than any that was tested; empty if it is neither."""
-    oldest, newest = _release(TESTED_TORCH[0]), _release(TESTED_TORCH[-1])
+def how_tested(version: str) -> str:
+    """Say whether a version of torch is as new as one that was tested."""
+    releases = [_release(tested) for tested in TESTED_TORCH]
     release = _release(version)
-    if release and not oldest <= release <= newest:
-        than = "newer" if release > newest else "older"
-        return f"untested: {than} than {', '.join(TESTED_TORCH)}"
-    return ""
+    if release in releases:
+        return "yes"
+    place = (
+        "newer than any of" if release > releases[-1] else "older than any of" if release < releases[0] else "none of"
+    )
+    return f"no: {place} {', '.join(TESTED_TORCH)}"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ The files are those of Linux 6.x: KFD's topology, DRM's render devices, RDMA dev
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from testbed.namespaces import find_part
 from testbed.require import require
@@ -42,9 +43,9 @@ class GpuMachine:
         file.write_text(f"{text}\n")
         return file
 
-    def add_pci(self, bus_id: str, *, numa_node: int = 0, **files: object) -> Path:
-        """Add a PCI device below a root port of its own bus; `__` in a file's name stands for `/`."""
-        place = f"devices/pci{bus_id[:7]}/{bus_id}"
+    def add_pci(self, bus_id: str, *, below: str = "", numa_node: int = 0, **files: object) -> Path:
+        """Add a PCI device, below this root and port (default: its own); `__` in a file's name stands for `/`."""
+        place = f"devices/{below or f'pci{bus_id[:7]}'}/{bus_id}"
         for name, text in {"numa_node": numa_node, **files}.items():
             self.write(f"{place}/{name.replace('__', '/')}", text)
         link = self.sys / "bus/pci/devices" / bus_id
@@ -66,8 +67,8 @@ class GpuMachine:
         self.write("class/kfd/kfd/topology/nodes/0/properties", "cpu_cores_count 8\nsimd_count 0")
         (self.dev / "kfd").touch()
 
-    def add_amd(self, node: int, bus_id: str, *, unique_id: int = 0, partition: int = 0, **files: object) -> None:
-        """Add a GPU as this node of KFD's topology."""
+    def add_amd(self, node: int, bus_id: str, *, unique_id: int = 0, partition: int = 0, **files: Any) -> None:
+        """Add a GPU as this node of KFD's topology; `files` are as for `add_pci`."""
         bus, _, rest = bus_id[5:].partition(":")
         device, _, function = rest.partition(".")
         location = int(bus, 16) << 8 | int(device, 16) << 3 | int(function) | partition << 28
@@ -82,8 +83,8 @@ class GpuMachine:
             self.add_pci(bus_id, vendor="0x1002", **files)
         self._add_render()
 
-    def add_intel(self, bus_id: str, *, tiles: int = 1, driver: str = "xe", **files: object) -> None:
-        """Add a card with so many tiles, each of which the driver shows in its own way."""
+    def add_intel(self, bus_id: str, *, tiles: int = 1, driver: str = "xe", **files: Any) -> None:
+        """Add a card with so many tiles, which each driver shows in its own way; `files` are as for `add_pci`."""
         place = self.add_pci(bus_id, vendor="0x8086", device="0x0bda", **files)
         card = self._minor - 128
         for tile in range(tiles):
@@ -93,6 +94,21 @@ class GpuMachine:
         link.parent.mkdir(parents=True)
         link.symlink_to(os.path.relpath(place, link.parent))
         self._add_render()
+
+    def connect_amd(self, one: int, other: int, *, xgmi: bool) -> None:
+        """Add the link from one node of KFD's topology to another."""
+        kind = 11 if xgmi else 2
+        text = f"type {kind}\nnode_from {one}\nnode_to {other}\nweight 15"
+        self.write(f"class/kfd/kfd/topology/nodes/{one}/io_links/{other}/properties", text)
+
+    def add_rdma(self, name: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> None:
+        """Add a device with one port."""
+        files = {
+            "fw_ver": "28.39.1002", "ports/1/state": state, "ports/1/phys_state": "5: LinkUp",
+            "ports/1/rate": "400 Gb/sec (4X NDR)", "ports/1/link_layer": layer, "device/numa_node": 1,
+        }  # fmt: skip
+        for file, text in files.items():
+            self.write(f"class/infiniband/{name}/{file}", text)
 
     def built_for(self, name: str | None) -> Path:
         """Make a package `torch` that says that it was built for `cuda`, `hip`, `xpu` or None; return its folder."""
