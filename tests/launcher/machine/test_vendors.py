@@ -260,8 +260,9 @@ def test_workers_are_bound_near_the_gpu_that_they_get(mi300: GpuMachine) -> None
 
 def test_plan_shows_them(mi300: GpuMachine) -> None:
     result = _dtrain(mi300, "hip", "plan", "--json", "--gpus-per-proc", "2")
-    assert [(row["gpus"], row["visible"]) for row in json.loads(result.stdout)] == [
-        (["0", "1"], "0,1"), (["2", "3"], "2,3"),
+    assert [(row["gpus"], row["visible"], row["gpu_variable"]) for row in json.loads(result.stdout)] == [
+        (["0", "1"], "0,1", "HIP_VISIBLE_DEVICES"), (["2", "3"], "2,3", "HIP_VISIBLE_DEVICES"),
     ]  # fmt: skip
     table = _dtrain(mi300, "hip", "plan", "--nproc-per-node", "cpu").stdout
     assert " none " in table
+    assert table.splitlines()[-1] == "workers are told their GPUs by HIP_VISIBLE_DEVICES"
