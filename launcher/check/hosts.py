@@ -135,7 +135,7 @@ def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
             continue
         elif gpu.ecc_errors or gpu.pending:
             found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
-            yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", commands.reset.format(index=gpu.index))
+            yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", commands.memory.format(index=gpu.index))
         elif busy := _gpu_use(gpu):
             pid = gpu.processes[0].split()[1] if gpu.processes else ""
             look = f"ps -fp {shlex.quote(pid)}" if pid else commands.show.format(index=gpu.index)

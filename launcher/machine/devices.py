@@ -29,11 +29,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Commands:
-    """What to type: to list the GPUs, to see or reset the one with an {index}, to read what befell one."""
+    """What to type: to list the GPUs, to see who uses one, for one whose memory has errors, to read what befell one.
+
+    Where the tool counts as the runtime does, with an {index}.
+    """
 
     list: str
     show: str
-    reset: str
+    memory: str
     log: str
 
 
@@ -43,8 +46,9 @@ class Vendor:
 
     Torch is built for a `platform`, which its version.py calls `built`; `backend` is torch.distributed's. Its runtime
     reads the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs,
-    as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names.
-    `linked` returns the pairs of whole cards, by number, that a `link` of their own connects.
+    as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names;
+    `is_certain` whether of these (of all) each number means the card that it has here. `linked` returns the pairs of
+    whole cards, by number, that a `link` of their own connects.
     """
 
     name: str
@@ -61,20 +65,14 @@ class Vendor:
     filter: str = ""
     nothing: str = ""
     empty_hides: bool = True
+    is_certain: Callable[[Sequence[Card], Sequence[Card], Mapping[str, str]], bool] = lambda *_: True
 
-    def variable(self, env: Mapping[str, str]) -> str:
-        """Return the variable by which this environment lists its GPUs."""
-        if self.filter in env and env.get(self.variables[-1]) == env[self.filter]:
-            return self.variables[0]  # SLURM sets both to the same, though the second would count in the first's
-        return next((name for name in self.variables if self._lists(name, env)), self.variables[0])
-
-    def value(self, env: Mapping[str, str]) -> str | None:
-        """Return that list, None where there is none."""
-        variable = self.variable(env)
-        return env[variable] if self._lists(variable, env) else None
-
-    def _lists(self, variable: str, env: Mapping[str, str]) -> bool:
-        return variable in env and (self.empty_hides or bool(env[variable]))
+    def inherited(self, env: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return the list that counts in this environment, with the name of its variable; None where there is none."""
+        lists = [(name, env[name]) for name in self.variables if name in env and (self.empty_hides or env[name])]
+        # SLURM may set the filter and another variable to the same list, though that would count in what is left.
+        lists = [(name, value) for name, value in lists if name == self.variables[0] or value != env.get(self.filter)]
+        return lists[0] if lists else None
 
 
 VENDORS = (
@@ -95,6 +93,7 @@ VENDORS = (
             "sudo nvidia-smi --gpu-reset -i {index}",
             "sudo dmesg | grep -i xid",
         ),
+        is_certain=nvidia.numbers_are_certain,
     ),
     Vendor(
         name="AMD",
@@ -107,9 +106,7 @@ VENDORS = (
         pick=amd.numbered,
         linked=amd.linked,
         link="XGMI",
-        commands=Commands(
-            "amd-smi list -e", "rocm-smi --showpids", "sudo amd-smi reset --gpureset", "sudo dmesg | grep -i amdgpu"
-        ),
+        commands=Commands("amd-smi list -e", "rocm-smi --showpids", "amd-smi bad-pages", "sudo dmesg | grep -i amdgpu"),
         filter="ROCR_VISIBLE_DEVICES",
         nothing="-1",  # HIP takes an empty list for none
     ),
@@ -124,10 +121,8 @@ VENDORS = (
         pick=intel.in_order,
         linked=lambda _: [],  # no file of the kernel tells
         link="Xe Link",
-        commands=Commands(
-            "xpu-smi discovery", "xpu-smi ps", "sudo xpu-smi config --reset", "sudo dmesg | grep -iE 'i915|xe'"
-        ),
-        nothing="127",  # a number that no device has; torch knows 127 devices at most
+        commands=Commands("xpu-smi discovery", "xpu-smi ps", "xpu-smi health -l", "sudo dmesg | grep -iE 'i915|xe'"),
+        nothing="127",  # a number that no device has; torch counts to 127
         empty_hides=False,
     ),
 )
@@ -157,13 +152,12 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
         cards = vendor.list_cards(env)
         if cards is not None:
             return _visible(vendor, cards, env)
-    named = [vendor for vendor in VENDORS if vendor.value(env) is not None or vendor.filter in env]
-    for vendor in by_torch(named):
-        value = vendor.value(env)
-        ids = listed(env[vendor.filter]) if value is None else listed(value)
-        if value is None:
-            ids = tuple(str(place) for place in range(len(ids)))
-        return Gpus(ids, vendor.variable(env))
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.inherited(env) or vendor.filter in env]):
+        if (inherited := vendor.inherited(env)) is not None:
+            ids = listed(inherited[1])
+        else:
+            ids = tuple(str(place) for place in range(len(listed(env[vendor.filter]))))
+        return Gpus(ids, vendor.variables[0])
     return Gpus()
 
 
@@ -186,17 +180,17 @@ def value_for(variable: str, visible: str) -> str:
 
 
 def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:
-    value, variable = vendor.value(env), vendor.variable(env)
-    if value is None:
+    if (inherited := vendor.inherited(env)) is None:
         chosen = vendor.pick([card.name for card in cards], cards)
     else:
+        variable, value = inherited
         chosen = vendor.pick(listed(value), select(value, cards, variable))
     return Gpus(
         tuple(card.name for card in chosen),
-        variable,
+        vendor.variables[0],
         True,
         tuple(card.bus_id for card in chosen) if all(card.bus_id for card in chosen) else (),
-        vendor.name != "NVIDIA" or nvidia.numbers_are_certain(chosen, cards, env),
+        vendor.is_certain(chosen, cards, env),
     )
 
 

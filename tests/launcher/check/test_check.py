@@ -288,7 +288,7 @@ def test_amd_s_gpus_are_examined_by_the_kernel_s_files(tmp_path: Path) -> None:
     assert (facts["gpu_variable"], facts["gpu_ids"]) == ("HIP_VISIBLE_DEVICES", ["0", "1", "2"])
     said = {finding["kind"]: finding for finding in reports["hip"]["findings"]}
     assert said["gpu-memory"]["message"] == "GPU 1 (MI300X): 2 memory errors that could not be corrected"
-    assert said["gpu-memory"]["fixes"] == ["sudo amd-smi reset --gpureset"]
+    assert said["gpu-memory"]["fixes"] == ["amd-smi bad-pages"]
     assert f"GPU 2 (MI300X) is in use: pid {user.pid} (sleep, of " in said["gpu-busy"]["message"]
     assert "torch-without-rocm" not in said
     (unused,) = [finding for finding in reports[None]["findings"] if finding["kind"] == "torch-without-rocm"]
