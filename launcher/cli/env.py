@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +48,8 @@ ASK_S = 5.0
 WITHHELD = "(set)"
 _PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
              "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
-_PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version")}
+_PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version"),
+             "ROCm": ("amd-smi", "version"), "XPU Manager": ("xpu-smi", "--version")}  # fmt: skip
 
 _RELEVANT = re.compile(
     r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|ZE|CCL|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
@@ -197,12 +199,22 @@ def _version(program: str | None, option: str) -> str | None:
     if program is None or shutil.which(program) is None:
         return None
     try:
-        done = subprocess.run(
-            [program, option], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, start_new_session=True
+        asked = subprocess.Popen(
+            [program, option],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"does not say: {type(error).__name__}"
-    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    except OSError as error:
+        return f"does not say: {error.strerror}"
+    try:
+        said, _ = asked.communicate(timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(asked.pid, signal.SIGKILL)  # also what it has started, which would keep the pipe open
+        asked.communicate()
+        return f"does not say: no answer within {ASK_S:g} s"
+    lines = said.decode("utf-8", "replace").strip().splitlines()
     return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 

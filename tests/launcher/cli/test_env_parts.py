@@ -14,6 +14,7 @@ from testbed.gpu_machine import GpuMachine
 from testbed.processes import run_dtrain, run_program
 from testbed.require import require
 
+from launcher.cli import env
 from launcher.cli.env_cluster import ptrace, slurm_job
 from launcher.cli.env_torch import TorchQuestion
 from launcher.machine import gpu_links, rdma
@@ -165,6 +166,27 @@ def test_ptrace_is_as_the_kernel_allows_it(tmp_path: Path, scope: str, capabilit
         yama.write_text(f"{scope}\n")
     status.write_text(f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
     assert (ptrace(tmp_path) == "permitted") is permitted
+
+
+def test_a_program_that_hangs_or_prints_nonsense_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "ASK_S", 0.5)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    bodies = {
+        "hangs": "sleep 1000 & wait", "tells": "echo starting; echo 'tool 1.2'", "binary": "printf '\\377\\000'",
+    }  # fmt: skip
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "broken").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "broken").chmod(0o755)
+    assert env._version("hangs", "-v") == "does not say: no answer within 0.5 s"
+    assert env._version("binary", "-v") is None
+    assert env._version("missing", "-v") is None
+    assert env._version("broken", "-v") == "does not say: No such file or directory"
+    monkeypatch.setattr(env, "ASK_S", 60.0)
+    assert env._version("tells", "-v") == "tool 1.2"
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------
