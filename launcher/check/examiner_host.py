@@ -63,7 +63,7 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         **vars(find_packages()),
         **vars(find_cards()),
         offered=find_facts(prepare, problems=[], left=[]),
-        gpus_inherited=any(name in os.environ for vendor in VENDORS for name in (*vendor.variables, vendor.filter)),
+        gpus_inherited=any(name in os.environ for vendor in VENDORS for name in vendor.lists),
         cpu_count=os.cpu_count() or 1,
         load=os.getloadavg()[0],
         memory_bytes=total,

@@ -67,6 +67,11 @@ class Vendor:
     empty_hides: bool = True
     is_certain: Callable[[Sequence[Card], Sequence[Card], Mapping[str, str]], bool] = lambda *_: True
 
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Return all variables that restrict its GPUs."""
+        return (*self.variables, self.filter) if self.filter else self.variables
+
     def inherited(self, env: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the list that counts in this environment, with the name of its variable; None where there is none."""
         lists = [(name, env[name]) for name in self.variables if name in env and (self.empty_hides or env[name])]
