@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 
-PROTOCOL = 6
+PROTOCOL = 7
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -112,7 +112,7 @@ class StartWorker(Command):
     defaults: dict[str, str]  # set only where the worker would not inherit a value
     local_rank: int = 0  # on its host, whatever LOCAL_RANK says
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
-    gpu: int = 0  # its first GPU, by the place in Facts.gpus; without GPUs its local rank
+    gpu: str = ""  # the id of its first GPU; empty if it has none
     local_world_size: int = 1  # how many workers of its role the host has
 
 
@@ -181,7 +181,7 @@ class Hello(Report):
 @dataclass(frozen=True)
 class Facts(Report):
     gpus: list[str]  # ids to hand out, in order
-    gpu_variable: str  # CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES
+    gpu_variable: str  # CUDA_VISIBLE_DEVICES, or that of another vendor; see machine/devices.py
     gpus_verified: bool  # seen by the driver, not only listed in the environment
     cores: list[int]  # processors this host's workers may use
     cpu_limit: int  # how many at a time (cgroup quota)

@@ -78,7 +78,8 @@ class Attempt:
         self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
-        self._topology: tuple[Topology, list[int]] | None = None  # and the NUMA nodes of the GPUs, once they are known
+        # And the ids of the GPUs with their NUMA nodes, once they are known.
+        self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -224,10 +225,10 @@ class Attempt:
 
         if self._topology is None:
             gpus = devices.find_gpus(os.environ)
-            places = numa.nodes_of_gpus(devices.bus_ids(gpus.ids))
-            self._topology = numa.read_topology(devices.cores()), places
-        topology, places = self._topology
-        return numa.choose_cores(message.numa_binding, topology, places, message.gpu, message.local_world_size)
+            self._topology = numa.read_topology(devices.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
+        topology, ids, nodes = self._topology
+        own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
+        return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)
 
     def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(

@@ -21,7 +21,7 @@ from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.worker import spawn
 from launcher.protocol import Collect, Collected, Evidence
 
-__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject"]
+__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
 
 # Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
@@ -206,7 +206,7 @@ class _Look:
     def spy(self) -> None:
         """Start py-spy, if it is there."""
         self.wants_py_spy = False
-        program = _find_py_spy()
+        program = find_py_spy()
         if self._is_gone or program is None:
             return
         path = f"{self._subject.stack_file}.py-spy"
@@ -265,7 +265,8 @@ def _handles(subject: Subject) -> bool:
     return False
 
 
-def _find_py_spy() -> str | None:
+def find_py_spy() -> str | None:
+    """Return the path of py-spy: beside this Python, else in PATH; None if it is not installed."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     if os.access(beside, os.X_OK):
         return beside

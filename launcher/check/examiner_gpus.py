@@ -1,12 +1,23 @@
-"""The cards of this host for `dtrain check`, by NVML: who uses them, what is wrong with them. CUDA is never started."""
+"""The GPUs of this host for `dtrain check`: who uses them, what is wrong with them. No runtime is ever started.
+
+NVIDIA's by NVML, AMD's and Intel's by sysfs.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.check.facts import Driver, Gpu
+from launcher.errors import UsageError
+from launcher.machine import amd, intel
+from launcher.machine.card import SYSFS, Card, read_text
+from launcher.machine.devices import VENDORS, by_torch
 
 __all__ = ["find_cards"]
 
@@ -14,7 +25,70 @@ T = TypeVar("T")
 
 
 def find_cards() -> Driver:
-    """Return what the driver says. Blocks while it does: seconds where its persistence mode is off."""
+    """Return what the driver says of all GPUs here: of those that torch was built for, else of any.
+
+    Blocks while it does: seconds where NVIDIA's persistence mode is off.
+    """
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()]):
+        found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu, "Intel": _by_drm}[vendor.name]()
+        if found.gpus:
+            return found
+    return Driver()
+
+
+def _by_amdgpu() -> Driver:
+    try:
+        cards = amd.list_cards(os.environ)
+    except UsageError:  # a wrong list, which is another finding
+        cards = amd.list_cards({})
+    return Driver("AMD", _driver_version("amdgpu"), gpus=tuple(map(_amd, cards)))
+
+
+def _amd(card: Card) -> Gpu:
+    """Return what sysfs says of a card of AMD's; of some kinds and partitions it says less."""
+    device = SYSFS / "bus/pci/devices" / card.bus_id
+    processes = [
+        folder.name
+        for folder in sorted((SYSFS / "class/kfd/kfd/proc").glob("[0-9]*"))
+        if read_text(folder / f"vram_{card.node}") not in ("", "0")
+    ]
+    return Gpu(
+        index=card.index,
+        uuid=card.uuid,
+        name=card.model,
+        memory_bytes=_number(device / "mem_info_vram_total"),
+        used_bytes=_number(device / "mem_info_vram_used"),
+        busy_percent=_number(device / "gpu_busy_percent"),
+        processes=tuple(_describe(int(pid)) for pid in processes),
+        ecc_errors=_uncorrected(device / "ras"),
+    )
+
+
+def _uncorrected(folder: Path) -> int | None:
+    """Return how many errors of the card's memory and other parts could not be corrected (`ue: 0`)."""
+    counts = [re.match(r"ue: (\d+)", read_text(file)) for file in sorted(folder.glob("*_err_count"))]
+    return sum(int(found[1]) for found in counts if found) if any(counts) else None
+
+
+def _by_drm() -> Driver:
+    """Return Intel's cards. Their tiles are told apart by no file of the kernel's, and no use of them is shown."""
+    gpus = [Gpu(index=card.index, name=card.model) for card in intel.in_order((), intel.list_cards(os.environ))]
+    return Driver("Intel", _driver_version("xe") or _driver_version("i915"), gpus=tuple(gpus))
+
+
+def _driver_version(module: str) -> str | None:
+    """Return the version of a kernel module; the kernel's where it came with that."""
+    folder = SYSFS / "module" / module
+    return read_text(folder / "version") or (f"of Linux {platform.release()}" if folder.is_dir() else None)
+
+
+def _number(file: Path) -> int | None:
+    text = read_text(file)
+    return int(text) if text.isdigit() else None
+
+
+def _by_nvml() -> Driver:
+    """Return what NVML says."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver on this host; saves the import below
@@ -101,5 +175,6 @@ def _ask(question: Callable[..., T], *about: Any) -> T | None:
 
     try:
         return question(*about)
-    except (pynvml.NVMLError, AttributeError):  # a function that this driver does not have yet
+    # The last two: a function that this driver does not have yet, or only in an older form.
+    except (pynvml.NVMLError, AttributeError, pynvml.NVMLLibraryMismatchError):
         return None

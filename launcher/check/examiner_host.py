@@ -6,8 +6,6 @@ Reads /proc, /sys and the file system; starts no process and writes nothing. tor
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import locale
 import os
 import platform
@@ -28,11 +26,13 @@ from launcher.check.facts import Disk, HostFacts, Interface, Limit, Packages
 from launcher.errors import DtrainError
 from launcher.machine import network
 from launcher.machine.cgroup import folders_of
+from launcher.machine.devices import VENDORS
+from launcher.machine.packages import assigned, folder_of, torch_file, version_of
 from launcher.protocol import Prepare
 
 __all__ = [
     "code_digest", "disks", "file_digest", "find_host_facts", "find_packages", "interfaces", "limits", "memory",
-    "system_name", "version_of",
+    "system_name",
 ]  # fmt: skip
 
 SHA_DIGITS = 12
@@ -63,7 +63,7 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
         **vars(find_packages()),
         **vars(find_cards()),
         offered=find_facts(prepare, problems=[], left=[]),
-        gpus_inherited=any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
+        gpus_inherited=any(name in os.environ for vendor in VENDORS for name in vendor.lists),
         cpu_count=os.cpu_count() or 1,
         load=os.getloadavg()[0],
         memory_bytes=total,
@@ -128,31 +128,14 @@ def interfaces() -> list[Interface]:
 
 def find_packages() -> Packages:
     """Return the versions by torch's own file and the metadata of packages."""
-    folder = folder_of("torch")
-    text = _text(f"{folder}/version.py") if folder else ""
-    cuda, rocm = _assigned(text, "cuda"), _assigned(text, "hip")
+    folder, text = folder_of("torch"), torch_file()
+    cuda, rocm, xpu = (assigned(text, name) for name in ("cuda", "hip", "xpu"))
     return Packages(
-        torch=_assigned(text, "__version__") or version_of("torch") if folder else None,
-        torch_cuda=cuda or (f"ROCm {rocm}" if rocm else None),
+        torch=assigned(text, "__version__") or version_of("torch") if folder else None,
+        torch_cuda=cuda or (f"ROCm {rocm}" if rocm else f"XPU {xpu}" if xpu else None),
         nccl=_nccl(folder) if folder and cuda else None,
         numpy=version_of("numpy"),
     )
-
-
-def folder_of(package: str) -> str | None:
-    """Return the folder of a package that could be imported, without importing it."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def code_digest() -> str:
@@ -171,11 +154,6 @@ def code_digest() -> str:
             # Of each part its own hash: both have a fixed length, so that no byte counts as another file's.
             digest.update(hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest())
     return digest.hexdigest()[:SHA_DIGITS]
-
-
-def _assigned(text: str, name: str) -> str | None:
-    found = re.search(rf"^{name}(?::[^=\n]*)? = '([^'\n]*)'", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def _nccl(torch_folder: str) -> str | None:

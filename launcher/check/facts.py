@@ -31,8 +31,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's version and the newest CUDA that it can run; None where there is no driver."""
+    """The driver's version and the newest CUDA that it can run; None where there is no driver, or it has no such.
 
+    `vendor` is whose driver: NVIDIA, AMD or Intel.
+    """
+
+    vendor: str = "NVIDIA"
     driver: str | None = None
     driver_cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -40,7 +44,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Packages:
-    """Versions; None for what is not there. `torch_cuda` is the CUDA (or `ROCm x.y`) that torch was built for."""
+    """Versions; None for what is not there. `torch_cuda`: the CUDA (or `ROCm x`, `XPU x`) that torch was built for."""
 
     torch: str | None = None
     torch_cuda: str | None = None

@@ -14,9 +14,10 @@ from launcher.check.finding import Examined, Finding, Severity, fix_in, grouped,
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
+from launcher.machine.devices import vendor_named
 from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec
-from launcher.placement.placement import place_job
+from launcher.placement.placement import is_part, place_job
 
 __all__ = ["host_findings"]
 
@@ -83,7 +84,7 @@ def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     try:
         place_job(spec, [one.offer])
     except PlacementError as error:
-        look = "ulimit -a" if "too many for" in str(error) else "nvidia-smi -L"
+        look = "ulimit -a" if "too many for" in str(error) else vendor_named(one.known.vendor).commands.list
         yield one.finding(_ERROR, "placement", str(error).removeprefix(f"{one.name}: "), look)
 
 
@@ -123,39 +124,57 @@ def _resources(one: Examined) -> Iterator[Finding]:
 def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Yield what is to be said of the cards that a run would hand out; of lost ones unless the list leaves them out."""
     facts = one.known
+    commands = vendor_named(facts.vendor).commands
     for gpu in facts.gpus:
         which = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.lost:
             severity = _NOTE if facts.gpus_inherited else _ERROR
             message = f"{which} cannot be used: {gpu.lost}; a run would go without it"
-            yield one.finding(severity, "gpu-lost", message, "sudo dmesg | grep -i xid")
+            yield one.finding(severity, "gpu-lost", message, commands.log)
         elif not _handed_out(gpu, one.offer.gpus):
             continue
         elif gpu.ecc_errors or gpu.pending:
             found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
-            reset = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", reset)
+            yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", commands.memory.format(index=gpu.index))
         elif busy := _gpu_use(gpu):
             pid = gpu.processes[0].split()[1] if gpu.processes else ""
-            look = f"ps -fp {shlex.quote(pid)}" if pid else f"nvidia-smi -i {gpu.index}"
+            look = f"ps -fp {shlex.quote(pid)}" if pid else commands.show.format(index=gpu.index)
             yield one.finding(_WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
     if any(gpu.persistence is False for gpu in facts.gpus):
         message = "persistence mode is off: the first use of a GPU takes seconds"
         yield one.finding(_NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")
-    # Within a major version of CUDA an older driver will do.
-    install, torch, driver = f"{spec.python} -m pip install --force-reinstall", facts.torch, facts.driver_cuda
-    if not facts.gpus or torch is None:
-        return
-    if facts.torch_cuda is None:
-        message = f"it has GPUs, but torch {torch} is built without CUDA"
-        yield one.finding(_WARNING, "torch-without-cuda", message, f"{install} torch=={torch.partition('+')[0]}")
-    elif driver and _major(facts.torch_cuda) > _major(driver):
+    if (slices := sum(name.startswith("MIG-") for name in one.offer.gpus)) > 1:
+        message = f"its GPUs are {slices} MIG slices; NCCL may refuse several of one card (Duplicate GPU detected)"
+        yield one.finding(_NOTE, "mig", message, commands.list)
+    if facts.gpus and facts.torch is not None:
+        yield from _build(spec, one)
+
+
+def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
+    """Say whether the torch of a host is built for its GPUs. Within a major version of CUDA an older driver will do."""
+    facts = one.known
+    torch, driver, built = facts.torch or "", facts.driver_cuda, facts.torch_cuda
+    install, platform = f"{spec.python} -m pip install --force-reinstall", vendor_named(facts.vendor).platform
+    if (_platform(built) if built else "") != platform:
+        what = f"for {_platform(built)}" if built else f"without {platform}"
+        message = f"it has GPUs of {facts.vendor}, but torch {torch} is built {what}; a run would not use them"
+        index = {"CUDA": "", "XPU": " --index-url https://download.pytorch.org/whl/xpu"}.get(platform)
+        fix = "amd-smi version" if index is None else f"{install} torch=={torch.partition('+')[0]}{index}"
+        severity = _WARNING if platform == "CUDA" else _NOTE  # others may only be the processor's own
+        yield one.finding(severity, f"torch-without-{platform.lower()}", message, fix)
+    elif driver and built and _major(built) > _major(driver):
         message = (
-            f"torch {torch} needs CUDA {facts.torch_cuda}, the driver {facts.driver} knows up to {driver}; "
+            f"torch {torch} needs CUDA {built}, the driver {facts.driver} knows up to {driver}; "
             f"install a newer driver, or a torch for CUDA {driver}"
         )
         index = f"https://download.pytorch.org/whl/cu{driver.replace('.', '')}"
         yield one.finding(_ERROR, "driver-too-old", message, f"{install} torch --index-url {index}")
+
+
+def _platform(torch_cuda: str) -> str:
+    """Return what torch was built for: of CUDA there is the version alone."""
+    word = torch_cuda.partition(" ")[0]
+    return word if word in ("ROCm", "XPU") else "CUDA"
 
 
 def _major(version: str) -> int:
@@ -165,7 +184,7 @@ def _major(version: str) -> int:
 
 def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
     """Say whether a card, or a slice of it, is among those of the run; slices are not traced to their cards."""
-    return any(name == str(gpu.index) or gpu.uuid.startswith(name) or name.startswith("MIG-") for name in names)
+    return any(name == str(gpu.index) or (gpu.uuid and gpu.uuid.startswith(name)) or is_part(name) for name in names)
 
 
 def _gpu_use(gpu: Gpu) -> str:
@@ -232,7 +251,7 @@ _COMPARED = (
     _Compared("torch", "torch", lambda one: one.known.torch or "", _ERROR, release=2, otherwise=_WARNING),
     _Compared("torch-cuda", "torch's CUDA", lambda one: one.known.torch_cuda or "", _WARNING),
     _Compared("nccl", "NCCL", lambda one: one.known.nccl or "", _ERROR),  # it comes with torch
-    _Compared("driver", "CUDA driver", lambda one: one.known.driver or "", _WARNING, release=1, mend="nvidia-smi"),
+    _Compared("driver", "GPU driver", lambda one: one.known.driver or "", _WARNING, release=1, mend="nvidia-smi"),
     _Compared("python-patch", "Python", lambda one: one.known.python, _NOTE, mend="python3 --version"),
     _Compared("numpy", "numpy", lambda one: one.known.numpy or "", _WARNING, release=1, package="numpy"),
     _Compared("gpus", "GPUs", lambda one: one.gpus, _WARNING, mend="nvidia-smi -L"),

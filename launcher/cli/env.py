@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
+from launcher.agent.evidence import find_py_spy
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.examiner_host import (
     code_digest,
@@ -30,10 +32,13 @@ from launcher.check.examiner_host import (
     limits,
     memory,
     system_name,
-    version_of,
 )
-from launcher.check.facts import Interface
+from launcher.check.facts import Interface, Packages
+from launcher.cli.env_cluster import gpu_topology, ptrace, rdma_devices, slurm_job
+from launcher.cli.env_torch import TorchQuestion
+from launcher.errors import UsageError
 from launcher.machine import devices
+from launcher.machine.packages import version_of
 from launcher.output.text import size
 
 __all__ = ["run_env", "scrub"]
@@ -43,10 +48,11 @@ ASK_S = 5.0
 WITHHELD = "(set)"
 _PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
              "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
-_PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version")}
+_PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version"),
+             "ROCm": ("amd-smi", "version"), "XPU Manager": ("xpu-smi", "--version")}  # fmt: skip
 
 _RELEVANT = re.compile(
-    r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
+    r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|ZE|CCL|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
     r"|PMIX?|UCX|FI|CONDA|APPTAINER|SINGULARITY|KUBERNETES)_\w+|PYTHON[A-Z]+|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH"
     r"|LD_PRELOAD|VIRTUAL_ENV|LANG|LC_ALL|TMPDIR|SSH_AUTH_SOCK"
 )
@@ -56,6 +62,7 @@ _HARMLESS_OPTIONS = re.compile(
 )
 _HARMLESS = re.compile(
     r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
+    r"|ZE_AFFINITY_MASK|ZE_FLAT_DEVICE_HIERARCHY"
     r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
     r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
     r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
@@ -76,10 +83,19 @@ def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
 def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report as data; `format` 1, to which fields may be added."""
     packages = find_packages()
+    with TorchQuestion(packages.torch) as torch:
+        report = _report(settings, packages)
+        report["torch"] = torch.answer()
+    scrubbed: dict[str, Any] = scrub(report)
+    return scrubbed
+
+
+def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
+    """Return what is known without torch itself; its section has its place, and nothing in it."""
     driver = find_cards()
     total, free = memory()
     relevant = {name: value for name, value in sorted(os.environ.items()) if _RELEVANT.fullmatch(name)}
-    report = {
+    return {
         "format": FORMAT,
         "versions": {
             "dtrain": f"{__version__} ({code_digest()})",
@@ -87,11 +103,13 @@ def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
             "torch": packages.torch,
             "CUDA of torch": packages.torch_cuda,
             "NCCL": packages.nccl,
-            "CUDA driver": driver.driver and f"{driver.driver} (CUDA {driver.driver_cuda})",
+            f"{driver.vendor} driver": driver.driver and driver.driver + _in_brackets("CUDA", driver.driver_cuda),
             "numpy": packages.numpy,
             **{name: version_of(name) for name in _PACKAGES},
             **{name: _version(*words) for name, words in _PROGRAMS.items()},
+            "py-spy": _version(find_py_spy(), "--version"),
         },
+        "torch": {},
         "system": {
             "system": system_name(),
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -99,20 +117,23 @@ def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
             "container": _container(),
             "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
             "user": "root" if os.getuid() == 0 else "not root",
+            "ptrace": ptrace(),
         },
         "hardware": {
             "processors": f"{os.cpu_count()}, {len(devices.cores())} to be used, {devices.cpu_limit()} at a time",
             "memory": f"{size(total)}, {size(free)} free",
             "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.gpus],
+            "GPUs for workers": _for_workers(),
             **{disk.what: f"{size(disk.total_bytes)}, {size(disk.free_bytes)} free" for disk in disks(Path.cwd())},
         },
+        "GPU topology": gpu_topology(os.environ),
+        "RDMA": rdma_devices(),
+        "SLURM": slurm_job(os.environ),
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
         "variables": _shown(relevant, _HARMLESS),
         "settings": _shown(settings, _HARMLESS_OPTIONS),
     }
-    scrubbed: dict[str, Any] = scrub(report)
-    return scrubbed
 
 
 def _shown(values: Mapping[str, Any], harmless: re.Pattern[str]) -> dict[str, str]:
@@ -173,17 +194,27 @@ def _user() -> str:
         return ""
 
 
-def _version(program: str, option: str) -> str | None:
+def _version(program: str | None, option: str) -> str | None:
     """Return the line in which a program says its version; None if it is not there, or does not say it."""
-    if shutil.which(program) is None:
+    if program is None or shutil.which(program) is None:
         return None
     try:
-        done = subprocess.run(
-            [program, option], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, start_new_session=True
+        asked = subprocess.Popen(
+            [program, option],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"does not say: {type(error).__name__}"
-    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
+    except OSError as error:
+        return f"does not say: {error.strerror}"
+    try:
+        said, _ = asked.communicate(timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(asked.pid, signal.SIGKILL)  # also what it has started, which would keep the pipe open
+        asked.communicate()
+        return f"does not say: no answer within {ASK_S:g} s"
+    lines = said.decode("utf-8", "replace").strip().splitlines()
     return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 
@@ -212,6 +243,19 @@ def _interface(interface: Interface) -> str:
 
 def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:
     return f"lost: {lost}" if lost else f"{name or 'unknown'}{f', {size(memory_bytes)}' if memory_bytes else ''}"
+
+
+def _for_workers() -> str:
+    """Say how many GPUs a run here would hand out, and by which variable."""
+    try:
+        gpus = devices.find_gpus(os.environ)
+    except UsageError as error:
+        return f"none: {error}"
+    return f"{len(gpus.ids)} ({gpus.variable})" if gpus.ids else "none"
+
+
+def _in_brackets(word: str, value: str | None) -> str:
+    return f" ({word} {value})" if value else ""
 
 
 def _limit(number: int) -> str:

@@ -32,7 +32,8 @@ class _PlannedWorker:
     host: str
     local_rank: int
     gpus: tuple[str, ...]
-    visible: str | None  # CUDA_VISIBLE_DEVICES; None: left as it is on the host
+    visible: str | None  # the value of `gpu_variable`, empty for none; None: left as it is on the host
+    gpu_variable: str
     cores: tuple[int, ...]
     threads: int | None  # OMP_NUM_THREADS, if it is not inherited
     assumed: bool
@@ -60,6 +61,7 @@ def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
             local_rank=worker.local_rank,
             gpus=worker.gpus,
             visible=worker.visible,
+            gpu_variable=worker.gpu_variable,
             cores=() if worker.host in remote else worker.cores,
             threads=None if worker.host in remote else worker.threads,
             assumed=worker.host in remote,
@@ -92,6 +94,9 @@ def _assume(host: Host, spec: JobSpec) -> HostOffer:
 def _as_table(workers: list[_PlannedWorker]) -> str:
     with_roles = any(worker.role != DEFAULT_ROLE for worker in workers)
     lines = table([_cells(worker, with_roles=with_roles) for worker in workers])
+    others = {worker.gpu_variable for worker in workers if worker.visible is not None} - {"CUDA_VISIBLE_DEVICES"}
+    if others:
+        lines.append(f"workers are told their GPUs by {', '.join(sorted(others))}")
     if any(worker.assumed for worker in workers):
         lines.append("? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known")
     return "\n".join(lines)

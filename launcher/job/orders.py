@@ -129,7 +129,7 @@ def start_workers(
             defaults=worker_defaults(worker),
             local_rank=worker.local_rank,
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
-            gpu=worker.gpu_place,
+            gpu=worker.gpus[0] if worker.gpus else "",
             local_world_size=worker.local_world_size,
         )
         yield Send(worker.host, start)

@@ -1,165 +1,202 @@
-"""What this host has to hand out: GPUs by NVML, without ever starting CUDA, and processors.
+"""What this host has to hand out: GPUs, without ever starting their runtime, and processors.
 
-Called by the agent on its own host. An inherited CUDA_VISIBLE_DEVICES (or HIP_VISIBLE_DEVICES) restricts the GPUs.
+Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
+ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK) restricts them. One table, VENDORS, has what differs between kinds of GPUs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.errors import UsageError
+from launcher.machine import amd, intel, nvidia
+from launcher.machine.card import Card, listed, select
 from launcher.machine.cgroup import folders_of
+from launcher.machine.packages import torch_build
 
-__all__ = ["Gpus", "bus_ids", "cores", "cpu_limit", "divide", "find_gpus", "share"]
+__all__ = [
+    "VENDORS", "Gpus", "Vendor", "by_torch", "cores", "cpu_limit", "divide", "find_gpus", "share", "value_for",
+    "vendor_named",
+]  # fmt: skip
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Gpus:
-    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`.
+class Commands:
+    """What to type: to list the GPUs, to see who uses one, for one whose memory has errors, to read what befell one.
 
-    `verified` is False where only the environment names them and no driver answered.
+    Where the tool counts as the runtime does, with an {index}.
+    """
+
+    list: str
+    show: str
+    memory: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """A kind of GPU: how it is found, and how a process is told which of them to use.
+
+    Torch is built for a `platform`, which its version.py calls `built`; `backend` is torch.distributed's. Its runtime
+    reads the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs,
+    as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names;
+    `is_certain` whether of these (of all) each number means the card that it has here. `linked` returns the pairs of
+    whole cards, by number, that a `link` of their own connects.
+    """
+
+    name: str
+    platform: str
+    built: str
+    backend: str
+    variables: tuple[str, ...]
+    is_present: Callable[[], bool]
+    list_cards: Callable[[Mapping[str, str]], list[Card] | None]
+    pick: Callable[[Sequence[str], Sequence[Card]], list[Card]]
+    linked: Callable[[Sequence[Card]], list[tuple[int, int]]]
+    link: str
+    commands: Commands
+    filter: str = ""
+    nothing: str = ""
+    empty_hides: bool = True
+    is_certain: Callable[[Sequence[Card], Sequence[Card], Mapping[str, str]], bool] = lambda *_: True
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Return all variables that restrict its GPUs."""
+        return (*self.variables, self.filter) if self.filter else self.variables
+
+    def inherited(self, env: Mapping[str, str]) -> tuple[str, str] | None:
+        """Return the list that counts in this environment, with the name of its variable; None where there is none."""
+        lists = [(name, env[name]) for name in self.variables if name in env and (self.empty_hides or env[name])]
+        # SLURM may set the filter and another variable to the same list, though that would count in what is left.
+        lists = [(name, value) for name, value in lists if name == self.variables[0] or value != env.get(self.filter)]
+        return lists[0] if lists else None
+
+
+VENDORS = (
+    Vendor(
+        name="NVIDIA",
+        platform="CUDA",
+        built="cuda",
+        backend="nccl",
+        variables=("CUDA_VISIBLE_DEVICES",),
+        is_present=lambda: True,  # its own answer is as quick
+        list_cards=nvidia.list_cards,
+        pick=nvidia.as_written,
+        linked=nvidia.linked,
+        link="NVLink",
+        commands=Commands(
+            "nvidia-smi -L",
+            "nvidia-smi -i {index}",
+            "sudo nvidia-smi --gpu-reset -i {index}",
+            "sudo dmesg | grep -i xid",
+        ),
+        is_certain=nvidia.numbers_are_certain,
+    ),
+    Vendor(
+        name="AMD",
+        platform="ROCm",
+        built="hip",
+        backend="nccl",  # RCCL under NCCL's name
+        variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        is_present=amd.is_present,
+        list_cards=amd.list_cards,
+        pick=amd.numbered,
+        linked=amd.linked,
+        link="XGMI",
+        commands=Commands("amd-smi list -e", "rocm-smi --showpids", "amd-smi bad-pages", "sudo dmesg | grep -i amdgpu"),
+        filter="ROCR_VISIBLE_DEVICES",
+        nothing="-1",  # HIP takes an empty list for none
+    ),
+    Vendor(
+        name="Intel",
+        platform="XPU",
+        built="xpu",
+        backend="xccl",
+        variables=("ZE_AFFINITY_MASK",),
+        is_present=intel.is_present,
+        list_cards=intel.list_cards,
+        pick=intel.in_order,
+        linked=lambda _: [],  # no file of the kernel tells
+        link="Xe Link",
+        commands=Commands("xpu-smi discovery", "xpu-smi ps", "xpu-smi health -l", "sudo dmesg | grep -iE 'i915|xe'"),
+        nothing="127",  # a number that no device has; torch counts to 127
+        empty_hides=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`, `0.1`.
+
+    `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
+    `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.
     """
 
     ids: tuple[str, ...] = ()
     variable: str = "CUDA_VISIBLE_DEVICES"
     verified: bool = False
+    bus_ids: tuple[str, ...] = ()  # PCI addresses, of all or of none
+    numbers_are_certain: bool = True
 
 
 def find_gpus(env: Mapping[str, str]) -> Gpus:
-    """Return the GPUs that this process's children may use.
+    """Return the GPUs that this process's children may use: those that torch was built for.
 
-    Raises UsageError where the inherited list names a GPU that the driver does not know.
+    NVIDIA's count for a torch without any. Raises UsageError where the environment names a GPU that is not there.
     """
-    known = _ask_driver()
-    variable = "CUDA_VISIBLE_DEVICES"
-    if known is None and "HIP_VISIBLE_DEVICES" in env:
-        variable = "HIP_VISIBLE_DEVICES"
-    inherited = env.get(variable)
-    if inherited is None:
-        return Gpus(tuple(device.name for device in known or ()), variable, known is not None)
-    wanted = tuple(name.strip() for name in inherited.split(",") if name.strip())
-    if wanted in ((), ("-1",), ("NoDevFiles",)):
-        return Gpus((), variable, known is not None)
-    if known is None:
-        return Gpus(wanted, variable, False)
-    _check(wanted, known, f"{variable}={inherited}")
-    return Gpus(wanted, variable, True)
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
+        cards = vendor.list_cards(env)
+        if cards is not None:
+            return _visible(vendor, cards, env)
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.inherited(env) or vendor.filter in env]):
+        if (inherited := vendor.inherited(env)) is not None:
+            ids = listed(inherited[1])
+        else:
+            ids = tuple(str(place) for place in range(len(listed(env[vendor.filter]))))
+        return Gpus(ids, vendor.variables[0])
+    return Gpus()
 
 
-def bus_ids(gpus: tuple[str, ...]) -> list[str]:
-    """Return the PCI addresses of GPUs of `find_gpus`; empty where no driver tells."""
-    known = _ask_driver() or []
-    found = [_named(name, known) for name in gpus]
-    return [devices[0].bus_id for devices in found if devices and devices[0].bus_id]
+def vendor_named(name: str) -> Vendor:
+    return next(vendor for vendor in VENDORS if vendor.name == name)
 
 
-@dataclass(frozen=True)
-class _Device:
-    """A card, or a slice of one, as the driver lists it. `name` is handed out; the rest is the card's."""
-
-    name: str
-    index: int
-    uuid: str
-    bus_id: str = ""
-
-
-def _check(wanted: tuple[str, ...], known: list[_Device], inherited: str) -> None:
-    """Raise UsageError for what makes CUDA drop devices without a word: unknown, ambiguous and repeated names."""
-    seen: set[str] = set()
-    for name in wanted:
-        found = [device.name for device in _named(name, known)]
-        if not found:
-            present = ", ".join(device.name for device in known) or "none"
-            raise UsageError(f"{inherited} names GPU {name}, but this host has: {present}")
-        if len(found) > 1:
-            raise UsageError(f"{inherited}: {name} may be any of the GPUs {', '.join(found)}; write more of it")
-        if found[0] in seen:
-            raise UsageError(f"{inherited} names GPU {name} twice; CUDA would show none at all")
-        seen.add(found[0])
+def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:
+    """Return the one first that torch was built for; with `alone`, of the others NVIDIA only."""
+    if len(vendors) < 2:
+        return [*vendors]
+    built = torch_build()
+    kept = [vendor for vendor in vendors if not alone or vendor.built in (built, "cuda")]
+    return sorted(kept, key=lambda vendor: vendor.built != built)
 
 
-def _named(name: str, known: list[_Device]) -> list[_Device]:
-    """Return what an entry of the list may mean: a card by its number, a card or slice by the beginning of its UUID.
-
-    A card that is cut into slices stands for its first slice, as in CUDA.
-    """
-    slices = [device for device in known if name.startswith("MIG-") and device.name.startswith(name)]
-    cards: dict[int, _Device] = {}
-    for device in known:
-        if name == str(device.index) or device.uuid.startswith(name):
-            cards.setdefault(device.index, device)
-    return slices or list(cards.values())
+def value_for(variable: str, visible: str) -> str:
+    """Return what to set the variable to, so that a process sees these GPUs; none, if `visible` is empty."""
+    return visible or next((vendor.nothing for vendor in VENDORS if vendor.variables[0] == variable), "")
 
 
-def _ask_driver() -> list[_Device] | None:
-    """Return every card or MIG slice, or None where there is no NVIDIA driver."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver on this host; saves the import below, which costs 50 ms
-        return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a library without its driver
-        return None
-    try:
-        return _list_devices()
-    except pynvml.NVMLError:  # it cannot even count its cards
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _list_devices() -> list[_Device]:
-    import pynvml
-
-    devices: list[_Device] = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            slices = _mig_slices(handle)
-            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
-        except pynvml.NVMLError:  # a card that fell off the bus: CUDA does not count it either
-            continue
-        try:
-            bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
-        except pynvml.NVMLError:
-            bus_id = ""
-        devices += [_Device(name, index, uuid, bus_id) for name in slices or [str(index)]]
-    return devices
-
-
-def _mig_slices(handle: object) -> list[str]:
-    import pynvml
-
-    try:
-        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
-            return []
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except (pynvml.NVMLError, AttributeError):  # a card or driver without MIG
-        return []
-    slices = []
-    for index in range(count):
-        try:
-            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            slices.append(_text(pynvml.nvmlDeviceGetUUID(mig)))
-        except pynvml.NVMLError:  # no slice in this place
-            continue
-    return slices
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:
+    if (inherited := vendor.inherited(env)) is None:
+        chosen = vendor.pick([card.name for card in cards], cards)
+    else:
+        variable, value = inherited
+        chosen = vendor.pick(listed(value), select(value, cards, variable))
+    return Gpus(
+        tuple(card.name for card in chosen),
+        vendor.variables[0],
+        True,
+        tuple(card.bus_id for card in chosen) if all(card.bus_id for card in chosen) else (),
+        vendor.is_certain(chosen, cards, env),
+    )
 
 
 def cores() -> tuple[int, ...]:

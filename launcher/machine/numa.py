@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DtrainError
-from launcher.machine.devices import share
+from launcher.machine.card import SYSFS, pci_folder
+from launcher.machine.devices import Gpus, share
 
 __all__ = ["MODES", "Topology", "choose_cores", "nodes_of_gpus", "read_topology"]
 
 MODES = ("node", "socket", "exclusive", "core-complex")
-SYSFS = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,22 @@ def read_topology(allowed: Iterable[int], root: Path = SYSFS) -> Topology:
         raise DtrainError(f"--numa-binding: this kernel does not say how the processors lie: {error}") from error
 
 
-def nodes_of_gpus(bus_ids: Sequence[str], root: Path = SYSFS) -> list[int]:
-    """Return the NUMA node of each GPU, by the PCI addresses that its driver gives; -1 where there is only one node."""
+def nodes_of_gpus(gpus: Gpus, root: Path = SYSFS) -> list[int]:
+    """Return the NUMA node of each GPU by its PCI address: -1 where there is only one node, nothing without addresses.
+
+    Raises DtrainError where the kernel does not know a GPU, or where it is not certain which one a number means.
+    """
     nodes = []
-    for bus_id in bus_ids:
-        domain, _, rest = bus_id.lower().partition(":")
+    for bus_id in gpus.bus_ids:
         try:
-            nodes.append(int(_text(root / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")))
+            nodes.append(int(_text(pci_folder(bus_id, root) / "numa_node")))
         except (OSError, ValueError) as error:
             raise DtrainError(f"--numa-binding: the kernel does not know the GPU at {bus_id}: {error}") from error
+    if not gpus.numbers_are_certain and len(set(nodes)) > 1:
+        raise DtrainError(
+            "--numa-binding: the GPUs are of different kinds, which CUDA numbers by speed, so that it is not known "
+            "which of them is where; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
     return nodes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from launcher.machine.devices import value_for
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.protocol import StoreOpened
@@ -43,7 +44,7 @@ def worker_environment(
         "DTRAIN_ELASTIC": "1" if spec.elastic else "0",  # there may be other attempts though no restart is allowed
     }
     if worker.visible is not None:
-        env[worker.gpu_variable] = worker.visible
+        env[worker.gpu_variable] = value_for(worker.gpu_variable, worker.visible)
     return env
 
 

@@ -14,7 +14,7 @@ from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
 from launcher.protocol import Facts
 
-__all__ = ["HostOffer", "Placement", "WorkerPlace", "place", "place_job"]
+__all__ = ["HostOffer", "Placement", "WorkerPlace", "is_part", "place", "place_job"]
 
 NO_ROLES = Roles()
 
@@ -84,8 +84,7 @@ class WorkerPlace:
     needed: bool = True  # the run waits for its end
     world_rank: int = 0  # among those that run the same command, which are a world of their own
     world_size: int = 1
-    bound: bool = False  # a task that sees its own GPUs alone, of those that its machine has for the run
-    gpu_place: int = 0  # of its first GPU in the host's list; without GPUs its local rank
+    bound: bool = False  # it sees its own GPUs alone, though nobody asked for that: what SLURM or MIG leaves a process
 
 
 @dataclass(frozen=True)
@@ -267,6 +266,11 @@ def _misfit(
         if needed > len(offer.gpus) and not oversubscribe:
             return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {needed} GPUs, it has {len(offer.gpus)}"
         return None
+    if (gpus_per_proc or 1) > 1 and any(map(is_part, offer.gpus)):
+        return (
+            f"{offer.name}: --gpus-per-proc {gpus_per_proc}, but a process can use one MIG slice (or tile) only, "
+            f"and its GPUs are {', '.join(offer.gpus)}; use --gpus-per-proc 1, or whole GPUs"
+        )
     needed = count * (gpus_per_proc or 1)
     if needed > len(offer.gpus) and not oversubscribe:
         return (
@@ -274,6 +278,11 @@ def _misfit(
             f"({', '.join(offer.gpus)}); use fewer with --nproc-per-node, or share them with --oversubscribe"
         )
     return None
+
+
+def is_part(gpu: str) -> bool:
+    """Say whether an id names a MIG slice, or a tile of an Intel card that is shown as one device."""
+    return gpu.startswith("MIG-") or "." in gpu
 
 
 def _uses_gpus(offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None) -> bool:
@@ -291,17 +300,18 @@ def _worker(
     local_rank, on_machine = layout.before[place] + index, layout.on_machine[place]
     own: tuple[str, ...] = ()
     visible: str | None = None
-    gpu_place, bound = local_rank, False
+    bound = False
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
         size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
         # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
         bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
         start = index if bound else local_rank
-        gpu_place = start * size % len(offer.gpus)
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
         # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
         # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
-        whole = gpus_per_proc is None and not isolate and not any(gpu.startswith("MIG-") for gpu in offer.gpus)
+        in_parts = any(map(is_part, offer.gpus))
+        bound = bound or (in_parts and gpus_per_proc is None)
+        whole = gpus_per_proc is None and not isolate and not in_parts
         visible = ",".join(offer.gpus if whole else own)
     elif offer.gpus_verified:
         visible = ""
@@ -316,6 +326,5 @@ def _worker(
         cores=share(offer.cores, index, count) or offer.cores,
         threads=layout.threads(place),
         local_world_size=on_machine,
-        gpu_place=gpu_place,
         bound=bound,
     )

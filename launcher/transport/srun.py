@@ -20,6 +20,7 @@ from launcher.errors import HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
+from launcher.machine.devices import VENDORS
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
 
@@ -47,7 +48,7 @@ _READ_BY_SCRIPTS = (
     "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
 # GPUs that SLURM named are those of this node.
-_GPU_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_GPU_LISTS = tuple(name for vendor in VENDORS for name in vendor.lists)
 _SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 
 

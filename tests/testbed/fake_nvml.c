@@ -5,7 +5,9 @@
  *   FAKE_GPUS=N        N cards, 0 by default; card I is GPU-000000HH-0000-4000-8000-000000000000 (HH: I in hex)
  *   FAKE_LOST=I,J      these cards fell off the bus
  *   FAKE_MIG=I:S,...   card I is cut into S slices, in every other place of seven;
- *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000
+ *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000, GPU instance S + 1
+ *   FAKE_T4=I,J        these are NVIDIA T4, the others NVIDIA H200
+ *   FAKE_NVLINK=I,J    NVLink connects these with each other; card I is at the PCI address 0000:HH:00.0, HH: I + 1
  *   FAKE_FAILS=init    there is no driver behind the library; `count`: the driver cannot count its cards
  */
 #include <stdio.h>
@@ -93,5 +95,38 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct device *device, unsigned place, s
   if (place % 2 || (int)place / 2 >= listed("FAKE_MIG", device->card))
     return NOT_FOUND;
   *slice = &slices[device->card][place];
+  return OK;
+}
+
+int nvmlDeviceGetGpuInstanceId(struct device *device, unsigned *id) {
+  *id = (unsigned)device->slice + 1;
+  return OK;
+}
+
+int nvmlDeviceGetComputeInstanceId(struct device *device, unsigned *id) {
+  (void)device;
+  *id = 0;
+  return OK;
+}
+
+int nvmlDeviceGetName(struct device *device, char *text, unsigned size) {
+  snprintf(text, size, listed("FAKE_T4", device->card) ? "NVIDIA T4" : "NVIDIA H200");
+  return OK;
+}
+
+struct pci {
+  char legacy[16];
+  unsigned domain, bus, device, id, subsystem;
+  char bus_id[32];
+};
+
+int nvmlDeviceGetPciInfo_v3(struct device *device, struct pci *found) {
+  memset(found, 0, sizeof *found);
+  snprintf(found->bus_id, sizeof found->bus_id, "00000000:%02X:00.0", device->card + 1);
+  return OK;
+}
+
+int nvmlDeviceGetP2PStatus(struct device *one, struct device *other, int what, int *status) {
+  *status = what == 2 && listed("FAKE_NVLINK", one->card) && listed("FAKE_NVLINK", other->card) ? OK : 5;
   return OK;
 }

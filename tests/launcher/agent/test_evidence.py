@@ -331,7 +331,7 @@ def test_signal_after_the_handlers_are_taken_down_ends_nobody(workers: Workers) 
 
 
 def test_worker_without_the_handler_is_never_signalled(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: None)
+    monkeypatch.setattr(evidence_module, "find_py_spy", lambda: None)
     workers.start("import time; up(); time.sleep(60)", through=())
     workers.start(  # its own handler, and no file of ours
         f"import os, signal, time; signal.signal({STACK_SIGNAL}, lambda *_: print('hit', flush=True)); up()\n"
@@ -346,7 +346,7 @@ def test_worker_without_the_handler_is_never_signalled(workers: Workers, monkeyp
 
 
 def test_files_that_reuse_the_closed_descriptor_get_no_stack(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: None)
+    monkeypatch.setattr(evidence_module, "find_py_spy", lambda: None)
     workers.start(
         """
         import os, time
@@ -366,7 +366,7 @@ def test_files_that_reuse_the_closed_descriptor_get_no_stack(workers: Workers, m
 @pytest.fixture
 def py_spy() -> None:
     """Skip where there is no py-spy, which is optional, or where it may not look into another process."""
-    program = evidence_module._find_py_spy()
+    program = evidence_module.find_py_spy()
     require(program, "py-spy", "pip install py-spy")
     with started(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)") as process:
         process.stdout.readline()
@@ -415,7 +415,7 @@ def test_nothing_takes_longer_than_the_limit(workers: Workers, tmp_path: Path, m
     hanging = tmp_path / "py-spy"
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(evidence_module, "_find_py_spy", lambda: str(hanging))
+    monkeypatch.setattr(evidence_module, "find_py_spy", lambda: str(hanging))
     for _ in range(6):
         workers.start("import time; up(); time.sleep(60)", through=())
     assert [each.stack for each in workers.collect(0.5)] == [""] * 6

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from testbed import REPOSITORY
+from testbed.gpu_machine import GpuMachine
 from testbed.namespaces import run_part
 from testbed.network import NetworkHosts
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain
@@ -27,7 +28,7 @@ import launcher
 from launcher import __version__
 from launcher.check.allreduce import allreduce_spec
 from launcher.check.examiner_network import listen, probe, probe_all
-from launcher.check.facts import HostFacts, Listening, Probe, Target
+from launcher.check.facts import Gpu, HostFacts, Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
@@ -212,7 +213,6 @@ struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return OK; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "550.54.15"); return OK; }
-int nvmlDeviceGetName(struct device *d, char *text, unsigned size) { snprintf(text, size, "NVIDIA H200"); return OK; }
 int nvmlDeviceGetMemoryInfo(struct device *d, struct memory *m) {
   m->total = 100ull << 30; m->used = d->card == 1 ? 60ull << 30 : 1 << 20; m->free = m->total - m->used; return OK;
 }
@@ -257,6 +257,43 @@ def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Pat
     assert "GPU 3 cannot be used: " in found.of("gpu-lost")[0]["message"]
     assert (mine.result.returncode, mine.errors) == (0, set()), "what the user has left out is no error"
     assert [finding["severity"] for finding in mine.of("gpu-lost")] == ["note"]
+
+
+def test_amd_s_gpus_are_examined_by_the_kernel_s_files(tmp_path: Path) -> None:
+    machine = GpuMachine(tmp_path / "machine")
+    machine.add_cpu_node()
+    for node, errors in enumerate((0, 2, 0), start=1):
+        machine.add_amd(
+            node, f"0000:0{node}:00.0", product_name="MI300X", mem_info_vram_total=192 << 30, gpu_busy_percent=node,
+            mem_info_vram_used=(90 << 30) if node == 3 else 1 << 20, ras__umc_err_count=f"ue: {errors}\nce: 7",
+        )  # fmt: skip
+    machine.write("module/amdgpu/version", "6.12.12")
+    (tmp_path / "x.py").write_text("")
+    with subprocess.Popen(["sleep", "60"]) as user:
+        machine.write(f"class/kfd/kfd/proc/{user.pid}/vram_50003", 90 << 30)
+        machine.write(f"class/kfd/kfd/proc/{user.pid}/vram_50001", 0)
+        argv = machine.run_in(sys.executable, "-m", "launcher", "check", "--json", "--no-allreduce", "x.py")
+        reports = {}
+        for built in ("hip", None):
+            env = {
+                "PYTHONPATH": str(machine.built_for(built)),
+                "HIP_VISIBLE_DEVICES": None,
+                "CUDA_VISIBLE_DEVICES": None,
+            }
+            result = run_program(*argv, env=env, cwd=tmp_path)
+            reports[built] = json.loads(result.stdout)
+        user.kill()
+    facts = reports["hip"]["hosts"][0]["facts"]
+    assert (facts["vendor"], facts["driver"], facts["torch_cuda"]) == ("AMD", "6.12.12", "ROCm 6.4")
+    assert (facts["gpu_variable"], facts["gpu_ids"]) == ("HIP_VISIBLE_DEVICES", ["0", "1", "2"])
+    said = {finding["kind"]: finding for finding in reports["hip"]["findings"]}
+    assert said["gpu-memory"]["message"] == "GPU 1 (MI300X): 2 memory errors that could not be corrected"
+    assert said["gpu-memory"]["fixes"] == ["amd-smi bad-pages"]
+    assert f"GPU 2 (MI300X) is in use: pid {user.pid} (sleep, of " in said["gpu-busy"]["message"]
+    assert "torch-without-rocm" not in said
+    (unused,) = [finding for finding in reports[None]["findings"] if finding["kind"] == "torch-without-rocm"]
+    assert unused["severity"] == "note"
+    assert unused["message"] == "it has GPUs of AMD, but torch 2.13.0 is built without ROCm; a run would not use them"
 
 
 # ---- what is said of what was found --------------------------------------------------------------------------
@@ -326,6 +363,26 @@ def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_fou
     one = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
     same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
     assert _said(*same)["same-machine"].severity is Severity.WARNING
+
+
+def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
+    some = {"gpus": (Gpu(0),), "driver": "1"}
+    assert _said(_examined("a", **some, driver_cuda="12.8")) == {}
+    assert "driver-too-old" in _said(_examined("a", **some, driver_cuda="11.8"))
+    assert _said(_examined("a", **some, torch_cuda=None))["torch-without-cuda"].severity is Severity.WARNING
+    other = _said(_examined("a", **some, vendor="Intel"))["torch-without-xpu"]
+    assert (other.severity, "is built for CUDA" in other.message) == (Severity.NOTE, True)
+    assert _said(_examined("a", **some, vendor="AMD", torch_cuda="ROCm 6.4")) == {}
+    slices = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
+    assert "Duplicate GPU detected" in _said(_examined("a", offered=slices))["mig"].message
+
+
+def test_the_all_reduce_uses_nccl_only_where_it_is_for_the_gpus() -> None:
+    offered = replace(OFFERED, gpus=["0"], gpus_verified=True)
+    for vendor, built, backend in (("NVIDIA", "12.6", "nccl"), ("AMD", "ROCm 6.4", "nccl"), ("Intel", "XPU 2", "gloo"),
+                                   ("NVIDIA", None, "gloo")):  # fmt: skip
+        examined = _examined("a", offered=offered, vendor=vendor, torch_cuda=built)
+        assert allreduce_spec(_spec("a"), [examined])[1] == backend
 
 
 def _ways(names: str, closed: Mapping[tuple[str, str], str]) -> list[Probe]:

@@ -47,6 +47,7 @@ def test_remote_hosts_are_marked_as_assumed_in_json() -> None:
             "local_rank": local_rank,
             "gpus": [str(local_rank)],
             "visible": "0,1",
+            "gpu_variable": "CUDA_VISIBLE_DEVICES",
             "cores": [],
             "threads": None,
             "assumed": True,

@@ -18,7 +18,7 @@ from launcher.machine.devices import cores, cpu_limit, share
 pytestmark = pytest.mark.ordinary_user
 
 FAKE_NVML = REPOSITORY / "tests/testbed/fake_nvml.c"
-UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"))
+UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER"))
 CARD_1 = "GPU-00000001-0000-4000-8000-000000000000"
 SLICES_OF_1 = ("MIG-00000001-0000-4000-8000-000000000000", "MIG-00000001-0001-4000-8000-000000000000")
 
@@ -31,7 +31,8 @@ for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
         os.environ["CUDA_VISIBLE_DEVICES"] = inherited
     try:
         gpus = find_gpus(os.environ)
-        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified")
+        certain = [] if gpus.numbers_are_certain else ["in any order"]
+        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified", *certain)
     except UsageError as error:
         print(error)
 """
@@ -99,8 +100,21 @@ def test_all_cards_are_found_in_order(fake: Fake) -> None:
     assert fake.find(FAKE_GPUS=3) == "CUDA_VISIBLE_DEVICES 0 1 2 verified"
 
 
-def test_a_lost_card_is_left_out_and_the_others_keep_their_numbers(fake: Fake) -> None:
-    assert fake.find(FAKE_GPUS=4, FAKE_LOST="1") == "CUDA_VISIBLE_DEVICES 0 2 3 verified"
+def test_a_lost_card_is_left_out_and_no_number_counts_on_how_cuda_counts_it(fake: Fake) -> None:
+    assert fake.find(FAKE_GPUS=3, FAKE_LOST="2") == "CUDA_VISIBLE_DEVICES 0 1 verified"
+    others = [CARD_1.replace("GPU-00000001", f"GPU-0000000{index}") for index in (0, 2)]
+    assert fake.find(FAKE_GPUS=3, FAKE_LOST="1") == f"CUDA_VISIBLE_DEVICES {' '.join(others)} verified"
+
+
+def test_numbers_of_different_cards_are_certain_only_where_cuda_is_told_to_number_as_the_driver_does(
+    fake: Fake,
+) -> None:
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0") == "CUDA_VISIBLE_DEVICES 0 1 verified in any order"
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == "CUDA_VISIBLE_DEVICES 0 1 verified"
+    assert fake.find(FAKE_GPUS=2, FAKE_T4="0,1") == "CUDA_VISIBLE_DEVICES 0 1 verified"
+    assert fake.find(FAKE_GPUS=3, FAKE_T4="0", CUDA_VISIBLE_DEVICES="1,2").endswith("1 2 verified in any order")
+    named = fake.find(FAKE_GPUS=2, FAKE_T4="0", CUDA_VISIBLE_DEVICES=CARD_1)
+    assert named == f"CUDA_VISIBLE_DEVICES {CARD_1} verified"
 
 
 def test_a_card_that_is_cut_into_slices_is_handed_out_by_slice(fake: Fake) -> None:
@@ -128,7 +142,7 @@ def test_an_inherited_list_is_kept_as_it_was_written(fake: Fake) -> None:
 
 
 def test_an_inherited_slice_may_be_named_in_every_way_that_cuda_knows(fake: Fake) -> None:
-    names = [SLICES_OF_1[1], SLICES_OF_1[1][:17], "1", "GPU-00000001"]
+    names = [SLICES_OF_1[1], SLICES_OF_1[1][:17], "1", "GPU-00000001", f"MIG-{CARD_1}/2/0"]
     for name, found in fake.find_each(names, FAKE_GPUS=2, FAKE_MIG="1:2").items():
         assert found == f"CUDA_VISIBLE_DEVICES {name} verified"
 
@@ -170,9 +184,18 @@ def test_gpus_per_proc_shows_each_worker_its_own_alone(fake: Fake) -> None:
     assert seen == {0: ("0", "4,GPU-00000001"), 1: ("1", "0,2")}
 
 
-def test_a_slice_for_each_worker(fake: Fake) -> None:
-    seen = fake.seen(FAKE_GPUS=1, FAKE_MIG="0:2")
-    assert {visible[:17] for _, visible in seen.values()} == {"MIG-00000000-0000", "MIG-00000000-0001"}
+def test_a_slice_for_each_worker_which_is_its_device_0(fake: Fake) -> None:
+    seen = fake.seen(FAKE_GPUS=2, FAKE_MIG="1:2")
+    assert {rank: (local_rank, visible[:17]) for rank, (local_rank, visible) in seen.items()} == {
+        0: ("0", "0"), 1: ("0", "MIG-00000001-0000"), 2: ("0", "MIG-00000001-0001"),
+    }  # fmt: skip
+
+
+def test_a_worker_cannot_have_several_slices(fake: Fake) -> None:
+    result = fake.dtrain("run", "--gpus-per-proc", "2", FAKE_GPUS=1, FAKE_MIG="0:2")
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert "--gpus-per-proc 2, but a process can use one MIG slice" in result.stderr
+    assert "use --gpus-per-proc 1" in result.stderr
 
 
 def test_workers_counted_by_processor_see_no_gpu(fake: Fake) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain
 
 from launcher.errors import DtrainError
+from launcher.machine.devices import Gpus
 from launcher.machine.numa import Topology, choose_cores, nodes_of_gpus, read_topology
 
 GPUS = [0, 0, 1, 3]  # the NUMA nodes of four GPUs; node 2 has none
@@ -84,9 +86,18 @@ def test_only_processors_that_may_be_used_are_chosen(tmp_path: Path) -> None:
 
 def test_a_gpu_s_node_is_its_pci_device_s(tmp_path: Path) -> None:
     root = _machine(tmp_path)
-    assert nodes_of_gpus(["00000000:0A:00.0", "00000000:2A:00.0"], root) == [0, 1]
+    both = Gpus(("0", "1"), bus_ids=("00000000:0A:00.0", "0000:2a:00.0"))  # as NVML and as the kernel writes them
+    assert nodes_of_gpus(both, root) == [0, 1]
     with pytest.raises(DtrainError, match=r"the kernel does not know the GPU at 00000000:FF:00\.0"):
-        nodes_of_gpus(["00000000:FF:00.0"], root)
+        nodes_of_gpus(Gpus(("0",), bus_ids=("00000000:FF:00.0",)), root)
+
+
+def test_numbers_that_may_mean_another_card_are_no_place(tmp_path: Path) -> None:
+    root = _machine(tmp_path)
+    apart = Gpus(("0", "1"), bus_ids=("0000:0a:00.0", "0000:2a:00.0"), numbers_are_certain=False)
+    with pytest.raises(DtrainError, match="set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        nodes_of_gpus(apart, root)
+    assert nodes_of_gpus(replace(apart, bus_ids=("0000:0a:00.0", "0000:1a:00.0")), root) == [0, 0]
 
 
 def test_a_kernel_that_says_nothing_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""AMD's GPUs as ROCm numbers them, from what the kernel's driver (KFD) says in sysfs.
+
+ROCm's own runtime and tools read the same files. The tools are not asked: they number the GPUs by PCI address, which
+need not be HIP's order, take a second to start, and may not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.machine.card import DEV, SYSFS, Card, read_text, select
+
+__all__ = ["TOPOLOGY", "is_present", "linked", "list_cards", "numbered", "read_properties"]
+
+TOPOLOGY = "class/kfd/kfd/topology/nodes"
+XGMI = 11  # a type of link; 2 is PCIe
+
+
+def is_present(dev: Path = DEV) -> bool:
+    return (dev / "kfd").exists()
+
+
+def list_cards(env: Mapping[str, str], sysfs: Path = SYSFS, dev: Path = DEV) -> list[Card]:
+    """Return what HIP can choose from: every GPU, or partition of one, that ROCR_VISIBLE_DEVICES leaves.
+
+    Raises UsageError where that list names a GPU that is not there.
+    """
+    cards: list[Card] = []
+    if os.access(dev / "kfd", os.R_OK | os.W_OK):
+        nodes = (sysfs / TOPOLOGY).glob("[0-9]*")
+        for node in sorted(nodes, key=lambda folder: int(folder.name)):
+            card = _card(len(cards), node, dev)
+            if card is not None:
+                cards.append(replace(card, model=_model(card, node, sysfs)))
+    if (kept := env.get("ROCR_VISIBLE_DEVICES")) is not None:  # comes first: HIP counts what it leaves from 0
+        cards = numbered((), select(kept, cards, "ROCR_VISIBLE_DEVICES"), again=True)
+    return cards
+
+
+def numbered(_: Sequence[str], cards: Sequence[Card], *, again: bool = False) -> list[Card]:
+    """Return the cards by number, for HIP does not know the beginning of a UUID; with `again` numbers from 0."""
+    if again:
+        cards = [replace(card, index=index) for index, card in enumerate(cards)]
+    return [replace(card, name=str(card.index)) for card in cards]
+
+
+def linked(cards: Sequence[Card], sysfs: Path = SYSFS) -> list[tuple[int, int]]:
+    """Return the pairs of cards, by number, that XGMI (Infinity Fabric) connects."""
+    nodes = {read_text(folder / "gpu_id"): folder for folder in (sysfs / TOPOLOGY).glob("[0-9]*")}
+    by_node = {nodes[card.node].name: card.index for card in cards if card.node in nodes}
+    found = []
+    for card in cards:
+        for file in nodes[card.node].glob("io_links/*/properties") if card.node in nodes else ():
+            link = read_properties(file)
+            other = by_node.get(str(link.get("node_to")))
+            if link.get("type") == XGMI and other is not None:
+                found.append((card.index, other))
+    return found
+
+
+def read_properties(file: Path) -> dict[str, int]:
+    """Read lines of a name and a number."""
+    pairs = [line.split() for line in read_text(file).splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _card(index: int, node: Path, dev: Path) -> Card | None:
+    """Return a node of the topology if it is a GPU that this process may use.
+
+    ROCm leaves out nodes whose `gpu_id` a container's device cgroup hides, and those without their render device.
+    """
+    gpu_id = read_text(node / "gpu_id")
+    if not gpu_id.isdigit() or int(gpu_id) == 0:  # hidden, or a processor
+        return None
+    known = read_properties(node / "properties")
+    if not os.access(dev / "dri" / f"renderD{known.get('drm_render_minor', 0)}", os.R_OK | os.W_OK):
+        return None
+    place = known.get("location_id", 0)  # bus, device, function; in the highest bits the partition
+    bus_id = f"{known.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+    uuid = f"GPU-{known['unique_id']:016x}" if known.get("unique_id") else ""
+    return Card(str(index), index, uuid, bus_id, node=gpu_id)
+
+
+def _model(card: Card, node: Path, sysfs: Path) -> str:
+    version = read_properties(node / "properties").get("gfx_target_version", 0)  # 90402 is gfx942
+    gfx = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
+    return read_text(sysfs / "bus/pci/devices" / card.bus_id / "product_name") or f"AMD {gfx}".strip()

@@ -1,0 +1,91 @@
+"""A GPU as its vendor's module lists it, and what a list of GPUs in the environment means.
+
+Used by nvidia.py, amd.py, intel.py and devices.py. Starts nothing and asks no driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import UsageError
+
+__all__ = ["DEV", "SYSFS", "Card", "listed", "pci_folder", "read_text", "select"]
+
+SYSFS = Path("/sys")
+DEV = Path("/dev")
+HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last by SLURM, for a job without GPUs
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, or a part of one. `name` is what the vendor's variable calls it; the rest is the whole card's."""
+
+    name: str
+    index: int  # in the order of the vendor's runtime
+    uuid: str = ""
+    bus_id: str = ""  # its PCI address
+    model: str = ""
+    alias: str = ""  # another name of the part
+    node: str = ""  # what the kernel calls it
+
+
+def listed(value: str) -> tuple[str, ...]:
+    """Return the entries of a list of GPUs; none where it hides all of them."""
+    entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
+    return () if entries in HIDDEN else entries
+
+
+def select(value: str, cards: Sequence[Card], variable: str) -> list[Card]:
+    """Return what each entry of the list means.
+
+    Raises UsageError for what makes a runtime drop devices without a word: unknown, ambiguous and repeated names.
+    """
+    said = f"{variable}={value}"
+    selected: list[Card] = []
+    for entry in listed(value):
+        found = _named(entry, cards)
+        if not found:
+            present = ", ".join(map(_label, cards)) or "none"
+            raise UsageError(f"{said} names GPU {entry}, but this host has: {present}")
+        if len(found) > 1:
+            raise UsageError(
+                f"{said}: {entry} may be any of the GPUs {', '.join(map(_label, found))}; write more of it"
+            )
+        if found[0] in selected:
+            raise UsageError(f"{said} names GPU {entry} twice; a worker would see none at all")
+        selected += found
+    return selected
+
+
+def _label(card: Card) -> str:
+    return str(card.index) if card.name == card.uuid else card.name
+
+
+def _named(entry: str, cards: Sequence[Card]) -> list[Card]:
+    """Return what an entry may mean: a card by its number, a card or part by its name, or by the beginning of a UUID.
+
+    A card that is cut into parts stands for its first part, as in CUDA.
+    """
+    parts = [card for card in cards if entry in (card.name, card.alias)]
+    parts = parts or [card for card in cards if entry.startswith("MIG-") and card.name.startswith(entry)]
+    whole: dict[int, Card] = {}
+    for card in cards:
+        if entry == str(card.index) or card.uuid.startswith(entry):
+            whole.setdefault(card.index, card)
+    return parts or list(whole.values())
+
+
+def pci_folder(bus_id: str, sysfs: Path = SYSFS) -> Path:
+    """Return the folder of a PCI device by its address, of which NVML writes the domain with eight digits."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}"
+
+
+def read_text(file: Path) -> str:
+    """Return what a file of sysfs says; empty where it is not there, or not for this process to read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # a device cgroup refuses to read what is not for this container
+        return ""

@@ -1,0 +1,136 @@
+"""NVIDIA's GPUs by NVML, without ever starting CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from launcher.machine.card import Card
+
+__all__ = ["as_written", "linked", "list_cards", "numbers_are_certain"]
+
+
+def list_cards(_: Mapping[str, str]) -> list[Card] | None:
+    """Return every card or MIG slice, or None where there is no driver."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver on this host; saves the import below, which costs 50 ms
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # a library without its driver
+        return None
+    try:
+        return _list_cards()
+    except pynvml.NVMLError:  # it cannot even count its cards
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def as_written(entries: Sequence[str], cards: Sequence[Card]) -> list[Card]:
+    """Return the cards under the names that the user gave them: CUDA may number them in another order than NVML."""
+    return [replace(card, name=entry) for entry, card in zip(entries, cards, strict=True)]
+
+
+def numbers_are_certain(chosen: Sequence[Card], cards: Sequence[Card], env: Mapping[str, str]) -> bool:
+    """Say whether the numbers of the chosen ones mean to CUDA what they mean to NVML.
+
+    CUDA numbers cards that differ by their speed, unless it is told not to.
+    """
+    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(card.name.isdigit() for card in chosen):
+        return True
+    return len({card.model for card in cards}) <= 1
+
+
+def linked(cards: Sequence[Card]) -> list[tuple[int, int]]:
+    """Return the pairs of cards, by number, that NVLink connects, directly or through switches."""
+    import pynvml
+
+    found = []
+    try:
+        pynvml.nvmlInit()
+        handles = {card.index: pynvml.nvmlDeviceGetHandleByIndex(card.index) for card in cards}
+        for one, other in combinations(handles, 2):
+            status = pynvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status == pynvml.NVML_P2P_STATUS_OK:
+                found.append((one, other))
+    except (pynvml.NVMLError, AttributeError):  # a driver that does not tell
+        return []
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return found
+
+
+def _list_cards() -> list[Card]:
+    import pynvml
+
+    cards: list[Card] = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+            slices = _mig_slices(handle, uuid)
+        except pynvml.NVMLError:  # a card that fell off the bus
+            continue
+        card = Card(str(index), index, uuid, _bus_id(handle), _model(handle))
+        cards += [replace(card, name=name, alias=alias) for name, alias in slices] or [card]
+    numbers = {card.index for card in cards}
+    if numbers == {*range(len(numbers))}:
+        return cards
+    # Whether CUDA counts a lost card is not documented: of those behind it, only UUIDs are certain.
+    return [replace(card, name=card.uuid) if card.name == str(card.index) else card for card in cards]
+
+
+def _mig_slices(handle: object, uuid: str) -> list[tuple[str, str]]:
+    """Return of each slice its UUID and its older name, by which drivers before R470 and some SLURMs call it."""
+    import pynvml
+
+    try:
+        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
+            return []
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except (pynvml.NVMLError, AttributeError):  # a card or driver without MIG
+        return []
+    slices = []
+    for index in range(count):
+        try:
+            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            name = _text(pynvml.nvmlDeviceGetUUID(mig))
+        except pynvml.NVMLError:  # no slice in this place
+            continue
+        try:
+            instances = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
+            alias = f"MIG-{uuid}/{instances[0]}/{instances[1]}"
+        except (pynvml.NVMLError, AttributeError):
+            alias = ""
+        slices.append((name, alias))
+    return slices
+
+
+def _bus_id(handle: object) -> str:
+    import pynvml
+
+    try:
+        return _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+    except pynvml.NVMLError:
+        return ""
+
+
+def _model(handle: object) -> str:
+    import pynvml
+
+    try:
+        return _text(pynvml.nvmlDeviceGetName(handle))
+    except pynvml.NVMLError:
+        return ""
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

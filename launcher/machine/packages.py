@@ -1,0 +1,69 @@
+"""Which Python packages are installed here, by their files and metadata; nothing is imported, torch least of all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["TESTED_TORCH", "assigned", "folder_of", "how_tested", "torch_build", "torch_file", "version_of"]
+
+TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # with which the tests have passed, ascending
+
+
+def folder_of(package: str) -> str | None:
+    """Return the folder of a package that could be imported, without importing it."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
+
+
+def version_of(distribution: str) -> str | None:
+    import importlib.metadata  # takes 30 ms, which an agent's start should not
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_file() -> str:
+    """Return the text of torch's version.py, empty without torch."""
+    folder = folder_of("torch")
+    try:
+        return Path(folder, "version.py").read_text(encoding="utf-8", errors="replace") if folder else ""
+    except OSError:
+        return ""
+
+
+def torch_build() -> str | None:
+    """Return for which devices torch was built: `cuda`, `hip` or `xpu`; None for the CPU alone, or without torch."""
+    text = torch_file()
+    return next((name for name in ("cuda", "hip", "xpu") if assigned(text, name)), None)
+
+
+def assigned(text: str, name: str) -> str | None:
+    """Return the string that a line of a Python file gives to a name."""
+    found = re.search(rf"^{name}(?::[^=\n]*)? = '([^'\n]*)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def how_tested(version: str) -> str:
+    """Say whether a version of torch is as new as one that was tested."""
+    releases = [_release(tested) for tested in TESTED_TORCH]
+    release = _release(version)
+    if release in releases:
+        return "yes"
+    place = (
+        "newer than any of" if release > releases[-1] else "older than any of" if release < releases[0] else "none of"
+    )
+    return f"no: {place} {', '.join(TESTED_TORCH)}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else ()
