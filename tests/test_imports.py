@@ -91,6 +91,13 @@ def test_importing_ddp_loads_nothing_of_the_launcher() -> None:
     assert not {name for name in _loaded("import ddp") if name.partition(".")[0] == "launcher"}
 
 
+def test_torch_xla_is_the_tpu_strategy_s_alone_and_loaded_only_for_it() -> None:
+    assert [name for name, file in DDP.items() if "torch_xla" in _packages(file)] == ["ddp.strategies.tpu.mesh"]
+    loaded = _loaded("import ddp; ddp.strategy('all_reduce')")
+    assert "ddp.strategies.all_reduce" in loaded
+    assert not {name for name in loaded if "torch_xla" in name or "strategies.tpu" in name}
+
+
 def test_the_names_at_the_top_of_ddp_are_few() -> None:
     import types
 
