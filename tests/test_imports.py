@@ -22,8 +22,8 @@ ORDERS = {
     ],
     "ddp": [
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
-        "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies", "horovod",
-        "verification", "checkpoint", "data_parallel", "data_parallel.buckets", "compression",
+        "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
+        "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.buckets", "compression",
         "data", "comm", "monitoring", "world", "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
@@ -89,6 +89,13 @@ def test_the_command_line_and_the_controller_are_quick_to_load() -> None:
 
 def test_importing_ddp_loads_nothing_of_the_launcher() -> None:
     assert not {name for name in _loaded("import ddp") if name.partition(".")[0] == "launcher"}
+
+
+def test_torch_xla_is_the_tpu_strategy_s_alone_and_loaded_only_for_it() -> None:
+    assert [name for name, file in DDP.items() if "torch_xla" in _packages(file)] == ["ddp.strategies.tpu.mesh"]
+    loaded = _loaded("import ddp; ddp.strategy('all_reduce')")
+    assert "ddp.strategies.all_reduce" in loaded
+    assert not {name for name in loaded if "torch_xla" in name or "strategies.tpu" in name}
 
 
 def test_the_names_at_the_top_of_ddp_are_few() -> None:

@@ -136,7 +136,7 @@ class CallbackList:
                 getattr(callback, hook)(*arguments)
             except Exception as error:  # whatever it is, see above
                 self._failure = self._failure or (index, hook, callback.trainer.step, error)
-        if self.has_failed and (self._strategy.replicas == 1 or not self._strategy.collective):
+        if self.has_failed and (self._strategy.world.world_size == 1 or not self._strategy.collective):
             self.raise_failure(together=False)
 
     def raise_failure(self, *, together: bool) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import rng
 from ddp.checkpoint.preemption import Warned
-from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
+from ddp.checkpoint.state import Stateful, check_plain, given_parts, off_mesh, restore_parts, wrapper_of
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
@@ -131,6 +131,7 @@ class Checkpoint:
         if rank == 0:
             random_states = [note.random for note in notes]
             content = {"step": step, "world_size": len(notes), **state, "random": random_states, "values": values}
+            content = off_mesh(content)
             if reduction is not None:
                 content["reduction"] = reduction
             try:

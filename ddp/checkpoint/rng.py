@@ -1,5 +1,5 @@
 """The state of this process's random number generators: Python's, NumPy's if it is loaded, torch's on the CPU and on
-the current CUDA device. Used by checkpoints; draws nothing itself.
+the current CUDA device, and torch_xla's in SPMD mode. Used by checkpoints; draws nothing itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "reseed", "restore", "seed_on_host"]
+__all__ = ["capture", "reseed", "restore", "seed_on_host", "seed_torch"]
 
 _NUMPY_SEED_LIMIT = 1 << 32
 _TORCH_SEED_LIMIT = 1 << 63
@@ -25,6 +25,8 @@ def capture() -> dict[str, Any]:
         states["numpy"] = _plain(numpy.random.get_state(legacy=False), numpy)
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
+    if (xla := _spmd()) is not None:
+        states["xla"] = xla.core.xla_model.get_rng_state()
     return states
 
 
@@ -36,14 +38,25 @@ def restore(states: Mapping[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
     if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+    if (xla := _spmd()) is not None and "xla" in states:
+        xla.core.xla_model.set_rng_state(states["xla"])
 
 
 def reseed(states: Mapping[str, Any], rank: int) -> None:
     """Seed every generator with a number that follows from captured states and from `rank`."""
     material = bytes(states["torch"].tolist()) + repr(states["python"]).encode()
-    seed = int.from_bytes(hashlib.sha256(material + b" %d" % rank).digest(), "little")
-    seed_on_host(seed)
-    torch.manual_seed(seed % _TORCH_SEED_LIMIT)  # on all devices
+    first, own = (int.from_bytes(hashlib.sha256(material + b" %d" % each).digest(), "little") for each in (0, rank))
+    seed_on_host(own)
+    seed_torch(own % _TORCH_SEED_LIMIT)
+    if (xla := _spmd()) is not None:  # one program, so one seed for all
+        xla.manual_seed(first % _TORCH_SEED_LIMIT)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators on all devices, and torch_xla's in SPMD mode."""
+    torch.manual_seed(seed)
+    if (xla := _spmd()) is not None:
+        xla.manual_seed(seed)
 
 
 def seed_on_host(seed: int) -> None:
@@ -51,6 +64,12 @@ def seed_on_host(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
+
+
+def _spmd() -> Any:
+    """Return torch_xla if this process is one of those that run one program on a mesh (`ddp.strategies.tpu`)."""
+    xla = sys.modules.get("torch_xla")
+    return xla if xla is not None and xla.runtime.is_spmd() else None
 
 
 def _plain(value: Any, numpy: Any) -> Any:

@@ -100,11 +100,11 @@ class ReplicaLoader:
         self._skip = 0
         loader = iter(self._loader)
         while self.epoch == epoch and (size := self._size(self._position)):
-            batch = next(loader) if self._replica < size else self._empty()
+            batch = next(loader) if self._share(size) else self._empty()
             self._position += size
             if self._on_batch is not None:
                 self._on_batch(size)
-            yield batch
+            yield self._handed_out(batch, size)
         if self.epoch == epoch:
             self._next_epoch()
 
@@ -168,6 +168,14 @@ class ReplicaLoader:
         size = min(self.global_batch_size, self._length - position)
         return 0 if size < 0 or (self.drop_last and size < self.global_batch_size) else size
 
+    def _share(self, size: int) -> range:
+        """Which samples of a global batch of `size` this process loads."""
+        return range(self._replica, size, self._replicas)
+
+    def _handed_out(self, batch: Any, size: int) -> Any:
+        """What the training gets for this process's share of a global batch of `size`."""
+        return batch
+
     def _batches(self, position: int) -> int:
         full, over = divmod(max(0, self._length - position), self.global_batch_size)
         return full + (over > 0 and not self.drop_last)
@@ -187,8 +195,8 @@ class _Shares:
         own = self._loader
         position = own._position
         order = choose(own._length, seed=own.seed, epoch=own.epoch) if own.shuffle else None
-        while (size := own._size(position)) > own._replica:
-            places = torch.arange(position + own._replica, position + size, own._replicas, device="cpu")
+        while share := own._share(size := own._size(position)):
+            places = torch.arange(position + share.start, position + share.stop, share.step, device="cpu")
             yield (places if order is None else order(places)).tolist()
             position += size
 

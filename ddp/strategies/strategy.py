@@ -15,6 +15,7 @@
 | "parameter_server" | ParameterServerStrategy | torch.distributed.rpc's parameter server example, MXNet's kvstore |
 | "central_storage" | CentralStorageStrategy | |
 | "local_sgd" | | torch's post-local SGD and PeriodicModelAverager, DiLoCo |
+| "tpu" | TPUStrategy | torch_xla's SPMD mode |
 
 What all strategies share is here; `ddp.strategies` has what differs.
 """
@@ -49,6 +50,7 @@ _CLASSES = {  # imported when they are asked for: not everybody has what a param
     "parameter_server": "ddp.strategies.parameter_server.strategy:ParameterServer",
     "central_storage": "ddp.strategies.central_storage.strategy:CentralStorage",
     "local_sgd": "ddp.strategies.local_sgd.strategy:LocalSteps",
+    "tpu": "ddp.strategies.tpu.strategy:Tpu",
 }
 _VARIABLE = "DTRAIN_STRATEGY"
 
@@ -63,6 +65,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
       arguments of `ddp.DistributedDataParallel`.
     - "local_sgd": `every`, `after`, `outer_lr`, `outer_momentum`, `nesterov` of `ddp.LocalSGD`, and `communication`.
     - "central_storage", "parameter_server": see strategy.py in ddp/strategies/central_storage and in parameter_server.
+    - "tpu" has none.
 
     Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher has
     started do not fit the strategy.
@@ -169,8 +172,12 @@ class Strategy(ABC):
         Raises ArgumentError for what cannot be trained so, LayoutMismatchError if the processes' models differ.
         """
         _check_given(model, optimizer)
-        model.to(self.world.device)
+        self._move(model)
         return self._prepare(model, optimizer)
+
+    def _move(self, model: nn.Module) -> None:
+        """Put the model on this replica's device, in place."""
+        model.to(self.world.device)
 
     @abstractmethod
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -190,17 +197,18 @@ class Strategy(ABC):
 
         See `ReplicaLoader`; `loading` are arguments of torch's DataLoader, such as `num_workers`.
         """
-        return ReplicaLoader(
+        return self._new_loader(
             dataset,
             global_batch_size=global_batch_size,
-            replica=self.replica,
-            replicas=self.replicas,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             on_batch=self._take_batch,
             **loading,
         )
+
+    def _new_loader(self, dataset: Dataset[Any], **options: Any) -> ReplicaLoader:
+        return ReplicaLoader(dataset, replica=self.replica, replicas=self.replicas, **options)
 
     def _take_batch(self, size: int) -> None:
         self._batch_size = size

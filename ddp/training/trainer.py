@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ddp.callbacks.callback import Callback, CallbackList, Training
 from ddp.callbacks.reports import History
+from ddp.checkpoint import rng
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError
@@ -138,7 +139,7 @@ class Trainer(Training):
         held_out = None if validation is None else self._loader(validation, global_batch_size)
         self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
         if self.seed is not None and not self.step:
-            torch.manual_seed(self.seed + self.strategy.replica)
+            rng.seed_torch(self.seed + self.strategy.replica)
         self._asks_to_stop = self._is_stopped = False
         with self.callbacks.closing():
             self.callbacks.call("on_restore")
@@ -299,6 +300,8 @@ class Trainer(Training):
     def _gather(self, rows: Tensor, *, count: int, size: int) -> Tensor:
         """The rows of all replicas for one global batch, in its order. The first `count` are this replica's."""
         rows = rows[:count]
+        if self.strategy.replicas == 1:  # also of several processes
+            return rows.cpu()
         if self.strategy.collective:
             return gather_samples(rows).cpu()
         whole = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)

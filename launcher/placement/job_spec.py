@@ -33,13 +33,14 @@ _AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 # What travels to other hosts unasked: settings of the libraries that training scripts use.
 _TRAVELLING = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "OMP_", "MKL_", "KMP_",
-    "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "UCX_", "FI_", "DTRAIN_",
+    "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "PJRT_", "LIBTPU_", "UCX_", "FI_",
+    "DTRAIN_",
 )  # fmt: skip
 # ... but for what belongs to this host or to this process alone.
 _STAYING = {
     "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE",
     "DTRAIN_TOKEN", "DTRAIN_AGENT", "DTRAIN_HOST", "DTRAIN_ELASTIC", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
-    "DTRAIN_ROLES",
+    "DTRAIN_ROLES", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT",
 }  # fmt: skip
 _SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # one is no worker's business, of the other every run has its own
 

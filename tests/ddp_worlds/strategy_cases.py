@@ -179,7 +179,7 @@ def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
         for place, value in enumerate(theirs):
             assert_same(mine[place], value, f"{where}[{place}]")
     elif isinstance(theirs, torch.Tensor | float):
-        mine, theirs = (torch.as_tensor(each).to_dense().to(F64) for each in (mine, theirs))
+        mine, theirs = (torch.as_tensor(each).cpu().to_dense().to(F64) for each in (mine, theirs))
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{where}: {text}")
     else:
         assert mine == theirs, where

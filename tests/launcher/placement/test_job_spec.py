@@ -31,9 +31,18 @@ HERE = {
     "DTRAIN_AGENT": "run tag",
     "RANK": "3",
     "LD_LIBRARY_PATH": "/opt",
+    "PJRT_DEVICE": "TPU",
+    "LIBTPU_INIT_ARGS": "--flag=1",
+    "PJRT_LOCAL_PROCESS_RANK": "0",  # this and the others are one TPU host's
+    "PJRT_LOCAL_PROCESS_COUNT": "4",
+    "TPU_WORKER_ID": "2",
+    "TPU_WORKER_HOSTNAMES": "a,b,c",
+    "TPU_PROCESS_BOUNDS": "2,2,1",
+    "CLOUD_TPU_TASK_ID": "2",
 }
 TRAVELLING = {
     "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "HF_HOME", "WANDB_API_KEY", "CUDA_LAUNCH_BLOCKING", "TORCH_LOGS",
+    "PJRT_DEVICE", "LIBTPU_INIT_ARGS",
 }  # fmt: skip
 
 

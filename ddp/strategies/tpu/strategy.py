@@ -1,0 +1,133 @@
+"""Train on TPUs: one process on each host, and one program for the devices of all of them.
+
+    dtrain run --hosts tpu-0,tpu-1,tpu-2,tpu-3 --nproc-per-node 1 train.py
+
+`mesh` has what torch_xla does. The processes have a gloo group as well, for what hosts tell each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp.comm.objects import gather_bytes, gather_values
+from ddp.comm.reduction import combine, payload_of
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.data_parallel.module_watch import sparse_names
+from ddp.errors import UnsupportedError
+from ddp.monitoring.progress import count_step
+from ddp.strategies.strategy import Strategy, join
+from ddp.strategies.tpu.mesh import Mesh
+from ddp.torch_internals import tree_leaves
+
+__all__ = ["MeshLoader", "Tpu"]
+
+
+class Tpu(Strategy):
+    """Train on all devices of all processes as on one, by torch_xla's SPMD mode.
+
+    Every process runs the whole program: batches, losses and metrics are those of the global batch, so there is one
+    replica, of `devices` devices, and what BatchNorm sees is the global batch. `prepare` returns the model and the
+    optimizer that it was given, on `world.device`; `loader` loads each process's rows and hands out the global batch on
+    the devices. After `optimizer.step()` and before each batch, what was recorded is run.
+
+    All processes must compute the same. Reading a value of the devices (`.item()`, `print`) between forward and
+    `optimizer.step()` is part of the program: do it in every process, not only where `is_main`. The last batch of an
+    epoch may be smaller; one of another size is compiled once more. torch_xla's BatchNorm keeps the biased variance of
+    the batch in `running_var`, where torch on other devices keeps the unbiased one.
+
+    Raises UnsupportedError without torch_xla, LaunchEnvironmentError if not every host of the devices runs exactly one
+    process. `prepare` also raises UnsupportedError for embeddings with sparse gradients, ArgumentError for a model that
+    is not on the CPU.
+    """
+
+    name = "tpu"
+
+    def __init__(self) -> None:
+        world = join("gloo")
+        self._mesh = Mesh(world)
+        super().__init__(replace(world, device=self._mesh.device))
+
+    @property
+    def replica(self) -> int:
+        return 0
+
+    @property
+    def replicas(self) -> int:
+        return 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.rank == 0
+
+    @property
+    def devices(self) -> int:
+        """How many devices share out each batch."""
+        return self._mesh.devices
+
+    def _move(self, model: nn.Module) -> None:
+        if names := sorted(sparse_names(model)):
+            raise UnsupportedError(
+                f"strategy 'tpu': {names[0]!r} gets sparse gradients, which torch_xla cannot compute: make the "
+                "embedding with sparse=False"
+            )
+        self._mesh.move(model)
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # moves it to where the parameters are now
+        self._mesh.seed(gather_values(torch.initial_seed())[0])  # dropout must drop the same everywhere
+        optimizer.register_step_post_hook(self._after_step)
+        return model, optimizer
+
+    def _after_step(self, *_: Any) -> None:
+        self._mesh.flush()
+        count_step()
+
+    def _new_loader(self, dataset: Any, **options: Any) -> ReplicaLoader:
+        return MeshLoader(dataset, mesh=self._mesh, replica=self.world.rank, replicas=self.world.world_size, **options)
+
+    def shard(self, batch: Any) -> Any:
+        """Return the global batch of which this process has a share, as `ddp.DistributedSampler` and a DataLoader give.
+
+        All shares must have the same length, the first dimension of each tensor: a multiple of the devices of a
+        process, where there are several processes. The global batch has them one after the other. Every process must
+        call it; blocks. `loader` needs no such call.
+        """
+        share = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        self._mesh.flush()
+        return self._mesh.place(batch, share * self.world.world_size)
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        """Return a value as `Strategy.reduce` does, of the one replica; the same in every process.
+
+        All processes should give the same number, which counts once. Where they do not, "sum" and "mean" are the mean
+        over the processes, "max" and "min" go over all of them.
+        """
+        mine = payload_of(operation, value)
+        every = gather_bytes(mine)
+        if all(torch.equal(each, mine) for each in every):
+            return combine(value, [mine])
+        return combine(value, gather_bytes(payload_of("mean" if operation == "sum" else operation, value)))
+
+    def sync(self) -> None:
+        """Run what was recorded, so that reading values on one process alone waits for no other one."""
+        self._mesh.flush()
+
+
+class MeshLoader(ReplicaLoader):
+    """A `ReplicaLoader` of global batches: it loads the rows of this process, and hands out all, on the devices."""
+
+    def __init__(self, dataset: Any, *, mesh: Mesh, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._mesh = mesh
+
+    def _share(self, size: int) -> range:
+        return self._mesh.rows(size)
+
+    def _handed_out(self, batch: Any, size: int) -> Any:
+        self._mesh.flush()
+        return self._mesh.place(batch, size)
