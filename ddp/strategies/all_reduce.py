@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp.data_parallel.wrapper import DistributedDataParallel
-from ddp.strategies.strategy import Strategy, join
+from ddp.strategies.strategy import Strategy, Weighting, join
 
 __all__ = ["AllReduce"]
 
@@ -18,6 +18,7 @@ class AllReduce(Strategy):
     """`ddp.DistributedDataParallel` around the model; the optimizer stays as it is."""
 
     name = "all_reduce"
+    weighting: Weighting = "in_backward"
 
     def __init__(self, *, communication: str = "auto", **options: Any) -> None:
         super().__init__(join(communication))
