@@ -264,9 +264,11 @@ class Strategy(ABC):
         """Return the "sum", "mean", "max" or "min" of a value over the replicas, the same on each of them.
 
         A value is a number, a tensor, or dicts, lists or tuples of them, of the same form on every replica. Every
-        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ.
+        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ. What is small
+        is gathered; sums and means of tensors over 64 KiB are all-reduced, where there is a process group.
         """
-        return combine(value, self._gather(payload_of(operation, value)))
+        large_apart = self.collective and self.replicas > 1
+        return combine(value, self._gather(payload_of(operation, value, large_apart=large_apart)))
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""
