@@ -382,6 +382,11 @@ class DistributedDataParallel(TorchSurface):
         """
         self._use_hook(checked_hook(state, hook))
 
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a communication hook, or compression, reduces the gradients."""
+        return self._policy is not None and self._policy.reducer.has_hook
+
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self._use_hook(builtin_hook(comm_hook_type, self.process_group))
 
@@ -437,7 +442,7 @@ class DistributedDataParallel(TorchSurface):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
                 "save its .module, and wrap that again"
             )
-        if self._policy is not None and self._policy.reducer.has_hook:
+        if self.has_comm_hook:
             warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
         left_out = ("process_group", "_policy", "_end", "_buffer_hook")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}

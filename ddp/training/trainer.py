@@ -231,10 +231,9 @@ class Trainer(Training):
                 self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
-                self._weighted.backward(self.model, self.scaler.scale(loss))
+                self._weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
 
     def _optimize(self) -> None:
-        self._weighted.end_step(self.module)
         if self._averages_first:
             average_gradients(self.strategy, self.module)
         if self.max_grad_norm is not None:

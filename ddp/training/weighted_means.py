@@ -26,7 +26,7 @@ class WeightedMeans:
 
     The gradients of a step's micro-batches on all replicas add up to that of the mean over all its labels, as one
     process would compute it; of a step without any they are 0. Where the model's `backward` takes weights, they travel
-    with the gradients; else the replicas add them up once a step. See `Strategy.weighting`.
+    with the gradients; else the replicas add them up once a step, before its last backward. See `Strategy.weighting`.
 
     Raises UnsupportedError for class weights where the strategy takes no weights.
     """
@@ -79,27 +79,30 @@ class WeightedMeans:
                 'samples), mode="async", or strategy "all_reduce"'
             )
 
-    def backward(self, model: Any, loss: Tensor) -> None:
-        """Differentiate `loss`, the mean over the labels of this batch."""
+    def backward(self, model: nn.Module, loss: Tensor, *, ends_step: bool) -> None:
+        """Differentiate `loss`, the mean over the labels of this batch. Every replica must call it; may block."""
         assert self.of_batch is not None
-        self.of_step = self.of_batch + (self.of_step if self._is_open else 0.0)
+        is_first = not self._is_open
+        self.of_step = self.of_batch + (0.0 if is_first else self.of_step)
         self._is_open = True
-        weight = self.of_batch / self.unit or _NOTHING
+        weight = self.of_batch / self.unit
         if self._strategy.weighting == "in_backward":
-            model.backward(loss, weight=weight)
-        else:
-            loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]  # torch has no types here
-
-    def end_step(self, module: nn.Module) -> None:
-        """Divide the gradients, where the model's backward has not. Every replica must call it; blocks."""
-        if not self._is_open or self._strategy.weighting == "in_backward":
+            model.backward(loss, weight=weight or _NOTHING)  # type: ignore[operator]  # DistributedDataParallel
             return
+        if ends_step:
+            factor = self._factor()
+            weight *= factor
+            for parameter in () if is_first else model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def _factor(self) -> float:
+        """What makes this replica's sum of the step its part of the average of the replicas."""
         total = self.of_step / self.unit
         if self._strategy.weighting == "by_exchange":
             total = self._strategy.reduce("sum", total) / self._strategy.replicas
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 / (total or _NOTHING))
+        return 1 / total if total else 0.0
 
     def settle(self, usual: float) -> None:
         """Count from now on in what a step has on the average over the replicas, if there was one with labels.

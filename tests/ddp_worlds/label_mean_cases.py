@@ -210,3 +210,16 @@ def labels_of_a_step_of_ones_own() -> None:
 
     with pytest.raises(ArgumentError, match="called twice for one batch"):
         Twice(*made(), nn.CrossEntropyLoss(), seed=4).fit(TensorDataset(x, y), epochs=1, global_batch_size=BATCH)
+
+
+def compressed_means_are_near(tolerances: dict[str, float]) -> None:
+    """Sums over labels travel as short as means do."""
+    x, y = data()
+    expected = flat(by_hand(nn.CrossEntropyLoss(), x, y))
+    distance = (expected - flat(made()[0])).norm()
+    for compression, tolerance in tolerances.items():
+        strategy = ddp.strategy("all_reduce", compression=compression)
+        one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, seed=4)
+        one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+        difference = (flat(one.module) - expected).norm() / distance
+        assert tolerance / 50 < difference < tolerance, (compression, difference)

@@ -34,3 +34,7 @@ def test_parameter_servers_refuse_labels_that_do_not_count(nursery: Nursery) -> 
 
 def test_a_step_of_ones_own_adds_to_the_mean(nursery: Nursery) -> None:
     nursery.run(3, f"{CASES}:labels_of_a_step_of_ones_own")
+
+
+def test_compression_rounds_means_over_labels_no_more_than_others(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:compressed_means_are_near", tolerances={"fp16": 0.002, "bf16": 0.01, "int8": 0.03})
