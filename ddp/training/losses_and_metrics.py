@@ -183,7 +183,7 @@ class Loss:
         counts: Tensor = targets != self._summed.ignore_index
         if not self.has_class_weights:
             return counts.sum().double()
-        weights = self._class_weights_on(targets.device)[torch.where(counts, targets, 0).long()]
+        weights = self._class_weights_on(targets.device).take(torch.where(counts, targets, 0).long())
         return torch.where(counts, weights, 0.0).sum()
 
     def _is_sum(self, targets: Any) -> bool:
