@@ -35,7 +35,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.strategy}-{way.options.get('compression')}")
 def test_each_kind_of_model_is_trained_as_in_one_process(nursery: Nursery, way: Way) -> None:
     world = 4 if way.strategy == "parameter_server" else 3
-    nursery.run(world, "ddp_worlds.matrix_cases:every_model", way=way, models=list(MODELS))
+    nursery.run(world, "ddp_worlds.matrix_cases:every_model", deadline_s=250, way=way, models=list(MODELS))
 
 
 @pytest.mark.parametrize(

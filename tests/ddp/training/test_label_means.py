@@ -16,7 +16,7 @@ CASES = "ddp_worlds.label_mean_cases"
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients_and_losses_are_those_of_the_global_batch(nursery: Nursery, world: int) -> None:
     strategies = [("all_reduce", {}), ("central_storage", {}), ("local_sgd", {"every": 1})]
-    nursery.run(world, f"{CASES}:means_over_labels", strategies=strategies)
+    nursery.run(world, f"{CASES}:means_over_labels", deadline_s=200, strategies=strategies)
 
 
 def test_soft_targets_are_averaged_over_samples(nursery: Nursery) -> None:
