@@ -1,6 +1,6 @@
 """Numbers and tensors of every replica made one: as bytes for any way to gather them, and combined again.
 
-`ddp.strategy` calls it for `strategy.reduce`.
+Sums of large tensors may travel apart, by `sum_of_all`. `ddp.strategy` calls it for `strategy.reduce`.
 """
 
 from __future__ import annotations
@@ -10,30 +10,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from ddp.comm.codec import decode, encode
+from ddp.comm.objects import device_of
 from ddp.errors import ArgumentError
+from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = ["Operation", "combine", "payload_of"]
+__all__ = ["Operation", "combine", "payload_of", "sum_of_all"]
 
 Operation = Literal["sum", "mean", "max", "min"]
+_LARGE_BYTES = 64 << 10  # from which on a tensor travels apart: gathered, it would be there once for each replica
+_PIECE_NUMEL = 8 << 20  # that are added at once: 64 MB
 
 
-def payload_of(operation: str, value: Any) -> torch.Tensor:
+def payload_of(operation: str, value: Any, *, large_apart: bool = False) -> torch.Tensor:
     """Return the bytes (n,) uint8 of a value: a number, a tensor, or dicts, lists and tuples of them.
 
-    Raises ArgumentError for anything else, and for an operation that there is not.
+    With `large_apart`, the sum or mean of a large tensor is not in it: `combine` adds it up by itself. Raises
+    ArgumentError for anything else, and for an operation that there is not.
     """
     if operation not in get_args(Operation):
         raise ArgumentError(f"reduce({operation!r}): it must be one of {', '.join(map(repr, get_args(Operation)))}")
-    return encode((operation, _plain(value, "value")))
+    return encode((operation, _plain(value, "value", large_apart=large_apart and operation in ("sum", "mean"))))
 
 
 def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
     """Return what the operation makes of the replicas' payloads, in the form and on the devices of the own `value`.
 
     Integers stay exact; other numbers are added in float64 and rounded once (`math.fsum`), so that the result is
-    the same bits on every replica. Raises ArgumentError, the same on every replica, if their forms differ.
+    the same bits on every replica. Raises ArgumentError, the same on every replica, if their forms differ. With
+    payloads of `large_apart` every rank of the default group must call it; it blocks.
     """
     given = [decode(payload) for payload in payloads]
     operation, first = given[0]
@@ -50,22 +57,45 @@ def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
     return _combined(operation, value, [values for _, values in given])
 
 
-def _plain(value: Any, name: str) -> Any:
-    """`value` of dicts with strings as keys, lists, integers, floats and dense tensors."""
+def sum_of_all(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, divisor: int = 1) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks, by `divisor`, as `combine` does: in all-reduces of 64 MB at most.
+
+    It is added in float64, or in int64. Every rank of `group` must call it with a tensor of one form; blocks.
+    """
+    exact, dtype = _dtypes_of(tensor.dtype, is_mean=divisor > 1)
+    total = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    pieces = (torch.split(each.detach().reshape(-1), _PIECE_NUMEL) for each in (tensor, total))
+    with waiting_for_peers("the sum of a large tensor", group):
+        for own, place in zip(*pieces, strict=True):
+            piece = own.to(device_of(group), exact, copy=True)
+            dist.all_reduce(piece, group=group)
+            place.copy_(piece if divisor == 1 else piece.double() / divisor)
+    return total
+
+
+def _dtypes_of(dtype: torch.dtype, *, is_mean: bool) -> tuple[torch.dtype, torch.dtype]:
+    """In which dtype tensors are added, and what their sum or mean has."""
+    if dtype.is_floating_point:
+        return torch.float64, dtype
+    return torch.int64, torch.float64 if is_mean else torch.int64 if dtype == torch.bool else dtype
+
+
+def _plain(value: Any, name: str, *, large_apart: bool) -> Any:
+    """`value` of dicts with strings as keys, lists, integers, floats and dense tensors, or their forms."""
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.layout is not torch.strided:
             raise ArgumentError(f"reduce: {name} is a {value.dtype} {value.layout} tensor; give a dense one of numbers")
-        return value
+        return {f"a large {_form(value)}": 0} if large_apart and value.nbytes > _LARGE_BYTES else value
     if isinstance(value, bool | int):
         return int(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {str(key): _plain(item, f"{name}[{key!r}]", large_apart=large_apart) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{name}[{index}]", large_apart=large_apart) for index, item in enumerate(value)]
     if hasattr(value, "item") and not hasattr(value, "__len__"):  # numpy's numbers
-        return _plain(value.item(), name)
+        return _plain(value.item(), name, large_apart=large_apart)
     raise ArgumentError(
         f"reduce: {name} is a {type(value).__name__}; give a number, a tensor, or dicts or lists of them"
     )
@@ -85,6 +115,8 @@ def _form(value: Any) -> str:
 def _combined(operation: str, value: Any, given: Sequence[Any]) -> Any:
     """`given` are the plain values of all replicas, of one form, which is that of `value`."""
     if isinstance(value, torch.Tensor):
+        if isinstance(given[0], Mapping):  # its form
+            return sum_of_all(value, divisor=len(given) if operation == "mean" else 1)
         return _of_tensors(operation, given).to(value.device)
     if isinstance(value, Mapping):
         return {key: _combined(operation, item, [each[str(key)] for each in given]) for key, item in value.items()}
@@ -111,9 +143,6 @@ def _of_tensors(operation: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor
     if operation in ("max", "min"):
         choose: Callable[..., torch.Tensor] = torch.amax if operation == "max" else torch.amin
         return choose(torch.stack(list(tensors)), 0)
-    exact = torch.float64 if dtype.is_floating_point else torch.int64
+    exact, dtype = _dtypes_of(dtype, is_mean=operation == "mean")
     found = torch.stack([tensor.to(exact) for tensor in tensors]).sum(0)
-    if operation == "sum":
-        return found.to(torch.int64 if dtype == torch.bool else dtype)
-    mean = found.double() / len(tensors)
-    return mean.to(dtype) if dtype.is_floating_point else mean
+    return (found if operation == "sum" else found.double() / len(tensors)).to(dtype)

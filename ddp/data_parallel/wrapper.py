@@ -311,7 +311,8 @@ class DistributedDataParallel(TorchSurface):
         the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
         that of the mean over everything. A rank whose weight is 0 contributes nothing, whatever its loss is; it
         must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
-        Gradients must be None or 0 before the first pass of a step.
+        Gradients must be None or 0 before the first pass of a step. Under compression that owes what it rounds (int8,
+        powersgd), keep the sum of the weights about equal in all steps: what is owed is in the weights of its own step.
         """
         if weight is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -383,6 +384,11 @@ class DistributedDataParallel(TorchSurface):
         """
         self._use_hook(checked_hook(state, hook))
 
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a communication hook, or compression, reduces the gradients."""
+        return self._policy is not None and self._policy.reducer.has_hook
+
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self._use_hook(builtin_hook(comm_hook_type, self.process_group))
 
@@ -438,7 +444,7 @@ class DistributedDataParallel(TorchSurface):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
                 "save its .module, and wrap that again"
             )
-        if self._policy is not None and self._policy.reducer.has_hook:
+        if self.has_comm_hook:
             warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
         left_out = ("process_group", "_policy", "_end", "_buffer_hook")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}

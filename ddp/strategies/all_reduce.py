@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from inspect import signature
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from ddp.data_parallel.wrapper import DistributedDataParallel
-from ddp.strategies.strategy import Strategy, join
+from ddp.strategies.strategy import Strategy, Weighting, join
 
 __all__ = ["AllReduce"]
 
@@ -22,10 +23,18 @@ class AllReduce(Strategy):
     def __init__(self, *, communication: str = "auto", **options: Any) -> None:
         super().__init__(join(communication))
         self._options = options
+        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    @property
+    def weighting(self) -> Weighting:
+        """With the gradients, but for hooks and compression: what these still owe is of other weights."""
+        return "by_exchange" if any(model.has_comm_hook for model in self._models) else "in_backward"
 
     @classmethod
     def passes_on(cls) -> set[str]:
         return {*signature(DistributedDataParallel.__init__).parameters} - {"module"}
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return DistributedDataParallel(model, **self._options), optimizer
+        wrapper = DistributedDataParallel(model, **self._options)
+        self._models.add(wrapper)
+        return wrapper, optimizer

@@ -28,7 +28,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -43,7 +43,9 @@ from ddp.errors import ArgumentError, LaunchEnvironmentError
 from ddp.torch_internals import unwrapped
 from ddp.world import World, init
 
-__all__ = ["Strategy", "strategy"]
+__all__ = ["Strategy", "Weighting", "strategy"]
+
+Weighting = Literal["in_backward", "by_exchange", "own", "refused"]
 
 _CLASSES = {  # imported when they are asked for: not everybody has what a parameter server needs
     "all_reduce": "ddp.strategies.all_reduce:AllReduce",
@@ -150,6 +152,16 @@ class Strategy(ABC):
     @property
     def replicas(self) -> int:
         return self.world.world_size
+
+    @property
+    def weighting(self) -> Weighting:
+        """How the replicas' means over weights of their own, such as labels, become the mean over all.
+
+        "in_backward": the model's `backward` takes the weight of its loss; "by_exchange": the replicas add up the
+        weights of a step; "own": there is no mean over all, since a step is made of a replica's own gradients, or of
+        those that come first; "refused": the gradients are averaged by samples, whatever the weights are.
+        """
+        return "by_exchange"
 
     @property
     def goes_on(self) -> bool:
@@ -260,9 +272,11 @@ class Strategy(ABC):
         """Return the "sum", "mean", "max" or "min" of a value over the replicas, the same on each of them.
 
         A value is a number, a tensor, or dicts, lists or tuples of them, of the same form on every replica. Every
-        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ.
+        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ. What is small
+        is gathered; sums and means of tensors over 64 KiB are all-reduced, where there is a process group.
         """
-        return combine(value, self._gather(payload_of(operation, value)))
+        large_apart = self.collective and self.replicas > 1
+        return combine(value, self._gather(payload_of(operation, value, large_apart=large_apart)))
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""

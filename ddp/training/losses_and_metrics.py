@@ -30,6 +30,7 @@ __all__ = [
     "on_device",
     "on_tensors",
     "read_share",
+    "targets_of",
     "wide",
 ]
 
@@ -51,6 +52,11 @@ class Share:
     targets: Any
     weights: Tensor | None  # (count,)
     count: int
+
+    @property
+    def labels(self) -> Any:
+        """The targets without the stand-in."""
+        return self.targets[: self.count] if isinstance(self.targets, Tensor) else self.targets
 
 
 @dataclass(frozen=True)
@@ -89,21 +95,29 @@ def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) ->
     count = _count(batch)
     if not count:
         batch = stand_in()
-    batch = on_device(batch, device)
-    inputs: Any
-    if isinstance(batch, Mapping):
-        inputs, targets, weights = batch, batch, batch.get("sample_weight")
-    elif isinstance(batch, Tensor):
-        inputs, targets, weights = batch, None, None
-    elif isinstance(batch, list | tuple) and len(batch) in _PARTS:
-        inputs, targets, weights = (*batch, None, None)[:3]
-    else:
-        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
-        raise ArgumentError(
-            f"a batch is a {what}: fit() knows {', '.join(_PARTS.values())} and dicts; let the data set give one of "
-            "them, or write a train_step() of your own"
-        )
+    inputs, targets, weights = _parts(on_device(batch, device))
     return Share(inputs, targets, None if weights is None else weights[:count], count)
+
+
+def targets_of(batch: Any) -> Any:
+    """The targets of a batch, on its device. Raises ArgumentError as `read_share` does."""
+    return _parts(batch)[1]
+
+
+def _parts(batch: Any) -> tuple[Any, Any, Any]:
+    """Inputs, targets and weights."""
+    if isinstance(batch, Mapping):
+        return batch, batch, batch.get("sample_weight")
+    if isinstance(batch, Tensor):
+        return batch, None, None
+    if isinstance(batch, list | tuple) and len(batch) in _PARTS:
+        inputs, targets, weights = (*batch, None, None)[:3]
+        return inputs, targets, weights
+    what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+    raise ArgumentError(
+        f"a batch is a {what}: fit() knows {', '.join(_PARTS.values())} and dicts; let the data set give one of "
+        "them, or write a train_step() of your own"
+    )
 
 
 def _count(batch: Any) -> int:
@@ -137,9 +151,10 @@ def on_device(value: Any, device: torch.device) -> Any:
 class Loss:
     """A loss function as users write it, per sample or their mean, as losses that can be added up.
 
-    `function(outputs, targets)` returns (samples, ...) or one number, which counts as the mean over the samples. For
-    torch's CrossEntropyLoss and NLLLoss with class weights or an `ignore_index` of 0 or more, that mean is over the
-    weights of the targets, so these are summed and come with their divisor. Raises ArgumentError for reduction="sum".
+    `function(outputs, targets)` returns (samples, ...) or one number, which counts as the mean over the samples. The
+    mean of torch's CrossEntropyLoss and NLLLoss over class numbers is another one: over the labels that are not
+    `ignore_index`, by their class weights. Their losses come as a sum, and `weight` says what to divide it by. Raises
+    ArgumentError for reduction="sum".
     """
 
     def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
@@ -148,19 +163,49 @@ class Loss:
         if getattr(function, "reduction", None) == "sum":
             raise ArgumentError(f'{function}: reduction="sum" depends on the size of the batch; use "mean" or "none"')
         self._function = function
-        self._weighted: Any = None
-        if _is_weighted_mean(function):
-            self._weighted = copy.copy(function)
-            self._weighted.reduction = "sum"
+        self._summed: Any = None
+        if _is_over_labels(function):
+            self._summed = copy.copy(function)
+            self._summed.reduction = "sum"
+        self._class_weights: dict[torch.device, tuple[Tensor, int, Tensor]] = {}
 
-    def __call__(self, outputs: Any, share: Share) -> tuple[Tensor, Tensor | None]:
-        """Return (count,) losses, or their sum (1,) and what to divide the sums of all replicas by.
+    @property
+    def has_class_weights(self) -> bool:
+        return self._summed is not None and self._summed.weight is not None
 
-        Of a share without samples, both are empty, and lead back to the outputs all the same.
+    def weight(self, targets: Any) -> Tensor | None:
+        """Return () float64: the sum of the weights of the labels that count, or None for a mean over the samples.
+
+        `targets` are class numbers (samples, ...), perhaps of no sample; it is computed on their device.
         """
-        if self._weighted is not None and not share.targets.is_floating_point():
-            return self._summed(outputs, share)
-        value = self._function(outputs, share.targets)
+        if not self._is_sum(targets):
+            return None
+        counts: Tensor = targets != self._summed.ignore_index
+        if not self.has_class_weights:
+            return counts.sum().double()
+        weights = self._class_weights_on(targets.device).take(torch.where(counts, targets, 0).long())
+        return torch.where(counts, weights, 0.0).sum()
+
+    def _is_sum(self, targets: Any) -> bool:
+        """Whether the losses of these targets come as a sum: of class numbers, not of probabilities."""
+        return self._summed is not None and isinstance(targets, Tensor) and not targets.is_floating_point()
+
+    def _class_weights_on(self, device: torch.device) -> Tensor:
+        """The class weights (classes,) in float64, copied to the device once: copying them waits for both."""
+        own: Tensor = self._summed.weight
+        given, version, found = self._class_weights.get(device, (own, -1, own))
+        if given is not own or version != own._version:
+            found = own.detach().to(device, torch.float64)
+            self._class_weights[device] = own, own._version, found
+        return found
+
+    def __call__(self, outputs: Any, share: Share) -> Tensor:
+        """Return (count,) losses, or their sum () where `weight` is what to divide it by.
+
+        Of a share without samples, they are empty or 0, and lead back to the outputs all the same.
+        """
+        is_sum = self._is_sum(share.targets)
+        value = (self._summed if is_sum else self._function)(outputs, share.targets)
         if not isinstance(value, Tensor):
             raise ArgumentError(f"the loss is a {type(value).__name__}; it must be a tensor")
         count = share.count or _count(share.inputs)
@@ -174,22 +219,15 @@ class Loss:
         if len(value) != count:
             raise ArgumentError(f"the loss has shape {tuple(value.shape)} for {count} samples: it must begin with them")
         losses = value.flatten(1).mean(1) if value.dim() > 1 else value
-        return wide(losses)[: share.count], None
-
-    def _summed(self, outputs: Any, share: Share) -> tuple[Tensor, Tensor]:
-        if share.weights is not None:
-            raise ArgumentError('a loss with class weights or ignore_index needs reduction="none" for sample weights')
-        loss = self._weighted
-        kept = share.targets[share.targets != loss.ignore_index]
-        divisor = loss.weight[kept].sum() if loss.weight is not None else torch.tensor(float(len(kept)))
-        total = wide(loss(outputs, share.targets)).expand(1)
-        return total[: share.count], divisor.to(total) * bool(share.count)
+        losses = wide(losses)[: share.count]
+        return losses[:1].sum() if is_sum else losses
 
 
-def _is_weighted_mean(function: Any) -> bool:
+def _is_over_labels(function: Any) -> bool:
+    """Whether it is one of torch's means over labels; a class derived from them may compute anything."""
     if not isinstance(function, nn.NLLLoss | nn.CrossEntropyLoss) or function.reduction != "mean":
         return False
-    return function.weight is not None or function.ignore_index >= 0
+    return type(function).forward in (nn.NLLLoss.forward, nn.CrossEntropyLoss.forward)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -9,10 +9,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp.errors import UnsupportedError
+from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 from ddp.strategies.strategy import Strategy
+from ddp.training.losses_and_metrics import wide
 
 __all__ = ["average_gradients", "needs_average", "scaled_rates"]
 
@@ -33,11 +37,32 @@ def needs_average(strategy: Strategy, precision: str, max_grad_norm: float | Non
     return strategy.replicas > 1
 
 
+@torch.no_grad()
 def average_gradients(strategy: Strategy, module: nn.Module) -> None:
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    averages = strategy.reduce("mean", [parameter.grad for parameter in parameters])
-    for parameter, average in zip(parameters, averages, strict=True):
-        parameter.grad = average
+    """Average the gradients over the replicas of a process group, in all-reduces of 64 MB or of one gradient.
+
+    Half precision is added in single. A replica without a gradient that another has contributes zeros and gets the
+    average. Every replica must call it; blocks. Raises UnsupportedError on all if one has a sparse gradient.
+    """
+    parameters = list(module.parameters())
+    kinds = [0 if each.grad is None else 1 if each.grad.layout is torch.strided else 2 for each in parameters]
+    kinds = strategy.reduce("max", torch.tensor(kinds, dtype=torch.int8, device="cpu")).tolist()
+    if 2 in kinds:
+        raise UnsupportedError(
+            f"a sparse gradient under strategy {strategy.name!r} with max_grad_norm or float16: gradients are averaged "
+            'before the step then, and only dense ones can be; take sparse=False in the embedding, or "all_reduce"'
+        )
+    gradients = []
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        if kind:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+    for chunk in cut_into_chunks(gradients):
+        flat = wide(torch.cat([gradient.reshape(-1) for gradient in chunk])).div_(strategy.replicas)
+        with waiting_for_peers("the average of the gradients"):
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+        for gradient, mean in zip(chunk, torch.split(flat, [each.numel() for each in chunk]), strict=True):
+            gradient.copy_(mean.view(gradient.shape))
 
 
 @contextlib.contextmanager

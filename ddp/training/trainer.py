@@ -47,6 +47,7 @@ from ddp.training.losses_and_metrics import (
     wide,
 )
 from ddp.training.optimizer_step import average_gradients, needs_average, scaled_rates
+from ddp.training.weighted_means import WeightedMeans
 
 __all__ = ["Trainer"]
 
@@ -65,7 +66,10 @@ class Trainer(Training):
       the model's outputs and the dict, whose "sample_weight" counts as weights.
     - `loss(outputs, targets)` returns the losses of the samples, or their mean, as torch's losses do. Gradients are
       those of the mean over the global batch, however unequal the replicas' shares are. Weights multiply the losses,
-      and do not change the divisor.
+      and do not change the divisor. torch's CrossEntropyLoss and NLLLoss of class numbers are means over the labels
+      that are not `ignore_index`, by class weight; so are the gradients of a step, and the loss of an evaluation. (Of
+      one replica's labels where it steps by itself: parameter servers that do not wait for all. Those that do refuse
+      such labels.) Any other function that returns one number is taken for a mean over the samples.
     - `metrics`: names ("accuracy", ...), functions (outputs, targets), or a dict of them, that return values of the
       samples (averaged by weight), (sum, count), or their mean. Sums over all replicas, exact.
     - `precision` "bfloat16" or "float16": forward and loss under autocast; the latter with a GradScaler.
@@ -75,7 +79,8 @@ class Trainer(Training):
       them, and have their own.
     - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
 
-    Override `train_step` for a loss that needs more than outputs and targets.
+    Override `train_step` for a loss that needs more than outputs and targets. It may call the one here, once a batch,
+    and add a term of its own to what that returns.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Trainer(Training):
         self.accumulate, self.max_grad_norm, self.log_every, self.seed = accumulate, max_grad_norm, log_every, seed
         self.module, self.device = model, self.strategy.world.device
         self._averages_first = needs_average(self.strategy, precision, max_grad_norm)
+        self._weighted = WeightedMeans(self.strategy, self.loss)
         self.model, self.optimizer = self.strategy.prepare(model, optimizer)
         if isinstance(loss, nn.Module):
             loss.to(self.device)
@@ -187,6 +193,7 @@ class Trainer(Training):
             return
         for part in micro_batches(loader, self.accumulate):
             if part.begins_step:
+                self._weighted.begin_step(loader.global_batch_size)
                 self.callbacks.call("on_step_begin", self.step)
             self._backward(part)
             if part.ends_step:
@@ -202,26 +209,30 @@ class Trainer(Training):
         """Return this replica's part of the loss of a global batch, to be differentiated, as `strategy.mean` does.
 
         Called under autocast, with what the loader gives this replica, perhaps an empty batch, on its device. An own
-        one may also `record` metrics.
+        one may also `record` metrics. Where the loss is a mean over labels, the one here returns that over this
+        replica's, and notes how many they are.
         """
         assert self.train_loader is not None
         share, outputs = self._forward(batch, self.train_loader)
-        losses, divisor = self.loss(outputs, share)
+        losses = self.loss(outputs, share)
         self._totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
-        if divisor is None:
-            return self.strategy.mean(losses, share.weights)
-        total = self.strategy.reduce("sum", divisor) if self.strategy.collective else divisor * self.strategy.replicas
-        return self.strategy.mean(losses / total, global_batch_size=1)
+        return self._weighted.mean(losses, share, batch)
 
     def _backward(self, part: MicroBatch) -> None:
         # Gradients travel with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
         with no_sync():
             batch = on_device(part.batch, self.device)
+            self._weighted.begin_batch(part.batch, batch)
             with self._autocast():
                 loss = self.train_step(batch)
-            self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
-            self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
+            weight = self._weighted.of_batch
+            if weight is None:
+                self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
+                self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
+            else:
+                self.record("loss", loss.detach().double() * weight, weight)
+                self._weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
 
     def _optimize(self) -> None:
         if self._averages_first:
@@ -266,9 +277,9 @@ class Trainer(Training):
             for batch in loader:
                 with self._autocast():
                     share, outputs = self._forward(batch, loader)
-                    losses, divisor = self.loss(outputs, share)
+                    losses, weight = self.loss(outputs, share), self.loss.weight(share.labels)
                 weighted = losses if share.weights is None else losses * share.weights
-                totals.add("loss", weighted.double().sum(), share.count if divisor is None else divisor)
+                totals.add("loss", weighted.double().sum(), share.count if weight is None else weight)
                 totals.add_metrics(self.metrics, outputs, share)
         logs = means(self.strategy.reduce("sum", totals.numbers()))
         self.callbacks.call("on_evaluate_end", logs)
@@ -359,6 +370,7 @@ class Trainer(Training):
             "stopping": self._asks_to_stop or self._is_stopped,
             "logs": dict(self.logs),
             "totals": self.strategy.reduce("sum", totals) if self.strategy.collective else totals,
+            "weight_unit": self._weighted.unit,
             "callbacks": self.callbacks.states(),
         }
 
@@ -368,6 +380,7 @@ class Trainer(Training):
         self.learning_rate = state["learning_rate"]
         self._asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
         self._totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
+        self._weighted.load(state.get("weight_unit", 0.0))  # older files have none
         self.callbacks.load_states(state["callbacks"])
 
     def _exchange(self, *, together: bool = True) -> dict[str, float]:
@@ -378,11 +391,13 @@ class Trainer(Training):
         mine = {
             "totals": self._totals.numbers(),
             "asks_to_stop": self._asks_to_stop,
+            "weight": self._weighted.of_step,
             "failed": self.callbacks.has_failed,
         }
         totals: Any = self.strategy.reduce("sum", mine) if together else mine
         if together:
             self._is_stopped = bool(totals["asks_to_stop"])
+            self._weighted.settle(totals["weight"] / self.strategy.replicas)
         if totals["failed"]:
             self.callbacks.raise_failure(together=together)
         return means(totals["totals"])

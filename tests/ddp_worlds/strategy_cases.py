@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Odd
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 import ddp
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
+from ddp.training.optimizer_step import average_gradients
 
 F64 = torch.float64
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas
@@ -257,6 +259,52 @@ def mean_and_reduce() -> None:
     assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
     big = torch.full((1000,), float(rank))  # more than fits into the first round
     assert torch.equal(strategy.reduce("sum", big), torch.full((1000,), float(sum(range(replicas)))))
+
+
+def large_tensors_travel_once() -> None:
+    """Sums of large tensors and averages of gradients are all-reduced: what is gathered is small."""
+    strategy = ddp.strategy("all_reduce")
+    rank, replicas = strategy.replica, strategy.replicas
+    gathered, reduced = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, calls in (("all_gather", gathered), ("all_reduce", reduced)):
+            original = getattr(dist, name)
+
+            def counting(*given: Any, original: Any = original, calls: list[int] = calls, **options: Any) -> Any:
+                calls.append(given[-1].nbytes)
+                return original(*given, **options)
+
+            patch.setattr(dist, name, counting)
+        patch.setattr("ddp.comm.reduction._PIECE_NUMEL", 70_000)
+        generator = torch.Generator().manual_seed(rank)
+        every = [torch.rand(300, 400, generator=torch.Generator().manual_seed(each)) for each in range(replicas)]
+        mine = {"a": [torch.rand(300, 400, generator=generator)], "count": rank}
+        mean = strategy.reduce("mean", mine)
+        assert torch.equal(mean["a"][0], torch.stack(every).double().mean(0).float())
+        assert mean["count"] == (replicas - 1) / 2
+        total = strategy.reduce("sum", torch.full((200_000,), rank == 1))
+        assert (total.dtype, total.unique().tolist()) == (torch.int64, [1])
+        assert torch.equal(strategy.reduce("mean", torch.full((100_000,), rank))[:2], torch.full((2,), mean["count"]))
+        assert sum(reduced) == 8 * (120_000 + 200_000 + 100_000)
+        assert len(reduced) == 2 + 3 + 2
+        with pytest.raises(ddp.errors.ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
+            strategy.reduce("sum", torch.zeros(150, 800 + min(rank, 1)))
+
+        reduced.clear()
+        net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
+        for parameter in net[:2].parameters():
+            parameter.grad = torch.full_like(parameter, rank)
+        net[0].bias.grad = torch.full((400,), 6.0) if rank == 0 else None
+        average_gradients(strategy, net)
+        assert net[2].weight.grad is None
+        assert [each.grad.unique().tolist() for each in net[:2].parameters()] == [
+            [mean["count"]], [6 / replicas], [mean["count"]], [mean["count"]]
+        ]  # fmt: skip
+        assert reduced == [4 * (300 * 400 + 400), 4 * (400 * 2 + 2)], "half precision in single"
+        net[0].weight.grad = torch.zeros(400, 300).to_sparse() if rank == 1 else None
+        with pytest.raises(ddp.errors.UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
+            average_gradients(strategy, net)
+        assert max(gathered) <= 1000
 
 
 def check_mean(strategy: Strategy) -> None:

@@ -38,7 +38,7 @@ def write_gradient(
         facts["absent"] = sorted(gradient.absent)
     if gradient.flat is not None:
         facts["flat"] = compression
-        tensors.append(_shortened(chunk, gradient.flat, compression, residuals))
+        tensors.append(_shortened(chunk, gradient, gradient.flat, compression, residuals))
     if gradient.sparse:
         facts["sparse"] = sorted(gradient.sparse)
         short = _sent_dtype(chunk, compression)
@@ -52,16 +52,25 @@ def _sent_dtype(chunk: Chunk, compression: Compression) -> torch.dtype:
     return chunk.dtype if chunk.dtype.itemsize <= 2 else _SHORT.get(compression, chunk.dtype)
 
 
-def _shortened(chunk: Chunk, flat: torch.Tensor, compression: Compression, residuals: Residuals) -> torch.Tensor:
+def _shortened(
+    chunk: Chunk, gradient: ChunkGradient, flat: torch.Tensor, compression: Compression, residuals: Residuals
+) -> torch.Tensor:
     if compression != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
         return flat.to(_sent_dtype(chunk, compression))
     blocks = -(-chunk.numel // _BLOCK)
     if chunk.index not in residuals:
         residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
     values = residuals[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
+    # What is owed to a piece waits for its next gradient; in `flat` it has whatever was in memory.
+    left_out = [chunk.pieces[position].in_flat(values.view(-1)) for position in (*gradient.absent, *gradient.sparse)]
+    owed = [piece.clone() for piece in left_out]
     values.view(-1)[: chunk.numel].add_(flat)
+    for piece in left_out:
+        piece.zero_()
     packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
     quantize(values, packed, torch.empty_like(values))
+    for piece, rest in zip(left_out, owed, strict=True):
+        piece.copy_(rest)
     return packed
 
 

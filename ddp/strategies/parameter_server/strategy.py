@@ -33,7 +33,7 @@ from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
 from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 from ddp.strategies.sharding.optimizer_state import split_state, whole_state
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
-from ddp.strategies.strategy import Strategy
+from ddp.strategies.strategy import Strategy, Weighting
 from ddp.world import World, choose_device, world_at
 
 __all__ = ["ParameterServer", "RemoteOptimizer"]
@@ -106,6 +106,12 @@ class ParameterServer(Strategy):
         self._directory = None if self.process.is_alone else ServerDirectory(timeout_s=timeout_s)
         self._client: Client | None = None
         self._joined_at = 0
+
+    @property
+    def weighting(self) -> Weighting:
+        """A replica's own, unless the servers wait for all: they average without weights."""
+        is_together = self.options.mode == "sync" and not self.options.backup_workers
+        return "refused" if is_together and self.replicas > 1 else "own"
 
     @property
     def goes_on(self) -> bool:

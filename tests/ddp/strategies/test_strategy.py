@@ -48,6 +48,10 @@ def test_losses_and_metrics_are_those_of_the_global_batch(nursery: Nursery) -> N
     nursery.run(3, f"{CASES}:mean_and_reduce")
 
 
+def test_large_tensors_are_not_gathered(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:large_tensors_travel_once")
+
+
 # ---- the dial ----
 
 

@@ -1,0 +1,55 @@
+"""Cross entropy is a mean over labels that count: the same for any number of replicas, under each strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ddp_worlds.nursery import Nursery
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddp.training.losses_and_metrics import Loss
+
+CASES = "ddp_worlds.label_mean_cases"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_and_losses_are_those_of_the_global_batch(nursery: Nursery, world: int) -> None:
+    strategies = [("all_reduce", {}), ("central_storage", {}), ("local_sgd", {"every": 1})]
+    nursery.run(world, f"{CASES}:means_over_labels", deadline_s=200, strategies=strategies)
+
+
+def test_soft_targets_are_averaged_over_samples(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:probabilities_are_of_samples")
+
+
+def test_labels_are_counted_without_a_collective_for_each_batch(nursery: Nursery) -> None:
+    counts = nursery.run(2, f"{CASES}:collectives_of_its_own")[0]
+    assert counts["all_reduce mean"] == counts["all_reduce none"], "they travel with the gradients"
+    assert counts["central_storage mean"] == counts["central_storage none"] + 8, "one a step, of several batches"
+
+
+def test_replicas_that_step_by_themselves_share_one_mean(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:own_steps_are_of_the_whole_mean", every=3)
+
+
+def test_parameter_servers_refuse_labels_that_do_not_count(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:servers_take_labels_that_all_count")
+
+
+def test_a_step_of_ones_own_adds_to_the_mean(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:labels_of_a_step_of_ones_own")
+
+
+def test_compression_rounds_means_over_labels_no_more_than_others(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:compressed_means_are_near", tolerances={"fp16": 0.002, "bf16": 0.01, "int8": 0.03})
+
+
+def test_counting_labels_on_a_device_does_not_wait_for_it() -> None:
+    """Reading a fake tensor raises."""
+    with FakeTensorMode():
+        weight = Loss(nn.CrossEntropyLoss(torch.ones(3, device="cuda"))).weight(
+            torch.zeros(4, dtype=torch.int64, device="cuda")
+        )
+    assert weight is not None
+    assert (weight.device.type, weight.dim(), weight.dtype) == ("cuda", 0, torch.float64)

@@ -1,0 +1,225 @@
+"""What the ranks of a test world do with losses that are means over labels: each function runs on every rank.
+
+The oracle is the loop that a script for one process would have, on whole batches, in float64. Replicas have unequal
+numbers of labels in every batch, and one batch has none at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_worlds.parameter_server_cases import in_roles
+from ddp_worlds.trainer_cases import BATCH, CLASSES, F64, SAMPLES, batches, flat
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import ddp
+from ddp.errors import ArgumentError, UnsupportedError
+from ddp.training.trainer import Trainer
+
+PLACES = 4  # labels of a sample
+IGNORED = -100
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=F64)
+
+
+class Net(nn.Module):
+    """Sequences (B, PLACES, 6) to logits (B, CLASSES, PLACES)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8, dtype=F64), nn.Linear(8, CLASSES, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.second(torch.tanh(self.first(x))).transpose(1, 2)
+        return logits
+
+
+def data(*, ignored: int | None = IGNORED) -> tuple[Tensor, Tensor]:
+    """Inputs, and labels of which most are ignored, in ever other numbers; those of one batch all are."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(SAMPLES, PLACES, 6, generator=generator, dtype=F64)
+    y = torch.randint(CLASSES, (SAMPLES, PLACES), generator=generator)
+    if ignored is not None:
+        y[torch.rand(SAMPLES, PLACES, generator=generator) < torch.rand(SAMPLES, 1, generator=generator)] = ignored
+        y[list(batches(0))[1]] = ignored
+    return x, y
+
+
+def made() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    net = Net()
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hand(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, *, accumulate: int = 1) -> Net:
+    net, optimizer = made()
+    for epoch in range(2):
+        parts = list(batches(epoch))
+        for start in range(0, len(parts), accumulate):
+            rows = [row for part in parts[start : start + accumulate] for row in part]
+            loss(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+LOSSES: dict[str, tuple[Callable[[], Any], int]] = {
+    "padding": (nn.CrossEntropyLoss, IGNORED),
+    "a class": (lambda: nn.CrossEntropyLoss(ignore_index=1), 1),
+    "class weights": (lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS.clone()), IGNORED),
+    "smoothing": (lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS.clone(), ignore_index=2, label_smoothing=0.1), 2),
+    "nll": (lambda: _log_first(nn.NLLLoss(CLASS_WEIGHTS.clone(), ignore_index=0)), 0),
+}
+
+
+def _log_first(loss: Any) -> Any:
+    """The loss, of what is not yet log-probabilities: its own class would not be known as torch's."""
+    loss.register_forward_pre_hook(lambda _, given: (given[0].log_softmax(1), given[1]))
+    return loss
+
+
+def means_over_labels(strategies: list[tuple[str, dict[str, Any]]]) -> None:
+    for kind, (make, ignored) in LOSSES.items():
+        x, y = data(ignored=ignored)
+        for name, options in strategies:
+            for accumulate in (1, 3):
+                loss = make()
+                one = Trainer(*made(), loss, strategy=ddp.strategy(name, **options), accumulate=accumulate, seed=4)
+                history = one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+                expected = by_hand(make(), x, y, accumulate=accumulate)
+                difference = (flat(one.module) - flat(expected)).abs().max().item()
+                assert difference < 1e-12, (kind, name, accumulate, difference)
+                whole = make()(expected(x), y).item()
+                found = one.evaluate(TensorDataset(x, y), global_batch_size=5)["loss"]
+                assert found == pytest.approx(whole, abs=1e-12), (kind, name)
+                assert history["loss"][1] < history["loss"][0]
+
+
+def probabilities_are_of_samples() -> None:
+    """Soft targets: torch divides by the samples, whatever the class weights are."""
+    x, _ = data(ignored=None)
+    soft = torch.rand(SAMPLES, CLASSES, PLACES, generator=torch.Generator().manual_seed(3), dtype=F64).softmax(1)
+    loss = nn.CrossEntropyLoss(CLASS_WEIGHTS.clone(), label_smoothing=0.1)
+    one = Trainer(*made(), loss, accumulate=2, seed=4)
+    one.fit(TensorDataset(x, soft), epochs=2, global_batch_size=BATCH)
+    assert (flat(one.module) - flat(by_hand(loss, x, soft, accumulate=2))).abs().max() < 1e-12
+    assert one.evaluate(TensorDataset(x, soft))["loss"] == pytest.approx(loss(one.module(x), soft).item(), abs=1e-12)
+
+
+def collectives_of_its_own() -> dict[str, int]:
+    """How often a training of 8 steps of 3 micro-batches each, at most, adds up numbers over the replicas."""
+    counts = {}
+    x, y = data()
+    for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
+        for strategy in ("all_reduce", "central_storage"):
+            one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
+            reduce, calls = one.strategy.reduce, []
+            one.strategy.reduce = lambda *given, reduce=reduce, calls=calls: calls.append(1) or reduce(*given)  # type: ignore[method-assign]
+            one.fit(TensorDataset(x, y), epochs=4, global_batch_size=BATCH)
+            assert one.step == 8
+            counts[f"{strategy} {name}"] = len(calls)
+    return counts
+
+
+def own_steps_are_of_the_whole_mean(every: int) -> None:
+    """Replicas that step by themselves: the average of their gradients is that of the mean over all labels."""
+    replicas = dist.get_world_size()
+    x, y = data()
+    strategy = ddp.strategy("local_sgd", every=every)
+    one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, seed=4)
+    one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+    strategy.sync()
+
+    all_of_them = [made() for _ in range(replicas)]
+    steps = [rows for epoch in range(2) for rows in batches(epoch)]
+    for step, rows in enumerate(steps):
+        total = max(1, int((y[rows] != IGNORED).sum()))
+        for replica, (net, optimizer) in enumerate(all_of_them):
+            own = rows[replica::replicas]
+            losses = nn.functional.cross_entropy(net(x[own]), y[own], reduction="sum")
+            (losses * replicas / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 4 in (every - 1, 3):  # and at the end of each epoch, where a new round begins
+            mean = torch.stack([flat(net) for net, _ in all_of_them]).mean(0)
+            for net, _ in all_of_them:
+                nn.utils.vector_to_parameters(mean.clone(), net.parameters())
+    assert (flat(one.module) - flat(all_of_them[0][0])).abs().max() < 1e-12
+
+
+def servers_take_labels_that_all_count() -> None:
+    """Those that wait for all average by samples; a worker of servers that do not wait has a mean of its own."""
+
+    def sync() -> None:
+        strategy = ddp.strategy("parameter_server", timeout_s=20.0)
+        x, y = data(ignored=None)
+        one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, accumulate=2, seed=4)
+        one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+        expected = by_hand(nn.CrossEntropyLoss(), x, y, accumulate=2)
+        assert (flat(one.module) - flat(expected)).abs().max() < 1e-12
+        with pytest.raises(UnsupportedError, match="class weights under strategy 'parameter_server'"):
+            Trainer(*made(), nn.CrossEntropyLoss(CLASS_WEIGHTS), strategy=strategy)
+        y[:] = IGNORED
+        with pytest.raises(UnsupportedError, match=r"labels equal to ignore_index under .* reduction=\"none\""):
+            one.fit(TensorDataset(x, y), epochs=3, global_batch_size=BATCH)
+        strategy.close()  # type: ignore[attr-defined]
+
+    def own() -> None:
+        strategy = ddp.strategy("parameter_server", mode="async", timeout_s=20.0)
+        x, y = data()
+        one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, accumulate=3, seed=4)
+        one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+        expected = by_hand(nn.CrossEntropyLoss(), x, y, accumulate=3)
+        assert (flat(one.module) - flat(expected)).abs().max() < 1e-12
+        strategy.close()  # type: ignore[attr-defined]
+
+    in_roles(2, 1, sync)
+    in_roles(1, 1, own)
+
+
+def labels_of_a_step_of_ones_own() -> None:
+    """An own `train_step` may change the labels and add a term to the mean; called twice, it is refused."""
+    x, y = data(ignored=None)
+
+    def kept(x: Tensor, y: Tensor) -> Tensor:
+        return y.masked_fill(x[..., 0] > 0.5, IGNORED)
+
+    class Own(Trainer):
+        def train_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            penalty = sum(parameter.square().sum() for parameter in self.module.parameters())
+            return super().train_step((x, kept(x, y))) + 0.01 * penalty
+
+    one = Own(*made(), nn.CrossEntropyLoss(), seed=4)
+    one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+    net, optimizer = made()
+    for rows in (rows for epoch in range(2) for rows in batches(epoch)):
+        penalty = sum(parameter.square().sum() for parameter in net.parameters())
+        (nn.CrossEntropyLoss()(net(x[rows]), kept(x[rows], y[rows])) + 0.01 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (flat(one.module) - flat(net)).abs().max() < 1e-12
+
+    class Twice(Trainer):
+        def train_step(self, batch: Any) -> Tensor:
+            return super().train_step(batch) + super().train_step(batch)
+
+    with pytest.raises(ArgumentError, match="called twice for one batch"):
+        Twice(*made(), nn.CrossEntropyLoss(), seed=4).fit(TensorDataset(x, y), epochs=1, global_batch_size=BATCH)
+
+
+def compressed_means_are_near(tolerances: dict[str, float]) -> None:
+    """Sums over labels travel as short as means do."""
+    x, y = data()
+    expected = flat(by_hand(nn.CrossEntropyLoss(), x, y))
+    distance = (expected - flat(made()[0])).norm()
+    for compression, tolerance in tolerances.items():
+        strategy = ddp.strategy("all_reduce", compression=compression)
+        one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, seed=4)
+        one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+        difference = (flat(one.module) - expected).norm() / distance
+        assert tolerance / 50 < difference < tolerance, (compression, difference)
