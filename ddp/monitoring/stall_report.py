@@ -31,9 +31,10 @@ from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, pr
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, timeout_of
 
-__all__ = ["Pending", "StallReport", "report_of", "waiting_for_peers"]
+__all__ = ["HostWork", "Pending", "StallReport", "report_of", "waiting_for_peers"]
 
 _TORCHS_TIMEOUT_S = 1800.0
+_POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
 
 
@@ -45,13 +46,22 @@ class Pending(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class HostWork:
+    """A collective of host memory that a model on a device starts: whoever waits for it blocks, so within bounds."""
+
+    def __init__(self, work: Pending) -> None:
+        self.wait = work.wait
+        self.is_completed = work.is_completed
+
+
 class StallReport:
     """Where this rank of a group stands in its training, told to the others when somebody waits too long.
 
     Every rank of the group makes its StallReport of that group in the same order; nothing blocks. `step` is set by
     the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is nine
-    tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run:
-    unless it is the CPU, waiting does not block the caller, and a stall is written to stderr instead of raised.
+    tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run,
+    if `wait` is not told: unless it is the CPU, waiting does not block the caller, and a stall is written to stderr
+    instead of raised.
     `kind` tells what is counted apart from the models of the group.
     """
 
@@ -71,7 +81,7 @@ class StallReport:
         self.interval_s = min(1.0, max(0.1, self.timeout_s / 10))  # between two looks at the store
         self._thread = threading.get_ident()
         self._limit = timedelta(seconds=self.timeout_s)
-        self._blocks = device is None or device.type == "cpu"
+        self._is_device = device is not None and device.type != "cpu"
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
@@ -90,27 +100,39 @@ class StallReport:
         """
         self._position = (phase, detail, monotonic(), _NOT_WAITING)
 
-    def wait(self, work: Pending, what: str) -> None:
-        """Wait for a collective, or raise a CollectiveError that says where each rank is.
+    def wait(self, work: Pending, what: str, *, device: torch.device | None = None) -> None:
+        """Wait for a collective on `device` (None: a HostWork on the CPU, others where this report says).
 
-        That takes some seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for
-        again, and its tensors are in use until it ends.
+        On the CPU, block until it has ended, or raise a CollectiveError that says where each rank is; that takes some
+        seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for again, and its
+        tensors are in use until it ends. On a device, let the current stream wait, without blocking; after a stall the
+        report is written to stderr, and then torch's watchdog ends the process, if the backend has one.
         """
-        with self._in(what, _BOUNDED if self._blocks else _UNBOUNDED):
-            if self._blocks:
-                self._wait_here(work, what)
-            else:
+        is_device = device.type != "cpu" if device is not None else self._is_device and not isinstance(work, HostWork)
+        with self._in(what, _UNBOUNDED if is_device else _BOUNDED):
+            if is_device:
                 work.wait()
                 self._newest = (work, what, monotonic())
+            else:
+                self._wait_here(work, what)
 
     def _wait_here(self, work: Pending, what: str) -> None:
-        try:
-            work.wait(self._limit)
-        except RuntimeError as error:
-            if not work.is_completed():
-                _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
-                raise self.error(what, "") from error
-            work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
+        deadline = monotonic() + self._limit.total_seconds()
+        while True:
+            start = monotonic()
+            poll_s = max(0.001, min(_POLL_S, deadline - start))
+            try:
+                work.wait(timedelta(seconds=poll_s))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    break
+                if monotonic() < start + poll_s / 2:  # that was no timeout
+                    raise
+                if monotonic() >= deadline:
+                    _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
+                    raise self.error(what, "") from error
+        work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
