@@ -203,6 +203,27 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
+def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether gloo moves a group's host memory. Without it, small sums take gloo's ring. 2.0."""
+    try:
+        return str(backend_of(group, torch.device("cpu")).name()) == "gloo"
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist.ProcessGroup:
+    """Connect a group of the same ranks, in the same order, that moves host memory by gloo. Blocks. 2.6.
+
+    torch does not know of it: it ends with its last reference. Without this, the status of models on a device cannot
+    travel on the host where their group is of NCCL alone.
+    """
+    made = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return made
+
+
 def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:
     """Start gathering equal flat tensors into one. Without it: a list of tensors, and a copy more. 1.8."""
     work: dist.Work = group._allgather_base(into, mine)

@@ -163,7 +163,9 @@ class ForwardPolicy:
         channel = self.reducer.channel
         told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=channel.control)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # torch's stubs have two types for it
+            channel.control.allreduce([told], options).wait()
         any_syncs, root = told.tolist()
         return bool(any_syncs), root
 

@@ -180,9 +180,14 @@ class _Engine:
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
             self._number, self._link = _group_beside(link)
-        if settings.compression is not None:
-            self._compressor, self._hook = make_compression(settings.compression, self._link)
-        self.attach()
+        try:
+            if settings.compression is not None:
+                self._compressor, self._hook = make_compression(settings.compression, self._link)
+            self.attach()
+        except BaseException:
+            if self._link is not link:
+                dist.destroy_process_group(self._link)
+            raise
 
     def _users(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
@@ -361,7 +366,8 @@ def _group_beside(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup]:
         dist.get_process_group_ranks(link),
         timeout=timeout_of(link, device_of(link)),
         backend=dist.get_backend_config(link),
-        use_local_synchronization=True,
+        # With it, torch derives the name from the number of groups in this process: another one elsewhere is a hang.
+        use_local_synchronization=link.size() < dist.get_world_size(),
     )
     assert isinstance(made, dist.ProcessGroup)
     return number, made

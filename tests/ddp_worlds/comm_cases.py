@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.comm import broadcast
+from ddp.comm import broadcast, objects, small_sum
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
+from ddp.comm.objects import gather_values
+from ddp.comm.small_sum import SmallAdder, add_up
 
 LIMIT_BYTES = 1000
 
@@ -81,3 +86,78 @@ def large_buffers_travel_in_turn() -> None:
                 buffer.copy_(first * (round_ + 2))
     assert not sync._packages
     assert len(waited) > 30
+
+
+class Counted:
+    """A group that counts its messages."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def send(self, *given: Any) -> dist.Work:
+        self.sent += 1
+        return dist.group.WORLD.send(*given)
+
+    def recv(self, *given: Any) -> dist.Work:
+        self.received += 1
+        return dist.group.WORLD.recv(*given)
+
+
+def small_sums_take_few_messages_and_are_the_same_bits() -> None:
+    """Several at once, between other collectives of the group and messages of the user."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    inner = 1 << (size.bit_length() - 1)
+    doublings = inner.bit_length() - 1
+    counted = Counted()
+    add_up(counted, mine := torch.full((5,), 2.0**rank))
+    assert mine.tolist() == [2.0**size - 1] * 5
+    expected = 1 if rank >= inner else doublings + (rank + inner < size)
+    assert (counted.sent, counted.received) == (expected, expected)
+
+    generator = torch.Generator().manual_seed(rank)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(small_sum, "_LEAST_RANKS", 2)
+        for _ in range(10):
+            given = [torch.randn(length, generator=generator) for length in (1, 60, 1000)]
+            sums = [each.clone() for each in given]
+            works = [SmallAdder(group).start(each) for each in sums]
+            dist.all_reduce(one := torch.ones(3))
+            sent = dist.isend(torch.tensor([rank]), (rank + 1) % size)
+            dist.recv(came := torch.tensor([-1]), (rank - 1) % size)
+            sent.wait()
+            assert (one[0], came[0]) == (size, (rank - 1) % size)
+            for work, added, each in zip(reversed(works), reversed(sums), reversed(given), strict=True):
+                assert work.wait(timedelta(seconds=25))
+                assert work.is_completed()
+                every = [torch.empty_like(added) for _ in range(size)]
+                dist.all_gather(every, added)
+                assert all(torch.equal(other, added) for other in every)
+                dist.all_reduce(each)
+                torch.testing.assert_close(added, each)
+
+
+def values_are_gathered_by_sums() -> None:
+    """Short and long ones, of other lengths on each rank, and those that are too long for it."""
+    made: list[int] = []
+
+    def add(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        made.append(len(flat))
+        add_up(group, flat)
+
+    ranks = range(dist.get_world_size())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(small_sum, "_LEAST_RANKS", 2)
+        patched.setattr(objects, "add_up", add)
+        assert gather_values(("x", dist.get_rank())) == [("x", rank) for rank in ranks]
+        assert len(made) == 1
+        assert gather_values("x" * 1000 * dist.get_rank()) == ["x" * 1000 * rank for rank in ranks]
+        assert len(made) == 3
+        patched.setattr(small_sum, "_MOST_BYTES", 10_000)
+        assert gather_values("x" * 10_000 * dist.get_rank()) == ["x" * 10_000 * rank for rank in ranks]
+        assert len(made) == 4  # the lengths travel as a sum

@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 import ddp
+from ddp.comm import small_sum
+from ddp.comm.small_sum import SmallAdder
 from ddp.errors import CollectiveError
-from ddp.monitoring.stall_report import StallReport
+from ddp.monitoring.stall_report import HostWork, StallReport
 
 kept: object = None
 DEADLINE_S = 30.0  # less than the group's own timeout
@@ -139,6 +141,20 @@ def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
     report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
+
+
+def sums_with_one_gone(folder: Path, size: int, who: int) -> str | None:
+    """Rank `who` is gone when the others add up a small vector over many ranks, in which not all hear of it."""
+    small_sum._LEAST_RANKS = 2
+    stall_report = make()
+    reduce(stall_report)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = SmallAdder(dist.group.WORLD).start(torch.ones(30))
+    with pytest.raises(CollectiveError) as caught:
+        stall_report.wait(work, "step status")
+    all_come(folder, "end", size - 1)
+    return str(caught.value)
 
 
 def two_groups(folder: Path, size: int) -> str | None:
@@ -311,6 +327,43 @@ class OnDevice:
 
     def wait(self) -> bool:
         return True
+
+
+def on_host(folder: Path, size: int) -> str | None:
+    """What a model on a device waits for in host memory is bounded, as is a device's work that is not."""
+    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    stall_report.at("user code")
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        dist.all_reduce(torch.ones(3))
+        return None
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(CollectiveError) as caught:
+        stall_report.wait(HostWork(work), "step status")
+    of_the_cpu = make()
+    of_the_cpu.wait(OnDevice(work), "all-reduce", device=torch.device("cuda"))  # takes no timeout, and returns
+    (folder / "seen").touch()
+    work.wait()
+    return str(caught.value)
+
+
+def interrupted(folder: Path, size: int) -> None:
+    """Ctrl-C ends a wait that has long to go; the collective may be waited for again."""
+    stall_report = make(10 * DEADLINE_S)
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        dist.all_reduce(torch.ones(3))
+        return
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stall_report.wait(work, "all-reduce of bucket 1 of 1")
+    assert time.monotonic() - start < DEADLINE_S
+    timer.join()
+    (folder / "seen").touch()
+    stall_report.wait(work, "all-reduce of bucket 1 of 1")
 
 
 def on_device(folder: Path, size: int) -> None:
