@@ -7,6 +7,7 @@ fails, and only this file changes; the test also sees to it that no other file o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -201,6 +202,24 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+@contextlib.contextmanager
+def not_split_off() -> Iterator[None]:
+    """Make a group of some ranks inside, by these alone. 2.3.
+
+    A default group that is bound to its device is split, which all of its ranks must do at once.
+    """
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def is_gloo_on_host(group: dist.ProcessGroup) -> bool:

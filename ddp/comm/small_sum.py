@@ -22,7 +22,7 @@ from ddp.torch_internals import is_gloo_on_host
 
 __all__ = ["SmallAdder", "add_up", "pays"]
 
-# Measured by scripts/bench/control.py: below, gloo's own all-reduce is as quick, and takes no thread.
+# Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as quick, and takes no thread.
 _LEAST_RANKS = 8
 _MOST_BYTES = 1 << 20  # above, a ring moves less
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # away from what users give their own messages
