@@ -265,6 +265,7 @@ class DistributedDataParallel(TorchSurface):
         late_hook = None
         try:
             # First what the ranks do together: where one rank alone raises after it, all have done the same.
+            policy.reducer.report.check_uninterrupted()
             policy.reducer.settle()
             root = 0
             if is_in_join(self):

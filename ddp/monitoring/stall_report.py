@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -85,6 +86,7 @@ class StallReport:
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
+        self._interrupted = ""  # the collective that Ctrl-C left on its way
         self._global_ranks: Sequence[int] = range(self.size)
         self._store_thread: StoreThread | None = None
         if self.size > 1:
@@ -114,7 +116,12 @@ class StallReport:
                 work.wait()
                 self._newest = (work, what, monotonic())
             else:
-                self._wait_here(work, what)
+                try:
+                    self._wait_here(work, what)
+                except KeyboardInterrupt:
+                    self._interrupted = what
+                    _keep_pending(work)
+                    raise
 
     def _wait_here(self, work: Pending, what: str) -> None:
         deadline = monotonic() + self._limit.total_seconds()
@@ -130,9 +137,19 @@ class StallReport:
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
                 if monotonic() >= deadline:
-                    _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
+                    _keep_pending(work)
                     raise self.error(what, "") from error
         work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
+
+    def check_uninterrupted(self) -> None:
+        """Raise CollectiveError if Ctrl-C has ended a wait: its tensors may be in use, and the others may be ahead."""
+        if self._interrupted:
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} was interrupted in the {self._interrupted}, so it is not in step "
+                "with the other ranks any more: start all ranks again, from a checkpoint",
+                rank=self.rank,
+                what=self._interrupted,
+            )
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -304,21 +321,30 @@ def _how_it_ends() -> tuple[str, bool]:
     return f"ended with {printable(said, 250)}, at {line}", is_victim
 
 
-_pending: list[Pending] = []  # those that have stalled
+_pending: list[Pending] = []  # those that nobody waits for any more, after a stall or Ctrl-C
+
+
+def _keep_pending(work: Pending) -> None:
+    _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
 
 
 def _leave_at_once() -> None:
-    """End a process that ends with an exception while a collective still hangs.
+    """End a process that ends with an exception, or by Ctrl-C, while a collective still hangs.
 
     At the interpreter's teardown, gloo would wait for that until the group's own timeout (half an hour by default),
     and neither the launcher nor the other ranks would learn that this rank has failed.
     """
     error = getattr(sys, "last_value", None)
-    if isinstance(error, Exception) and not hasattr(sys, "ps1") and not all(work.is_completed() for work in _pending):
+    if not isinstance(error, Exception | KeyboardInterrupt) or hasattr(sys, "ps1"):
+        return
+    if not all(work.is_completed() for work in _pending):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
                 stream.flush()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # as Python does after it
         os._exit(1)  # as after any exception
 
 

@@ -348,7 +348,7 @@ def on_host(folder: Path, size: int) -> str | None:
 
 
 def interrupted(folder: Path, size: int) -> None:
-    """Ctrl-C ends a wait that has long to go; the collective may be waited for again."""
+    """Ctrl-C ends a wait that has long to go; the rank cannot go on in step with the others."""
     stall_report = make(10 * DEADLINE_S)
     if dist.get_rank() == 1:
         until((folder / "seen").exists)
@@ -362,8 +362,35 @@ def interrupted(folder: Path, size: int) -> None:
         stall_report.wait(work, "all-reduce of bucket 1 of 1")
     assert time.monotonic() - start < DEADLINE_S
     timer.join()
+    with pytest.raises(
+        CollectiveError, match="was interrupted in the all-reduce of bucket 1 of 1, so it is not in step"
+    ):
+        stall_report.check_uninterrupted()
     (folder / "seen").touch()
-    stall_report.wait(work, "all-reduce of bucket 1 of 1")
+    work.wait()
+
+
+def interrupted_in_a_step(folder: Path, size: int) -> str | None:
+    """Ctrl-C ends a backward pass that waits for the other rank; a forward pass says so; then the process ends."""
+    model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=10 * DEADLINE_S)
+    loss = model(torch.ones(1, 2)).sum()
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        (other,) = [int(path.suffix[1:]) for path in folder.glob("first.*")]
+        until(lambda: is_gone(other))
+        return None
+    (folder / f"first.{os.getpid()}").touch()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        loss.backward()
+    except KeyboardInterrupt:
+        timer.join()
+        with pytest.raises(CollectiveError, match="was interrupted in the "):
+            model(torch.ones(1, 2))
+        (folder / "seen").touch()
+        raise
+    raise AssertionError
 
 
 def on_device(folder: Path, size: int) -> None:

@@ -134,6 +134,13 @@ def test_waiting_for_host_memory_is_bounded_whatever_the_model_s_device_is(world
     assert "in the step status of step 1" in on_host.results[0]
 
 
+def test_ctrl_c_ends_a_backward_pass_that_waits_and_then_the_process(worlds: Worlds) -> None:
+    # The whole end of the interpreter, which must not wait for the collective that still hangs.
+    ended = worlds.run("interrupted_in_a_step", 2, "file", whole_end=True)
+    assert ended.codes == [-signal.SIGINT, 0], ended.errors
+    assert "KeyboardInterrupt" in ended.errors[0]
+
+
 @pytest.mark.parametrize("who", [1, 4])
 def test_a_sum_over_many_ranks_names_the_rank_that_is_gone(worlds: Worlds, who: int) -> None:
     ended = worlds.run("sums_with_one_gone", 5, "tcp", who=who)
