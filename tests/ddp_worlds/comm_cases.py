@@ -14,6 +14,7 @@ from ddp.comm import broadcast, objects, small_sum
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.objects import gather_values
 from ddp.comm.small_sum import SmallAdder, add_up
+from ddp.torch_internals import not_split_off
 
 LIMIT_BYTES = 1000
 
@@ -161,3 +162,20 @@ def values_are_gathered_by_sums() -> None:
         patched.setattr(small_sum, "_MOST_BYTES", 10_000)
         assert gather_values("x" * 10_000 * dist.get_rank()) == ["x" * 10_000 * rank for rank in ranks]
         assert len(made) == 4  # the lengths travel as a sum
+
+
+def a_group_of_some_ranks_is_not_split_off() -> None:
+    """Rank 0 alone makes one while the default group is bound to a device, and it stays bound, also after an error."""
+    group, device = dist.group.WORLD, torch.device("cuda", 0)
+    group.bound_device_id = device
+    try:
+        if dist.get_rank() == 0:
+            with not_split_off():
+                assert group.bound_device_id is None
+                alone = dist.new_group([0], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(1), group=alone)
+        with pytest.raises(ValueError, match="refused"), not_split_off():
+            raise ValueError("refused")
+        assert group.bound_device_id == device
+    finally:
+        group.bound_device_id = None
