@@ -7,6 +7,7 @@ fails, and only this file changes; the test also sees to it that no other file o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -201,6 +202,45 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+@contextlib.contextmanager
+def not_split_off() -> Iterator[None]:
+    """Make a group of some ranks inside, by these alone. 2.3.
+
+    A default group that is bound to its device is split, which all of its ranks must do at once.
+    """
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound  # type: ignore[union-attr]
+
+
+def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether gloo moves a group's host memory. Without it, small sums take gloo's ring. 2.0."""
+    try:
+        return str(backend_of(group, torch.device("cpu")).name()) == "gloo"
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist.ProcessGroup:
+    """Connect a group of the same ranks, in the same order, that moves host memory by gloo. Blocks. 2.6.
+
+    torch does not know of it: it ends with its last reference. Without this, the status of models on a device cannot
+    travel on the host where their group is of NCCL alone.
+    """
+    made = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return made
 
 
 def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:

@@ -33,6 +33,11 @@ from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
 
 __all__ = ["World", "init"]
 
+_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_CHOOSERS = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
 _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 
@@ -67,9 +72,10 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     Every rank must call it; it blocks until all have, at most `timeout_s` seconds (default: torch's 30
     minutes, 10 for NCCL), which is also the limit of each later collective. Ranks come from RANK and
     WORLD_SIZE (dtrain run, torchrun), else from Open MPI's or SLURM's variables; without any, the process
-    is a world of one with a group of its own. Where CUDA is available, the device is `cuda:LOCAL_RANK`
-    (`cuda:0` if only one is visible), made current, and the backend NCCL, with gloo for CPU tensors;
-    otherwise the CPU and gloo. `backend="gloo"` stays on the CPU whatever there is.
+    is a world of one with a group of its own. Where torch has an accelerator with collectives of its own (CUDA and
+    ROCm with NCCL, XPU with xccl), the device is `cuda:LOCAL_RANK` (`cuda:0` if only one is visible), made current,
+    and the backend NCCL, with gloo for CPU tensors; NCCL connects at once where each rank has a device of its own.
+    Otherwise the CPU and gloo. `backend="gloo"` stays on the CPU whatever there is.
 
     A second call returns the same object. A default group that already exists is used and not closed at exit.
     Raises LaunchEnvironmentError for an inconsistent environment, RendezvousError if the ranks cannot meet.
@@ -85,8 +91,8 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     placement = read_placement(os.environ)
     device = choose_device(placement, backend)
     if backend is None:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    _join(placement, backend, timeout_s)
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    _join(placement, backend, timeout_s, device)
     _world = world_at(placement, device, backend)
     return _world
 
@@ -119,42 +125,75 @@ def _adopt() -> World:
             node_rank=None,
             source="an existing process group",
         )
-    # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
-    on_cuda = torch.cuda.is_available() and backend != "gloo"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    accelerator = _accelerator()
+    device = torch.device("cpu")
+    if accelerator is not None and backend != "gloo":
+        # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
+        device = torch.device(accelerator, torch.accelerator.current_device_index())
     return world_at(placement, device, backend)
+
+
+def _accelerator() -> str | None:
+    """The type of device that torch can use and that has collectives of its own; ROCm's is cuda."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None and found.type in _DEVICE_BACKENDS else None
 
 
 def choose_device(placement: Placement, backend: str | None, *, may_share: bool = False) -> torch.device:
     """Choose this rank's device and make it current; with `may_share`, ranks beyond the devices get the first.
 
-    Raises ArgumentError if the backend needs CUDA and there is none, LaunchEnvironmentError if devices are too few.
+    Raises ArgumentError if the backend needs a device and there is none, LaunchEnvironmentError if devices are too few.
     """
-    wants_cuda = backend is None or "nccl" in backend or "cuda" in backend
-    if not wants_cuda or not torch.cuda.is_available():
-        if backend is not None and "nccl" in backend:
+    accelerator = _accelerator()
+    for kind, its_backend in _DEVICE_BACKENDS.items():
+        if backend is not None and its_backend in backend and kind != accelerator:
             raise ArgumentError(
-                f"backend={backend!r} needs CUDA, but torch finds no usable device; use backend='gloo' on the CPU"
+                f"backend={backend!r} needs {kind.upper()}, but torch finds no usable device; "
+                "use backend='gloo' on the CPU"
             )
+    if accelerator is None or not (backend is None or {accelerator, _DEVICE_BACKENDS[accelerator]} & _words(backend)):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     # A launcher that shows each worker only its own device leaves it at index 0.
     index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
     if index >= count:
+        given = _chosen_devices(accelerator) or [f"{_CHOOSERS[accelerator][0]}=not set"]
         raise LaunchEnvironmentError(
-            f"rank {placement.rank} has local rank {placement.local_rank}, but {count} CUDA devices are visible here "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {count} "
+            f"rank {placement.rank} has local rank {placement.local_rank}, but {count} {accelerator.upper()} devices "
+            f"are visible here ({', '.join(given)}): start at most {count} "
             "workers on this host, set LOCAL_RANK if RANK was set by hand, or train on the CPU with ddp.init('gloo')"
         )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator, index)
 
 
-def _join(placement: Placement, backend: str, timeout_s: float | None) -> None:
+def _words(backend: str) -> set[str]:
+    return set(backend.replace(",", ":").split(":"))
+
+
+def _chosen_devices(accelerator: str) -> list[str]:
+    """The variables that are set by which a launcher shows a worker some of the devices, with their values."""
+    return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
+
+
+def _eager_device(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
+    """The device that the group connects at once, or None to connect in the first collective on one.
+
+    NCCL refuses ranks that share a device. That cannot be seen where several ranks see one device, and nobody has
+    chosen it for them: such ranks may still use the group for what is in host memory.
+    """
+    if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in _words(backend):
+        return None
+    may_share = torch.accelerator.device_count() == 1 and placement.local_world_size > 1
+    return None if may_share and not _chosen_devices(device.type) else device
+
+
+def _join(placement: Placement, backend: str, timeout_s: float | None, device: torch.device) -> None:
     options: dict[str, Any] = {"backend": backend, "rank": placement.rank, "world_size": placement.world_size}
     if timeout_s is not None:
         options["timeout"] = timedelta(seconds=timeout_s)
+    if (eager := _eager_device(placement, backend, device)) is not None:
+        options["device_id"] = eager
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT") and placement.source != "alone":
         options["init_method"] = "env://"
     else:

@@ -1,11 +1,12 @@
 """Copies tensors of one rank of a group to its other ranks, many in one collective.
 
-The wrapper copies weights and buffers once, and buffers again before forward passes.
+The wrapper copies weights and buffers once, and buffers again before forward passes. Tensors travel through staging
+memory of at most 250 MB; a larger one in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,19 +64,24 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
     The tensors must agree in number, shape and dtype between ranks; they may lie on several devices.
     """
     with torch.no_grad():
-        for chunk in _chunks([tensor for tensor in tensors if tensor.numel()]):
-            package = _Package(chunk)
-            package.start(group, root)
-            package.finish(group, root, lambda work, _: work.wait())
-            if package.work is not None:
-                package.work.wait()
+        for chunk in _chunks(tensors):
+            _broadcast_chunk(group, chunk, root, lambda work, _: work.wait())
+
+
+def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
+    """Broadcast through staging memory that is free again afterwards."""
+    package = _Package(chunk)
+    package.start(group, root)
+    package.finish(group, root, wait)
+    if package.work is not None and group.rank() == root:
+        wait(package.work, "broadcast")
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of one device, up to about 250 MB each."""
+    """Neighbours of one device, up to about 250 MB each. The same on every rank, as it depends on shapes alone."""
     chunks: list[list[torch.Tensor]] = []
     size = 0
-    for tensor in tensors:
+    for tensor in (piece for whole in tensors if whole.numel() for piece in _pieces(whole)):
         if not chunks or size + tensor.nbytes > _CHUNK_BYTES or chunks[-1][0].device != tensor.device:
             chunks.append([])
             size = 0
@@ -84,11 +90,23 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of at most `_CHUNK_BYTES` that cover `tensor`, whatever its strides."""
+    if tensor.nbytes <= _CHUNK_BYTES or not tensor.dim():
+        yield tensor
+    elif len(tensor) == 1:
+        yield from _pieces(tensor[0])
+    else:
+        for part in torch.split(tensor, max(1, _CHUNK_BYTES * len(tensor) // tensor.nbytes)):
+            yield from _pieces(part)
+
+
 class BufferSync:
     """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
 
     It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` waits
-    for a collective, given its name.
+    for a collective, given its name. Up to 250 MB of buffers have staging memory of their own, so that the root does
+    not wait; more go through it in turn.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, ignored: Collection[str], wait: Wait) -> None:
@@ -102,14 +120,19 @@ class BufferSync:
         self._planned: list[Any] = []  # the buffers' identities, which the packages keep, and forms
 
     def run(self, root: int = 0) -> None:
-        """Broadcast the buffers of `root`. Every rank must call it; the root does not block, the others wait for it."""
+        """Broadcast the buffers of `root`. Every rank must call it; the others wait for the root."""
         buffers = self._collect()
         with torch.no_grad():
             # The form of a buffer may change in place: observers of quantization grow theirs so.
             planned = [(id(buffer), buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
             if planned != self._planned:
                 self._planned = planned
-                self._packages = [_Package(chunk) for chunk in _chunks([b for b in buffers if b.numel()])]
+                self._packages = []
+                if sum(buffer.nbytes for buffer in buffers) <= _CHUNK_BYTES:
+                    self._packages = [_Package(chunk) for chunk in _chunks(buffers)]
+            if not self._packages:
+                for chunk in _chunks(buffers):
+                    _broadcast_chunk(self._group, chunk, root, self._wait)
             for package in self._packages:
                 package.start(self._group, root)
             for package in self._packages:

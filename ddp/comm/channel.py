@@ -40,13 +40,11 @@ class Channel:
 
     @contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """Close the report, and end the control group if it was made here, when the block raises."""
+        """Close the report when the block raises."""
         try:
             yield
         except BaseException:
             self.report.close()
-            if self.control is not self.group:
-                dist.destroy_process_group(self.control)
             raise
 
     def gather(self, mine: object, what: str) -> list[Any]:

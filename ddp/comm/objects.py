@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import weakref
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.comm.codec import decode, encode
+from ddp.comm.small_sum import add_up, pays
 from ddp.errors import ArgumentError, NotInitializedError
-from ddp.torch_internals import timeout_of
+from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
+from ddp.world import before_leaving
 
 __all__ = ["control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
 
 _BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
 _LENGTH_BYTES = 8
+_TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
 def gather_values(mine: object, *, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -49,32 +57,65 @@ def gather_bytes(payload: torch.Tensor, *, group: dist.ProcessGroup | None = Non
 
 
 def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The bytes (n,) of all ranks; as the sum of what has zeros in the others' places where that is quicker."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    size = group.size()
+    if pays(group, size * mine.nbytes):
+        table = torch.zeros(size, len(mine), dtype=torch.uint8, device="cpu")
+        table[group.rank()] = mine
+        add_up(group, table.view(-1))
+        return list(table)
     mine = mine.to(device_of(group))
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
+    every = [torch.empty_like(mine) for _ in range(size)]
+    group.allgather([every], [mine]).wait()
     return [each.cpu() for each in every]
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where a group moves bytes: in host memory, unless it is of NCCL alone, which knows only its device's."""
-    return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
+    """Return where a group moves bytes: in host memory, unless it only knows that of a device, as NCCL does."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    types = [device.type for device in device_types_of(group)]
+    types = types or re.findall(r"(\w+):", dist.get_backend_config(group))
+    return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+class _ControlGroups:
+    """Those that were made in this process: each ends with the group whose ranks it has, or when the process leaves."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+        self._made: Counter[str] = Counter()  # by the name of the group, the same on all of its ranks
+
+    def of(self, group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+        if group not in self._of:
+            number = self._made[group.group_name]
+            self._made[group.group_name] += 1
+            # Not by dist.new_group(): it sorts the ranks, and without all ranks of the world it derives the name from
+            # the number of groups in this process, which may be another one elsewhere.
+            store = PrefixStore(f"ddp/control/{group.group_name}/{number}", default_store())
+            self._of[group] = host_group(group, store, timeout)
+            before_leaving(self, _ControlGroups.clear)
+        return self._of[group]
+
+    def clear(self) -> None:
+        self._of.clear()
+
+
+_control_groups = _ControlGroups()
 
 
 def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: `group` if it can, else one that is made now (blocks).
+    """A group of the same ranks that moves host memory: `group` if it can, else one that all its users share.
 
-    That has the timeout of `group` for collectives on `device`.
+    That is made by the first call (blocks; every rank of `group` must call it), has the timeout of `group` for
+    collectives on `device`, and is gone when `group` is. torch does not know of it: use its methods, not those of
+    `torch.distributed`.
     """
     if device.type == "cpu" or device_of(group).type == "cpu":
         return group
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout_of(group, device),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return _control_groups.of(group, timeout_of(group, device) or _TORCHS_TIMEOUT)
 
 
 def member_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:

@@ -79,7 +79,6 @@ class ForwardPolicy:
 
     def enter_forward(self, module: nn.Module) -> None:
         """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
-        self.reducer.settle()
         self.reducer.module_watch = self.reducer.module_watch.follow(module)
         self.reducer.report.at("in forward")
         if self._stepping is None:
@@ -92,6 +91,11 @@ class ForwardPolicy:
         Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
         """
         return self._buffer_sync is not None and self.reducer.report.step != self._buffers_are_of
+
+    @property
+    def late_buffer_hook(self) -> BufferHook | None:
+        """The buffer hook if it runs after forward."""
+        return None if self.buffer_hook is None or self.buffer_hook.is_before else self.buffer_hook
 
     def sync_buffers(self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
         """Give every rank the buffers of `root`, or let the hook do so with what `named` returns."""
@@ -159,7 +163,9 @@ class ForwardPolicy:
         channel = self.reducer.channel
         told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=channel.control)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # torch's stubs have two types for it
+            channel.control.allreduce([told], options).wait()
         any_syncs, root = told.tolist()
         return bool(any_syncs), root
 

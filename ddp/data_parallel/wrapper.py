@@ -248,40 +248,57 @@ class DistributedDataParallel(TorchSurface):
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
-        if self.device_ids:
-            device = torch.device(self.device.type, self.device_ids[0])
-            inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs))
         policy = self._policy
         if policy is None:
             Join.notify_join_context(self)
+            inputs, kwargs = self._on_device(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
             self._has_synced_forward = self.require_backward_grad_sync
             if self._has_synced_forward:
                 count_step_after(tensors_in(output))
             return output
         if policy.reducer.is_inside_backward():
+            inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
+        late_hook = None
         try:
-            policy.enter_forward(self.module)
+            # First what the ranks do together: where one rank alone raises after it, all have done the same.
+            policy.reducer.report.check_uninterrupted()
+            policy.reducer.settle()
             root = 0
             if is_in_join(self):
                 _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
-            syncs_buffers = self._sync_buffers_of(root)
+            if self._sync_buffers_of(root):
+                late_hook = policy.late_buffer_hook
+            inputs, kwargs = self._on_device(inputs, kwargs)
+            policy.enter_forward(self.module)
             output = self.module(*inputs, **kwargs)
+            if late_hook is not None:
+                hook, late_hook = late_hook, None
+                hook.run(self._named_buffers())
+            if torch.is_grad_enabled():
+                policy.prepare(output, is_syncing=is_syncing, is_training=self.training)
         except BaseException as error:
-            if is_syncing:
-                policy.reducer.fail(describe_failure("its forward pass", error))
+            try:
+                if late_hook is not None and isinstance(error, Exception):
+                    late_hook.run(self._named_buffers())  # as on the others, before this rank tells them
+            finally:
+                if is_syncing:
+                    policy.reducer.fail(describe_failure("its forward pass", error))
             raise
         finally:
             swap_active_ddp_module(active)
-        if syncs_buffers and self._buffer_hook is not None and not self._buffer_hook.is_before:
-            self._buffer_hook.run(self._named_buffers())
-        if torch.is_grad_enabled():
-            policy.prepare(output, is_syncing=is_syncing, is_training=self.training)
         return output
+
+    def _on_device(self, inputs: Any, kwargs: Any) -> Any:
+        """The inputs with their tensors on the device of `device_ids`, if that was given."""
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device.type, self.device_ids[0])
+        return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs))
 
     def _sync_buffers_of(self, root: int) -> bool:
         """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due."""
@@ -289,6 +306,10 @@ class DistributedDataParallel(TorchSurface):
             return False
         self._policy.sync_buffers(root, self._named_buffers)
         return True
+
+    def _sync_buffers_as_joined(self, root: int) -> None:
+        if self._sync_buffers_of(root) and self._policy is not None and self._policy.late_buffer_hook is not None:
+            self._policy.late_buffer_hook.run(self._named_buffers())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -374,7 +395,7 @@ class DistributedDataParallel(TorchSurface):
             return JoinHook()
         policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
-        return JoinedRankHook(policy, self._sync_buffers_of, equalise)
+        return JoinedRankHook(policy, self._sync_buffers_as_joined, equalise)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
         """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.objects import device_of, gather_values, member_group
+from ddp.comm.objects import control_group, device_of, gather_values, member_group
 from ddp.compression.compressors import Half
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
@@ -32,6 +32,7 @@ __all__ = [
     "check_same_call",
     "exchange_rows",
     "form_of",
+    "host_side",
     "is_initialized",
     "no_rank",
     "own_group",
@@ -86,11 +87,11 @@ class CallCheck:
         self._group: dist.ProcessGroup | None = group
         self._numbers = [call.number]
         if group.size() > 1:
-            device = device_of(group)
+            self._control = host_side(group)
             digest = int.from_bytes(hashlib.blake2b(self.what.encode(), digest_size=8).digest(), "little", signed=True)
-            self._mine = torch.tensor([digest, call.number], device=device)  # int64
-            self._every = torch.empty(2 * group.size(), dtype=torch.int64, device=device)
-            self._work: dist.Work = allgather_flat(group, self._every, self._mine)
+            self._mine = torch.tensor([digest, call.number], device="cpu")  # int64
+            self._every = torch.empty(2 * group.size(), dtype=torch.int64, device="cpu")
+            self._work: dist.Work = allgather_flat(self._control, self._every, self._mine)
         if call.problem or not is_async:
             self.settle()
 
@@ -108,10 +109,19 @@ class CallCheck:
             every = self._every.tolist()
             self._numbers = every[1::2]
             if len(set(every[::2])) > 1:
-                raise _calls_differ(gather_values(self.what, group=group))
+                raise _calls_differ(gather_values(self.what, group=self._control))
         if self._problem:
             raise ArgumentError(self.what)
         return self._numbers
+
+
+def host_side(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group by which the ranks of `group` exchange what is in host memory. Blocks in the first call, if at all."""
+    device = device_of(group)
+    if device.type == "cpu":
+        return group
+    with report_of(group).waiting("connection of the ranks"):
+        return control_group(group, device)
 
 
 def check_same_call(call: Call, group: dist.ProcessGroup | None) -> list[int]:
@@ -152,9 +162,14 @@ def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
 
 
 class Handle:
-    """A call under way, `what` in words. It knows its result once it was waited for; waiting again returns the same."""
+    """A call under way, `what` in words. It knows its result once it was waited for; waiting again returns the same.
 
-    def __init__(self, check: CallCheck, works: Sequence[dist.Work], finish: Callable[[], Any]) -> None:
+    `works` are collectives, each with the device whose memory it moves.
+    """
+
+    def __init__(
+        self, check: CallCheck, works: Sequence[tuple[dist.Work, torch.device]], finish: Callable[[], Any]
+    ) -> None:
         self.what = check.what
         self._check = check
         self._works = list(works)
@@ -162,11 +177,14 @@ class Handle:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """Block until the result is there, and return it. Raises as the synchronous call does."""
+        """Block until the ranks have agreed, and return the result. Raises as the synchronous call does.
+
+        In host memory it is there. On a device the current stream waits for it, and the host does not.
+        """
         if self._finish is not None:
             self._check.settle()
-            for work in self._works:
-                self._check.report.wait(work, self.what)
+            for work, device in self._works:
+                self._check.report.wait(work, self.what, device=device)
             with torch.no_grad():
                 self._result = self._finish()
             self._finish = None
@@ -174,8 +192,8 @@ class Handle:
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
-        return self._finish is None or (self._check.is_completed() and all(w.is_completed() for w in self._works))
+        """Whether the result is there, on a device too. Does not block."""
+        return self._finish is None or (self._check.is_completed() and all(w.is_completed() for w, _ in self._works))
 
     def then(self, change: Callable[[Any], Any]) -> Handle:
         """Let `wait` return what `change` makes of the result."""
@@ -242,7 +260,8 @@ def start_allreduce(
         if link.size() > 1 and flat.numel():
             options = dist.AllreduceOptions()
             options.reduceOp = _REDUCTIONS[op]  # type: ignore[assignment]  # torch's stubs have two types for it
-            works.append(link.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options))
+            sent = torch.view_as_real(flat) if flat.is_complex() else flat
+            works.append((link.allreduce([sent], options), flat.device))
     count = link.size()
 
     def finish() -> list[Tensor]:
@@ -286,7 +305,7 @@ def start_broadcast(
     if link.size() > 1 and data.numel():
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        works.append(link.broadcast([data], options))
+        works.append((link.broadcast([data], options), data.device))
     return Handle(check, works, lambda: data.view(tensor.dtype).reshape(tensor.shape))
 
 
@@ -304,10 +323,10 @@ def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup |
         padded = torch.cat([data, data.new_zeros(longest - len(data))])
         every = data.new_empty(link.size() * longest)
         if longest:
-            works.append(allgather_flat(link, every, padded))
+            works.append((allgather_flat(link, every, padded), data.device))
 
     def finish() -> Tensor:
-        parts = [every[at * longest :][: count * row_bytes] for at, count in enumerate(counts)]
+        parts = [every.narrow(0, at * longest, count * row_bytes) for at, count in enumerate(counts)]
         return torch.cat(parts).view(tensor.dtype).reshape(sum(counts), *tensor.shape[1:])
 
     return Handle(check, works, finish), counts
@@ -316,18 +335,22 @@ def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup |
 def exchange_rows(
     tensor: Tensor, sends: Sequence[int], name: str | None, link: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
-    """Send `sends[r]` rows to each rank r; return what came and how many rows from each. Blocks."""
+    """Send `sends[r]` rows to each rank r; return what came and how many rows from each.
+
+    Blocks until the numbers of rows are here; where the rows are on a device, the current stream waits for them.
+    """
     if link.size() == 1:
         return tensor.detach().clone(), list(sends)
     report = report_of(link)
-    mine = torch.tensor(sends, device=device_of(link))  # int64
+    mine = torch.tensor(sends, device="cpu")  # int64
     counts = torch.empty_like(mine)
-    report.wait(link.alltoall_base(counts, mine, [], []), title("exchange of row counts", name))
+    report.wait(host_side(link).alltoall_base(counts, mine, [], []), title("exchange of row counts", name))
     receives: list[int] = counts.tolist()
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     data = _bytes_of(tensor)
     came = data.new_empty(sum(receives) * row_bytes)
     if row_bytes:
         sizes = [[count * row_bytes for count in counted] for counted in (receives, sends)]
-        report.wait(link.alltoall_base(came, data, *sizes), title("exchange of rows", name))
+        work = link.alltoall_base(came, data, *sizes)
+        report.wait(work, title("exchange of rows", name), device=data.device)
     return came.view(tensor.dtype).reshape(sum(receives), *tensor.shape[1:]), receives

@@ -2,8 +2,11 @@
 
 Scripts and `broadcast_state` call these; nothing that happens during backward does. Before its data travels, a call
 tells the other ranks its kind, name, operation, dtype and shape as 16 bytes. Where they differ, every rank raises
-ArgumentError with what each of them called, and the group stays usable. That is one more small collective a call,
-as long as an all-reduce of a few numbers. A form that ends in `_async` pays for it in `synchronize()`.
+ArgumentError with what each of them called, and the group stays usable. That is one more small collective a call, in
+host memory, as long as an all-reduce of a few numbers. A form that ends in `_async` pays for it in `synchronize()`.
+
+Where tensors are on a device, "blocks" below means the comparison alone: after it, the current stream waits for the
+result, as for any other operation, and the host goes on.
 
 Calls in one group must come in the same order on all ranks, asynchronous ones too. No call changes its argument unless
 its name ends with `_`. Gradients flow through allreduce, grouped_allreduce, allgather, broadcast, reducescatter and
@@ -311,12 +314,12 @@ def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) 
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for what an `_async` call has started, and return its result."""
+    """Wait for what an `_async` call has started, and return its result; on a device, let the current stream wait."""
     return handle.wait()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize(handle)` would return at once."""
+    """Whether what an `_async` call has started has ended, on a device too. Does not block."""
     return handle.is_completed()
 
 

@@ -31,11 +31,11 @@ from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.calls import Average, Call, Sum, check_same_call, own_group
+from ddp.horovod.calls import Average, Call, Sum, check_same_call, host_side, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
-from ddp.torch_internals import gradient_hooks, parameters_of, timeout_of
+from ddp.torch_internals import gradient_hooks, not_split_off, parameters_of, timeout_of
 from ddp.world import before_leaving
 
 __all__ = ["DistributedOptimizer"]
@@ -180,9 +180,14 @@ class _Engine:
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
             self._number, self._link = _group_beside(link)
-        if settings.compression is not None:
-            self._compressor, self._hook = make_compression(settings.compression, self._link)
-        self.attach()
+        try:
+            if settings.compression is not None:
+                self._compressor, self._hook = make_compression(settings.compression, self._link)
+            self.attach()
+        except BaseException:
+            if self._link is not link:
+                dist.destroy_process_group(self._link)
+            raise
 
     def _users(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
@@ -337,7 +342,8 @@ class _Engine:
             return loss
         total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
         with waiting_for_peers("average of the closure's losses", self._link):
-            self._link.allreduce([total]).wait()
+            group = host_side(self._link) if total.device.type == "cpu" else self._link
+            group.allreduce([total]).wait()
         total = total / self._link.size() if self._settings.op == Average else total
         return total if isinstance(loss, Tensor) else total.item()
 
@@ -357,11 +363,14 @@ def _group_beside(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup]:
     _made[name] += 1
     if number == 0:
         return number, link
-    made = dist.new_group(
-        dist.get_process_group_ranks(link),
-        timeout=timeout_of(link, device_of(link)),
-        backend=dist.get_backend_config(link),
-        use_local_synchronization=True,
-    )
+    is_part = link.size() < dist.get_world_size()
+    with not_split_off() if is_part else contextlib.nullcontext():
+        made = dist.new_group(
+            dist.get_process_group_ranks(link),
+            timeout=timeout_of(link, device_of(link)),
+            backend=dist.get_backend_config(link),
+            # With it, torch derives the name from the number of groups in this process, which may differ: a hang.
+            use_local_synchronization=is_part,
+        )
     assert isinstance(made, dist.ProcessGroup)
     return number, made

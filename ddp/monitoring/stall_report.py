@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -31,9 +32,10 @@ from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, pr
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, timeout_of
 
-__all__ = ["Pending", "StallReport", "report_of", "waiting_for_peers"]
+__all__ = ["HostWork", "Pending", "StallReport", "report_of", "waiting_for_peers"]
 
 _TORCHS_TIMEOUT_S = 1800.0
+_POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
 
 
@@ -45,13 +47,22 @@ class Pending(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class HostWork:
+    """A collective of host memory that a model on a device starts: whoever waits for it blocks, so within bounds."""
+
+    def __init__(self, work: Pending) -> None:
+        self.wait = work.wait
+        self.is_completed = work.is_completed
+
+
 class StallReport:
     """Where this rank of a group stands in its training, told to the others when somebody waits too long.
 
     Every rank of the group makes its StallReport of that group in the same order; nothing blocks. `step` is set by
     the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is nine
-    tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run:
-    unless it is the CPU, waiting does not block the caller, and a stall is written to stderr instead of raised.
+    tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run,
+    if `wait` is not told: unless it is the CPU, waiting does not block the caller, and a stall is written to stderr
+    instead of raised.
     `kind` tells what is counted apart from the models of the group.
     """
 
@@ -71,10 +82,11 @@ class StallReport:
         self.interval_s = min(1.0, max(0.1, self.timeout_s / 10))  # between two looks at the store
         self._thread = threading.get_ident()
         self._limit = timedelta(seconds=self.timeout_s)
-        self._blocks = device is None or device.type == "cpu"
+        self._is_device = device is not None and device.type != "cpu"
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
+        self._interrupted = ""  # the collective that Ctrl-C left on its way
         self._global_ranks: Sequence[int] = range(self.size)
         self._store_thread: StoreThread | None = None
         if self.size > 1:
@@ -90,27 +102,54 @@ class StallReport:
         """
         self._position = (phase, detail, monotonic(), _NOT_WAITING)
 
-    def wait(self, work: Pending, what: str) -> None:
-        """Wait for a collective, or raise a CollectiveError that says where each rank is.
+    def wait(self, work: Pending, what: str, *, device: torch.device | None = None) -> None:
+        """Wait for a collective on `device` (None: a HostWork on the CPU, others where this report says).
 
-        That takes some seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for
-        again, and its tensors are in use until it ends.
+        On the CPU, block until it has ended, or raise a CollectiveError that says where each rank is; that takes some
+        seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for again, and its
+        tensors are in use until it ends. On a device, let the current stream wait, without blocking; after a stall the
+        report is written to stderr, and then torch's watchdog ends the process, if the backend has one.
         """
-        with self._in(what, _BOUNDED if self._blocks else _UNBOUNDED):
-            if self._blocks:
-                self._wait_here(work, what)
-            else:
+        is_device = device.type != "cpu" if device is not None else self._is_device and not isinstance(work, HostWork)
+        with self._in(what, _UNBOUNDED if is_device else _BOUNDED):
+            if is_device:
                 work.wait()
                 self._newest = (work, what, monotonic())
+            else:
+                try:
+                    self._wait_here(work, what)
+                except KeyboardInterrupt:
+                    self._interrupted = what
+                    _keep_pending(work)
+                    raise
 
     def _wait_here(self, work: Pending, what: str) -> None:
-        try:
-            work.wait(self._limit)
-        except RuntimeError as error:
-            if not work.is_completed():
-                _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
-                raise self.error(what, "") from error
-            work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
+        deadline = monotonic() + self._limit.total_seconds()
+        while True:
+            start = monotonic()
+            poll_s = max(0.001, min(_POLL_S, deadline - start))
+            try:
+                work.wait(timedelta(seconds=poll_s))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    break
+                if monotonic() < start + poll_s / 2:  # that was no timeout
+                    raise
+                if monotonic() >= deadline:
+                    _keep_pending(work)
+                    raise self.error(what, "") from error
+        work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
+
+    def check_uninterrupted(self) -> None:
+        """Raise CollectiveError if Ctrl-C has ended a wait: its tensors may be in use, and the others may be ahead."""
+        if self._interrupted:
+            raise CollectiveError(
+                f"rank {self.rank} of {self.size} was interrupted in the {self._interrupted}, so it is not in step "
+                "with the other ranks any more: start all ranks again, from a checkpoint",
+                rank=self.rank,
+                what=self._interrupted,
+            )
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -282,21 +321,30 @@ def _how_it_ends() -> tuple[str, bool]:
     return f"ended with {printable(said, 250)}, at {line}", is_victim
 
 
-_pending: list[Pending] = []  # those that have stalled
+_pending: list[Pending] = []  # those that nobody waits for any more, after a stall or Ctrl-C
+
+
+def _keep_pending(work: Pending) -> None:
+    _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
 
 
 def _leave_at_once() -> None:
-    """End a process that ends with an exception while a collective still hangs.
+    """End a process that ends with an exception, or by Ctrl-C, while a collective still hangs.
 
     At the interpreter's teardown, gloo would wait for that until the group's own timeout (half an hour by default),
     and neither the launcher nor the other ranks would learn that this rank has failed.
     """
     error = getattr(sys, "last_value", None)
-    if isinstance(error, Exception) and not hasattr(sys, "ps1") and not all(work.is_completed() for work in _pending):
+    if not isinstance(error, Exception | KeyboardInterrupt) or hasattr(sys, "ps1"):
+        return
+    if not all(work.is_completed() for work in _pending):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
                 stream.flush()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # as Python does after it
         os._exit(1)  # as after any exception
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ddp
+from ddp import world
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -203,3 +205,104 @@ def test_a_script_that_keeps_its_model_ends_well(tmp_path: Path) -> None:
     result = run(command)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("torch.Size([4, 8])") == 2
+
+
+class Devices:
+    """In the place of `torch.accelerator`: some devices of one type."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self._kind = kind
+        self._count = count
+        self.current: int | None = None
+
+    def is_available(self) -> bool:
+        return self._count > 0
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self._kind)
+
+    def device_count(self) -> int:
+        return self._count
+
+    def set_device_index(self, index: int) -> None:
+        self.current = index
+
+    def current_device_index(self) -> int:
+        assert self.current is not None
+        return self.current
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `init_process_group` is called with, in the place of a call; local rank 1 of two."""
+    options: dict[str, Any] = {}
+    for name, value in {**dict.fromkeys(LAUNCHERS, "1"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(world.atexit, "register", lambda _: None)
+    monkeypatch.setattr(world.dist, "init_process_group", lambda **given: options.update(given))
+    return options
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "backend", "device", "made", "eager"),
+    [
+        ("cuda", 2, None, "cuda:1", "cpu:gloo,cuda:nccl", True),
+        ("cuda", 2, "nccl", "cuda:1", "nccl", True),
+        ("cuda", 2, "cpu:gloo,cuda:gloo", "cuda:1", "cpu:gloo,cuda:gloo", False),
+        ("cuda", 2, "gloo", "cpu", "gloo", False),
+        ("cuda", 1, None, "cuda:0", "cpu:gloo,cuda:nccl", False),  # perhaps shared
+        ("xpu", 2, None, "xpu:1", "cpu:gloo,xpu:xccl", True),
+        ("mps", 1, None, "cpu", "gloo", False),
+        ("cuda", 0, None, "cpu", "gloo", False),
+    ],
+)
+def test_the_accelerator_decides_on_device_and_backend(
+    kind: str, count: int, backend: str | None, device: str, made: str, eager: bool,
+    joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    devices = Devices(kind, count)
+    monkeypatch.setattr(world.torch, "accelerator", devices)
+    here = world.init(backend)
+    assert (str(here.device), here.backend, joined["backend"]) == (device, made, made)
+    assert joined.get("device_id") == (here.device if eager else None)
+    assert devices.current == here.device.index
+
+
+def test_a_device_that_a_launcher_has_chosen_is_connected_at_once(
+    joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.torch, "accelerator", Devices("cuda", 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    world.init()
+    assert joined["device_id"] == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "backend", "says"),
+    [
+        ("xpu", 1, "nccl", "needs CUDA"),
+        ("cuda", 0, "cpu:gloo,xpu:xccl", "needs XPU"),
+    ],
+)
+def test_a_backend_without_its_device_is_named(
+    kind: str, count: int, backend: str, says: str, joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.torch, "accelerator", Devices(kind, count))
+    with pytest.raises(ddp.errors.ArgumentError, match=says):
+        world.init(backend)
+    assert not joined
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")])
+def test_more_ranks_than_devices_are_an_error(
+    kind: str, variable: str, joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.torch, "accelerator", Devices(kind, 2))
+    for name, value in (("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "3"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=rf"2 {kind.upper()} devices .*{variable}=not set"):
+        world.init()
+    assert not joined

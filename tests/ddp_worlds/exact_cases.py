@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import threading
 import time
 import warnings
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 import ddp.comm.channel
 import ddp.data_parallel.buckets.bucket_plan
+from ddp.comm import small_sum
 from ddp.comm.objects import control_group, gather_values
 from ddp.data_parallel import wrapper
 from ddp.horovod import DistributedOptimizer
@@ -1016,44 +1019,86 @@ def two_threads_with_a_model_each() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
+def _on_device_only() -> dist.ProcessGroup:
+    """A group that knows only the memory of a device, as NCCL's do."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=7), backend="cuda:gloo")
+
+
 def a_control_group_has_the_timeout_of_its_group() -> None:
-    ranks = list(range(dist.get_world_size()))
-    group = dist.new_group(ranks, timeout=timedelta(seconds=7), backend="cuda:gloo")
+    group = _on_device_only()
     made = control_group(group, torch.device("cuda"))
     assert made is not group
     assert timeout_of(made, torch.device("cpu")) == timedelta(seconds=7)
-    assert gather_values(dist.get_rank(), group=made) == ranks
+    assert gather_values(dist.get_rank(), group=made) == list(range(dist.get_world_size()))
 
 
-def wrapping_that_fails_leaves_no_group() -> None:
-    """And a description that fails on one rank is this rank's own error, not a report of a missing rank."""
-    made: list[dist.ProcessGroup] = []
-
-    def control(group: dist.ProcessGroup, _: torch.device) -> dist.ProcessGroup:
-        made.append(dist.new_group())
-        return made[-1]
+def control_groups_are_shared_and_end_with_their_group() -> None:
+    """Also where the ranks have made other numbers of groups, and for wrapping that fails on every rank or on one."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group = _on_device_only()
+    sockets = _sockets()
+    made = control_group(group, torch.device("cuda"))
+    once = _sockets()
+    assert once > sockets
 
     def refuse(*_: object) -> None:
         raise RuntimeError("refused")
 
+    def wrap() -> ddp.DistributedDataParallel:
+        return ddp.DistributedDataParallel(build("mlp"))
+
     parameters = nn.Linear(3, 3 + dist.get_rank()).parameters()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ddp.comm.channel, "control_group", control)
+        patched.setattr(ddp.comm.channel, "control_group", partial(_control_of, weakref.ref(group)))
+        patched.setattr(small_sum, "_LEAST_RANKS", 2)  # the step status takes the way of many ranks
         with pytest.raises(ddp.errors.LayoutMismatchError):
             ddp.DistributedDataParallel(nn.Linear(3, 3 + dist.get_rank()))
         with pytest.raises(ddp.errors.LayoutMismatchError):
             DistributedOptimizer(torch.optim.SGD(parameters, 0.1))
-        for module, wrap in (
-            (wrapper, lambda: ddp.DistributedDataParallel(build("mlp"))),
-            (horovod_optimizer, _distribute),
-        ):
-            patched.setattr(module, "describe", refuse)
-            with pytest.raises(RuntimeError, match=r"^refused$"):
-                wrap()
-        assert len(made) == 3  # an optimizer describes its parameters before it makes one
-        for group in made:
-            with pytest.raises(KeyError):
-                dist.get_process_group_ranks(group)
+        with pytest.MonkeyPatch.context() as patched_once:
+            for module, attempt in ((wrapper, wrap), (horovod_optimizer, _distribute)):
+                patched_once.setattr(module, "describe", refuse)
+                with pytest.raises(RuntimeError, match=r"^refused$"):
+                    attempt()
+        models = [wrap(), wrap()]
+        assert all(model._policy.reducer.channel.control is made for model in models)
+        for step in range(3):
+            follows_whole_batch(models[step % 2], step)
+    assert _sockets() == once
+    ended = weakref.ref(made)
+    dist.destroy_process_group(group)
+    del made, group, models
+    gc.collect()
+    assert ended() is None
+    deadline = time.monotonic() + 20
+    while _sockets() > sockets:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _control_of(group: Callable[[], dist.ProcessGroup | None], *_: object) -> dist.ProcessGroup:
+    found = group()
+    assert found is not None
+    return control_group(found, torch.device("cuda"))
+
+
+def follows_whole_batch(model: ddp.DistributedDataParallel, step: int) -> None:
+    alone = copy.deepcopy(model.module)
+    alone.zero_grad()
+    model.zero_grad()
+    x, y = batch(step, 2 * dist.get_world_size())
+    loss_of(model, shard(x), shard(y)).backward()
+    loss_of(alone, x, y).backward()
+    assert_close(model.module, alone, f"step {step}")
+
+
+def _sockets() -> int:
+    count = 0
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(entry.path).startswith("socket:")
+    return count
 
 
 def _distribute() -> None:

@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 import ddp
+from ddp.comm import small_sum
+from ddp.comm.small_sum import SmallAdder
 from ddp.errors import CollectiveError
-from ddp.monitoring.stall_report import StallReport
+from ddp.monitoring.stall_report import HostWork, StallReport
 
 kept: object = None
 DEADLINE_S = 30.0  # less than the group's own timeout
@@ -139,6 +141,20 @@ def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
     report = stall(stall_report)
     all_come(folder, "end", size - 1)
     return report
+
+
+def sums_with_one_gone(folder: Path, size: int, who: int) -> str | None:
+    """Rank `who` is gone when the others add up a small vector over many ranks, in which not all hear of it."""
+    small_sum._LEAST_RANKS = 2
+    stall_report = make()
+    reduce(stall_report)
+    if dist.get_rank() == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = SmallAdder(dist.group.WORLD).start(torch.ones(30))
+    with pytest.raises(CollectiveError) as caught:
+        stall_report.wait(work, "step status")
+    all_come(folder, "end", size - 1)
+    return str(caught.value)
 
 
 def two_groups(folder: Path, size: int) -> str | None:
@@ -311,6 +327,70 @@ class OnDevice:
 
     def wait(self) -> bool:
         return True
+
+
+def on_host(folder: Path, size: int) -> str | None:
+    """What a model on a device waits for in host memory is bounded, as is a device's work that is not."""
+    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    stall_report.at("user code")
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        dist.all_reduce(torch.ones(3))
+        return None
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(CollectiveError) as caught:
+        stall_report.wait(HostWork(work), "step status")
+    of_the_cpu = make()
+    of_the_cpu.wait(OnDevice(work), "all-reduce", device=torch.device("cuda"))  # takes no timeout, and returns
+    (folder / "seen").touch()
+    work.wait()
+    return str(caught.value)
+
+
+def interrupted(folder: Path, size: int) -> None:
+    """Ctrl-C ends a wait that has long to go; the rank cannot go on in step with the others."""
+    stall_report = make(10 * DEADLINE_S)
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        dist.all_reduce(torch.ones(3))
+        return
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stall_report.wait(work, "all-reduce of bucket 1 of 1")
+    assert time.monotonic() - start < DEADLINE_S
+    timer.join()
+    with pytest.raises(
+        CollectiveError, match="was interrupted in the all-reduce of bucket 1 of 1, so it is not in step"
+    ):
+        stall_report.check_uninterrupted()
+    (folder / "seen").touch()
+    work.wait()
+
+
+def interrupted_in_a_step(folder: Path, size: int) -> str | None:
+    """Ctrl-C ends a backward pass that waits for the other rank; a forward pass says so; then the process ends."""
+    model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=10 * DEADLINE_S)
+    loss = model(torch.ones(1, 2)).sum()
+    if dist.get_rank() == 1:
+        until((folder / "seen").exists)
+        (other,) = [int(path.suffix[1:]) for path in folder.glob("first.*")]
+        until(lambda: is_gone(other))
+        return None
+    (folder / f"first.{os.getpid()}").touch()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        loss.backward()
+    except KeyboardInterrupt:
+        timer.join()
+        with pytest.raises(CollectiveError, match="was interrupted in the "):
+            model(torch.ones(1, 2))
+        (folder / "seen").touch()
+        raise
+    raise AssertionError
 
 
 def on_device(folder: Path, size: int) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +245,85 @@ def replaced_parameter_is_refused(how: str) -> str:
     assert isinstance(caught.value, ddp.errors.BackwardError) == (dist.get_rank() == 0)
     assert all(parameter.grad is None for parameter in replica.layers[0].parameters())
     return str(caught.value)
+
+
+class Counting(nn.Module):
+    """Has a buffer that each rank changes in another way, and notes what it is when forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.register_buffer("seen", torch.zeros(3))
+        self.at_start: list[torch.Tensor] = []
+        self.raises = False
+        self.returns: Callable[[torch.Tensor], Any] = torch.clone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.at_start.append(self.seen.clone())
+        self.seen += 1 + dist.get_rank()
+        if self.raises:
+            raise ValueError("a bad batch")
+        return self.returns(self.mlp(x))
+
+
+class Unmovable(torch.Tensor):
+    """An input that does not fit on the device."""
+
+    def to(self, *_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("a bad batch is too large")
+
+
+class Unreadable(Mapping):
+    """An output that cannot be looked through."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self.out = out
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        raise ValueError("a bad output")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["out"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def failure_around_forward(fails_in: str, who: int) -> None:
+    """Rank `who` raises beside a collective of a forward pass; the others learn it, and all go on together."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    replica = Counting().to(F64)
+    model = ddp.DistributedDataParallel(replica)
+    model.device_ids = [0]  # as for a device: inputs are moved, here to where they are
+    oracle = copy.deepcopy(replica.mlp)
+    is_bad = False
+
+    def follow_first(_: object, buffers: dict[str, torch.Tensor]) -> None:
+        dist.broadcast(buffers["seen"], 0)
+        if fails_in == "hook" and is_bad:
+            raise ValueError("a bad hook")
+
+    if "hook" in fails_in:  # runs after forward
+        model._register_buffer_comm_hook(None, follow_first)
+    for step in range(4):
+        is_bad = step == 1 and rank == who
+        x, y = batch(step, 2 * world)
+        mine = shard(x).as_subclass(Unmovable) if fails_in.startswith("inputs") and is_bad else shard(x)
+        replica.raises = fails_in == "forward, hook" and is_bad
+        replica.returns = Unreadable if fails_in == "output" and is_bad else torch.clone
+        model.module = nn.Linear(2, 2) if fails_in == "module" and is_bad else replica
+        error = Exception if is_bad else ddp.errors.PeerFailedError
+        fails = pytest.raises(error, match=r"a bad|another parameter") if step == 1 else contextlib.nullcontext()
+        with model.join() if "join" in fails_in else contextlib.nullcontext(), fails:
+            (model(mine) - shard(y)).square().mean().backward()
+        if step == 1:
+            assert all(parameter.grad is None for parameter in replica.parameters())
+            continue
+        loss_of(oracle, x, y).backward()
+        assert_close(replica.mlp, oracle, f"step {step}")
+        for module in (model, oracle):
+            module.zero_grad()
+    seen = [torch.empty_like(replica.seen) for _ in range(world)]
+    dist.all_gather(seen, replica.seen if "hook" in fails_in else replica.at_start[-1])
+    assert all(torch.equal(other, seen[0]) for other in seen), seen
+    assert_replicas_equal(replica.mlp)

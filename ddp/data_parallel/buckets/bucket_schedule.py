@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ddp.comm.channel import Channel
+from ddp.comm.small_sum import SmallAdder
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, Member, plan_buckets, spec_of
 from ddp.data_parallel.buckets.comm_hook import CommHook, GradBucket, HookSender
 from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
@@ -81,7 +82,7 @@ class BucketSchedule:
         members = [self._members[slot.spec.index] for slot in plan.slots]
         sender: Sender = self._adder
         if not members:
-            sender = Adder(self._channel.control)
+            sender = SmallAdder(self._channel.control)
         elif self._hook:
             sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:

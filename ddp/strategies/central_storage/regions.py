@@ -129,7 +129,7 @@ class SharedRegion:
         if self._group is None:
             return
         self._control = control_group(self._group, forms[0].device)
-        self._stall_report = StallReport(self._control, timeout_s=stall_timeout_s)
+        self._stall_report = StallReport(self._group, timeout_s=stall_timeout_s)
         self._stall_report.at("its forward and backward passes")
         self._token = torch.zeros(1, dtype=torch.int64)
         self._buffers = BufferSync(self._group, model, (), self._stall_report.wait)

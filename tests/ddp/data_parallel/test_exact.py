@@ -74,10 +74,11 @@ def test_losses_that_are_no_means_over_equal_shards(nursery: Nursery, world_size
             id="numbers",
         ),
         pytest.param(["join_may_throw_at_the_first_end", "two_threads_with_a_model_each"], id="loops"),
-        pytest.param(["nothing_is_left_of_a_wrapper", "wrapping_that_fails_leaves_no_group"], id="garbage"),
+        pytest.param(["nothing_is_left_of_a_wrapper"], id="garbage"),
         pytest.param(
             [
                 "a_control_group_has_the_timeout_of_its_group",
+                "control_groups_are_shared_and_end_with_their_group",
                 "a_default_device_does_not_move_what_ranks_tell_each_other",
             ],
             id="control",
@@ -94,6 +95,7 @@ def test_three_ranks(nursery: Nursery) -> None:
         "adversaries",
         "uneven_weighted_and_hooked_inputs",
         "unfreezing_on_one_rank_is_an_error",
+        "control_groups_are_shared_and_end_with_their_group",
     ]
     nursery.in_turn(3, "ddp_worlds.exact_cases", cases)
 

@@ -29,6 +29,14 @@ def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
         assert took_s < 5
 
 
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("fails_in", ["inputs", "inputs, join", "module", "output", "forward, hook", "hook"])
+def test_a_failure_beside_a_collective_of_forward_leaves_all_ranks_in_step(
+    nursery: Nursery, fails_in: str, who: int
+) -> None:
+    nursery.run(3, "ddp_worlds.step_status_cases:failure_around_forward", fails_in=fails_in, who=who)
+
+
 @pytest.mark.parametrize(("count", "which"), [(1, "1 other rank,"), (3, "3 other ranks,")])
 def test_a_failure_without_a_reason_says_how_many_failed(nursery: Nursery, count: int, which: str) -> None:
     (text,) = nursery.run(1, "ddp_worlds.step_status_cases:failed_without_a_word", count=count)

@@ -125,6 +125,31 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
         assert ended.errors == ["", "", ""]
 
 
+def test_waiting_for_host_memory_is_bounded_whatever_the_model_s_device_is(worlds: Worlds) -> None:
+    on_host, interrupted = worlds.run_at_once(
+        {"case": "on_host", "size": 2, "store": "tcp"}, {"case": "interrupted", "size": 2, "store": "tcp"}
+    )
+    assert (on_host.codes, interrupted.codes) == ([0, 0], [0, 0]), (on_host.errors, interrupted.errors)
+    assert on_host.results[0].startswith("rank 1 is missing: rank 0 of 2 has waited ")
+    assert "in the step status of step 1" in on_host.results[0]
+
+
+def test_ctrl_c_ends_a_backward_pass_that_waits_and_then_the_process(worlds: Worlds) -> None:
+    # The whole end of the interpreter, which must not wait for the collective that still hangs.
+    ended = worlds.run("interrupted_in_a_step", 2, "file", whole_end=True)
+    assert ended.codes == [-signal.SIGINT, 0], ended.errors
+    assert "KeyboardInterrupt" in ended.errors[0]
+
+
+@pytest.mark.parametrize("who", [1, 4])
+def test_a_sum_over_many_ranks_names_the_rank_that_is_gone(worlds: Worlds, who: int) -> None:
+    ended = worlds.run("sums_with_one_gone", 5, "tcp", who=who)
+    assert ended.codes == [0 if rank != who else -signal.SIGKILL for rank in range(5)], ended.errors
+    for rank in {*range(5)} - {who}:
+        assert ended.results[rank].startswith(f"rank {who} is missing: "), ended.results
+        assert f"rank {who}: does not answer: its process is gone" in ended.results[rank]
+
+
 def test_a_stopped_or_killed_rank_does_not_answer_and_a_lost_store_is_said(worlds: Worlds) -> None:
     stop, kill = int(signal.SIGSTOP), int(signal.SIGKILL)
     of_world = {"case": "signalled", "size": 3, "store": "tcp"}

@@ -1,0 +1,120 @@
+"""Sums of small host vectors over many ranks: 1 + log2(n) messages follow each other, in gloo's ring 2(n-1).
+
+What ranks tell each other (`ddp.comm.objects`, the step status of a backward pass) is small and waited for, so the
+number of messages that follow each other counts, not the bytes. The method is recursive doubling (Thakur, Rabenseifner
+and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"): ranks above the largest power of two
+give their vector to a partner first, and get the sum from it at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ddp.monitoring.stall_report import HostWork
+from ddp.torch_internals import is_gloo_on_host
+
+__all__ = ["SmallAdder", "add_up", "pays"]
+
+# Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as quick, and takes no thread.
+_LEAST_RANKS = 8
+_MOST_BYTES = 1 << 20  # above, a ring moves less
+_FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # away from what users give their own messages
+
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def pays(group: dist.ProcessGroup, nbytes: int) -> bool:
+    """Whether a sum of `nbytes` of host memory should be made here: the same on every rank."""
+    return group.size() >= _LEAST_RANKS and nbytes <= _MOST_BYTES and is_gloo_on_host(group)
+
+
+def add_up(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+    """Replace `flat` (n,), in host memory, by its sum over the ranks: the same bits on each. Blocks.
+
+    Every rank must call it. Its messages meet no other collective of the group. RuntimeError if a rank is gone.
+    """
+    _exchange(group, flat, _next_tag(group))
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    """Tell the messages of one sum from those of others: all ranks start their sums of a group in the same order."""
+    return _FIRST_TAG + next(_calls.setdefault(group, itertools.count())) % _TAGS
+
+
+def _exchange(group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
+    rank, size = group.rank(), group.size()
+    inner = 1 << (size.bit_length() - 1)  # the largest power of two
+    other = torch.empty_like(flat)
+    if rank >= inner:
+        group.send([flat], rank - inner, tag).wait()
+        group.recv([flat], rank - inner, tag).wait()
+        return
+    if rank + inner < size:
+        group.recv([other], rank + inner, tag).wait()
+        flat += other
+    for step in range(inner.bit_length() - 1):
+        partner = rank ^ (1 << step)
+        sent = group.send([flat], partner, tag)
+        group.recv([other], partner, tag).wait()
+        sent.wait()
+        flat += other  # the partner adds the same two, and addition commutes
+    if rank + inner < size:
+        group.send([flat], rank + inner, tag).wait()
+
+
+class SmallAdder:
+    """Starts sums over `group` of small vectors in host memory, without blocking: a `Sender`, as `Adder` is.
+
+    A thread for each sum makes its exchanges, so that they go on while backward does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.divisor = group.size()
+        self._group = group
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
+
+    def start(self, flat: torch.Tensor) -> HostWork:
+        """Start to replace `flat` by its sum. Every rank starts the sums of a group in the same order."""
+        is_small = pays(self._group, flat.nbytes)
+        return HostWork(_Sum(self._group, flat) if is_small else self._group.allreduce([flat], self._options))
+
+
+class _Sum:
+    """One sum under way in a thread of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        # A daemon: at the end of the process it may still wait for a rank that does not come.
+        thread = threading.Thread(
+            target=self._run, args=(group, flat, _next_tag(group)), name="ddp-small-sum", daemon=True
+        )
+        thread.start()
+
+    def _run(self, group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
+        try:
+            with torch.no_grad():
+                _exchange(group, flat, tag)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the sum is there. RuntimeError if that takes too long, or a rank is gone."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        return True
