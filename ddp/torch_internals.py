@@ -214,16 +214,6 @@ def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.W
 AnyFuture = torch._C.Future
 
 
-def root_mesh(mesh: Any) -> Any:
-    """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.10.
-
-    In 2.9, a table of torch's has the roots.
-    """
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    return dist.device_mesh._mesh_resources.get_root_mesh(mesh)
-
-
 def device_index(device: int | torch.device) -> int:
     """The index of a device, however it is given. 1.0."""
     return int(torch._utils._get_device_index(device, True))
