@@ -168,6 +168,8 @@ class ModelCheckpoint(Callback):
     def on_fit_end(self) -> None:
         if self._saved != (self.trainer.step, self.trainer.epoch):
             self._save()
+        if self.trainer.strategy.collective:
+            self._checkpoint.wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": None if self._monitor is None else self._monitor.best}
