@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ddp.callbacks.callback import Callback
@@ -222,7 +221,7 @@ def _load_alone(folder: Path, trainer: Any, parts: Mapping[str, Any]) -> dict[st
         try:
             with open(path, "rb") as file:
                 checkpoint_file.verify(file)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                state = checkpoint_file.read(file)
         except (OSError, CheckpointError) as error:
             refused.append(f"{path.absolute()}: {error}")
             continue

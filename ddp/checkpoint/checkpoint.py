@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +184,8 @@ class Checkpoint:
 
         Every rank must call it; it blocks until all have restored. Returns None if the folder has no
         checkpoint. A file that is not whole is passed over with a warning that says why. The ranks take the
-        newest checkpoint that any of them sees, and one that does not see it receives it from one that does.
+        newest checkpoint that any of them sees, and one that does not see it receives it from one that does. On each
+        host one rank reads the file and its checksum; the others take it from the page cache.
 
         Each rank's random number generators go on where they were if the world has the size that was saved;
         otherwise they are seeded anew from the saved state of rank 0 and the rank. A DataLoader without a `generator`
@@ -196,21 +198,32 @@ class Checkpoint:
         self.wait()
         rank, world_size = _place()
         self._known = None
+        given = None if path is None else Path(path)
         with contextlib.ExitStack() as open_files:
-            mine, file = self._find(open_files, None if path is None else Path(path))
-            notes = [_LoadNote(**told) for told in _exchange(vars(mine), "notes before loading")]
+            # Ranks that see one and the same folder have it read by the first of them.
+            seen = _exchange(checkpoint_file.identity(self.folder if given is None else given), "places before loading")
+            reader = rank if seen[rank] is None else seen.index(seen[rank])
+            found, file = self._find(open_files, given) if reader == rank else (_LoadNote(()), None)
+            told = [_LoadNote(**each) for each in _exchange(vars(found), "notes before loading")]
+            notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
+            mine = notes[rank]
             chosen = max(notes, key=lambda note: note.step)  # the first of several
             if chosen.step < 0:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
                     raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
                 return None
             # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
-            if path is None and (rank == 0 or mine.refused != notes[0].refused):
+            if given is None and (rank == 0 or mine.refused != notes[0].refused):
                 for line in mine.refused:
                     warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=2)
-            lacks = [note.digest != chosen.digest for note in notes]
+            if mine.digest != chosen.digest:
+                file = None
+            elif reader != rank:
+                file = _open_again(open_files, given or self.folder / Path(mine.path).name, mine.inode)
+            lacks = _exchange(file is None, "who lacks the checkpoint")
             if any(lacks):
-                received = _send(notes.index(chosen), file, chosen.size, is_wanted=lacks[rank])
+                source = next(at for at, note in enumerate(notes) if note == chosen and not lacks[at])
+                received = _send(source, file, chosen.size, is_wanted=lacks[rank])
                 file = received or file
             problem: Exception | None = None
             restored = None
@@ -296,8 +309,15 @@ class Checkpoint:
                 if path is None:
                     self._broken.add(candidate.name)
             else:
-                size = trailer.length + checkpoint_file.TRAILER_BYTES
-                return _LoadNote(tuple(refused), trailer.step, str(candidate.absolute()), size, trailer.digest), file
+                note = _LoadNote(
+                    tuple(refused),
+                    trailer.step,
+                    str(candidate.absolute()),
+                    trailer.length + checkpoint_file.TRAILER_BYTES,
+                    trailer.digest,
+                    os.fstat(file.fileno()).st_ino,
+                )
+                return note, file
         return _LoadNote(tuple(refused)), None
 
 
@@ -321,6 +341,7 @@ class _LoadNote:
     path: str = ""
     size: int = 0
     digest: bytes = b""
+    inode: int = 0
 
 
 def _require_agreement(notes: Sequence[_SaveNote]) -> None:
@@ -340,8 +361,7 @@ def _require_agreement(notes: Sequence[_SaveNote]) -> None:
 def _restore(
     file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
 ) -> Restored:
-    file.seek(0)
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = checkpoint_file.read(file)
     restore_parts(state, parts)
     wrapper = wrapper_of(model)
     if wrapper is not None and "reduction" in state:
@@ -349,7 +369,7 @@ def _restore(
     random_states = state["random"]
     if len(random_states) == world_size:
         rng.restore(random_states[rank])
-    else:
+    elif random_states:  # another program's checkpoint has none
         rng.reseed(random_states[0], rank)
     return Restored(state["step"], state["values"], path, state["world_size"])
 
@@ -369,6 +389,15 @@ def _exchange(mine: T, what: str) -> list[T]:
         return [mine]
     with waiting_for_peers(f"exchange of {what}"):
         return gather_values(mine)
+
+
+def _open_again(open_files: contextlib.ExitStack, path: Path, inode: int) -> BinaryIO | None:
+    """Open the file that another rank of this host has verified; None if it is not there or another one by now."""
+    try:
+        file = open_files.enter_context(open(path, "rb"))  # noqa: SIM115  # what that stack is for
+        return file if os.fstat(file.fileno()).st_ino == inode else None
+    except OSError:
+        return None
 
 
 def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> BinaryIO | None:

@@ -90,6 +90,42 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
     assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
 
 
+def reads_each_byte_once_per_host(folder: str, elements: int, hosts: int) -> tuple[int, int]:
+    """Load on ranks of `hosts` hosts, as far as folders of their own make them such; bytes read by this rank, by system
+    calls and from the disk."""
+    rank = dist.get_rank()
+    own = Path(folder) / str(rank % hosts)
+    path = own / "step-0000000008.pt"
+    if rank < hosts:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    before = _bytes_read()
+    restored = ddp.Checkpoint(own).load()
+    after = _bytes_read()
+    dist.barrier()
+    if rank < hosts:
+        os.truncate(path, 0)  # who still needed it would die of SIGBUS
+    dist.barrier()
+    assert torch.equal(restored.values["weights"], torch.arange(elements))
+    return after[0] - before[0], after[1] - before[1]
+
+
+def _bytes_read() -> tuple[int, int]:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"]), int(fields["read_bytes"])
+
+
+def one_that_cannot_open_it_receives_the_file(folder: str) -> None:
+    """Rank 1 sees the folder that rank 0 reads, but not the file that rank 0 has found there."""
+    if dist.get_rank() == 1:
+        checkpoint._open_again = lambda *_: None
+    model = nn.Linear(2, 1)
+    assert ddp.Checkpoint(folder).load(model=model).step == 4
+    assert model.weight.tolist() == [[4.0, 4.0]]
+
+
 def failure_of_rank_zero_is_raised_by_all(folder: str, what: str, in_background: bool) -> str:
     checkpoint = ddp.Checkpoint(folder, in_background=in_background)
     checkpoint.save(1, weights=torch.zeros(10_000))

@@ -409,6 +409,27 @@ def test_hosts_without_a_shared_folder_receive_the_newest(nursery: Nursery, owne
     nursery.run(3, case, folder=str(tmp_path), owner=owner, size=777)
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_each_byte_is_read_once_on_a_host(nursery: Nursery, hosts: int, tmp_path: Path) -> None:
+    elements = 1 << 20
+    for host in range(hosts):
+        checkpoint = ddp.Checkpoint(tmp_path / str(host), in_background=False)
+        checkpoint.save(8, weights=torch.arange(elements))
+    size = (tmp_path / "0" / "step-0000000008.pt").stat().st_size
+    case = "ddp_worlds.checkpoint_cases:reads_each_byte_once_per_host"
+    read = nursery.run(4, case, folder=str(tmp_path), elements=elements, hosts=hosts)
+    by_calls, from_disk = (sum(each) / size for each in zip(*read, strict=True))
+    assert hosts <= by_calls < hosts + 0.2
+    assert from_disk < hosts + 0.2  # none where the folder is in memory
+
+
+def test_a_rank_that_cannot_open_what_its_host_has_read_receives_it(nursery: Nursery, tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 4.0)
+    ddp.Checkpoint(tmp_path, in_background=False).save(4, model=model)
+    nursery.run(3, "ddp_worlds.checkpoint_cases:one_that_cannot_open_it_receives_the_file", folder=str(tmp_path))
+
+
 def test_ranks_that_save_different_things_are_told(nursery: Nursery, tmp_path: Path) -> None:
     messages = nursery.run(
         2, "ddp_worlds.checkpoint_cases:differing_arguments_are_refused_by_all", folder=str(tmp_path)
