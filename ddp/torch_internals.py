@@ -240,3 +240,28 @@ def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
 def mark_as_stepped(optimizer: Any) -> None:
     """Tell learning rate schedulers that `optimizer` has stepped, or they warn that it has not. 2.4."""
     optimizer._opt_called = True
+
+
+# The classes of which the description of a distributed checkpoint consists. Where a newer torch adds one, such folders
+# are refused with its name. 2.0.
+DCP_CLASSES = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    }
+)
