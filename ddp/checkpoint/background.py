@@ -1,7 +1,8 @@
 """The thread of this process that writes a checkpoint while training goes on; at most one at a time.
 
-Called by `ddp.checkpoint` on the rank that writes. The process does not end before the file is there; if it could not
-be written and nobody has asked until then, the process ends with exit code 1.
+Called by `ddp.checkpoint` on the rank that writes. What goes wrong is printed at once, and kept for `finish`. The
+process does not end before the file is there; if it could not be written and nobody has asked until then, the process
+ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def start(write: Callable[[], None]) -> None:
     """Call `write` in a thread. `finish()` comes first."""
     global _thread
     assert _thread is None
-    _thread = threading.Thread(target=run, args=(write,), name="checkpoint")
+    _thread = threading.Thread(target=_run_and_say, args=(write,), name="checkpoint")
     try:
         _thread.start()
     except RuntimeError:  # the interpreter ends, or there are too many threads
@@ -38,6 +39,12 @@ def run(write: Callable[[], None]) -> None:
         write()
     except Exception as error:
         _failure = error
+
+
+def _run_and_say(write: Callable[[], None]) -> None:
+    run(write)
+    if _failure is not None:  # the next call may be an hour away
+        print(f"ddp: {_failure}", file=sys.stderr, flush=True)
 
 
 def finish() -> Exception | None:

@@ -46,7 +46,10 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU."""
+    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU.
+
+    `world_size` is 0 where another program's checkpoint was converted.
+    """
 
     step: int
     values: dict[str, Any]

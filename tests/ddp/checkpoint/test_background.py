@@ -121,6 +121,7 @@ def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(tmp_path: Path
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     done = _run(f"checkpoint.wait(); {limit}\ncheckpoint.save(2, weights=torch.ones(10_000))\nprint('said')", tmp_path)
     assert (done.returncode, done.stdout) == (1, "said\n")
+    assert done.stderr.startswith("ddp: could not write step 2 to")  # at once
     assert "CheckpointError: could not write step 2 to" in done.stderr
     assert os.listdir(tmp_path / "saved") == ["step-0000000001.pt"]
 
