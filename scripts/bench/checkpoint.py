@@ -54,12 +54,13 @@ def worker(arguments: argparse.Namespace) -> None:
         dist.barrier()
         return (time.perf_counter() - begin) * 1e3
 
+    kept: list[torch.Tensor] = []
+
     def copy() -> None:
-        if world.is_main:
-            pins = world.device.type == "cuda"
-            kept = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pins).copy_(t.detach(), non_blocking=pins)
-                    if pins else t.detach().clone() for t in tensors]  # fmt: skip
-            kept.clear()
+        pins = world.device.type == "cuda"
+        for tensor in map(torch.Tensor.detach, tensors) if world.is_main else ():
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if pins else None
+            kept.append(tensor.clone() if room is None else room.copy_(tensor, non_blocking=True))
 
     def save(way: bool) -> None:
         checkpoints[way].save(step, model=model, optimizer=optimizer)
@@ -69,6 +70,7 @@ def worker(arguments: argparse.Namespace) -> None:
         for turn in random.Random(step).sample(["copy", "background", "foreground"], 3):
             if turn == "copy":
                 times["copy"].append(timed(copy))
+                kept.clear()
             elif turn == "foreground":
                 times["foreground"].append(timed(lambda: save(False)))
             else:
