@@ -254,16 +254,6 @@ def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.W
 AnyFuture = torch._C.Future
 
 
-def root_mesh(mesh: Any) -> Any:
-    """The device mesh that a mesh is a slice of, or itself. Without it a slice is taken for a whole mesh. 2.10.
-
-    In 2.9, a table of torch's has the roots.
-    """
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    return dist.device_mesh._mesh_resources.get_root_mesh(mesh)
-
-
 def device_index(device: int | torch.device) -> int:
     """The index of a device, however it is given. 1.0."""
     return int(torch._utils._get_device_index(device, True))
@@ -290,3 +280,28 @@ def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
 def mark_as_stepped(optimizer: Any) -> None:
     """Tell learning rate schedulers that `optimizer` has stepped, or they warn that it has not. 2.4."""
     optimizer._opt_called = True
+
+
+# The classes of which the description of a distributed checkpoint consists. Where a newer torch adds one, such folders
+# are refused with its name. 2.0.
+DCP_CLASSES = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    }
+)

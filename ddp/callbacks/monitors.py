@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ddp.callbacks.callback import Callback
@@ -168,6 +167,8 @@ class ModelCheckpoint(Callback):
     def on_fit_end(self) -> None:
         if self._saved != (self.trainer.step, self.trainer.epoch):
             self._save()
+        if self.trainer.strategy.collective:
+            self._checkpoint.wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": None if self._monitor is None else self._monitor.best}
@@ -220,7 +221,7 @@ def _load_alone(folder: Path, trainer: Any, parts: Mapping[str, Any]) -> dict[st
         try:
             with open(path, "rb") as file:
                 checkpoint_file.verify(file)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                state = checkpoint_file.read(file)
         except (OSError, CheckpointError) as error:
             refused.append(f"{path.absolute()}: {error}")
             continue

@@ -7,17 +7,20 @@
     if checkpoint.due(step, every=100):
         checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
 
-Rank 0 writes, with `ddp.checkpoint.file`; what the ranks must agree on, they tell each other here before and after, so
-that an error of one is raised by all and none waits for another that has given up.
+Rank 0 writes, with `ddp.checkpoint.file`, by default from a copy while training goes on (`ddp.checkpoint.background`).
+What the ranks must agree on, they tell each other here before and after, so that an error of one is raised by all and
+none waits for another that has given up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -26,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.checkpoint import background, rng
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import rng
+from ddp.checkpoint.host_copy import HostCopy
 from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, off_mesh, restore_parts, wrapper_of
 from ddp.comm.objects import device_of, gather_values
@@ -42,7 +46,10 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU."""
+    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU.
+
+    `world_size` is 0 where another program's checkpoint was converted.
+    """
 
     step: int
     values: dict[str, Any]
@@ -61,13 +68,21 @@ class Checkpoint:
     `folder` belongs to one run and one Checkpoint at a time: another one goes on from what it finds there, or is
     refused, and the first is refused from then on. On several hosts, put it on a file system that they share, because
     a checkpoint on a host that is lost is lost with it.
+
+    With `in_background`, `save` returns once rank 0 has copied the state to host memory, and a thread of rank 0 writes
+    the copy while training goes on, one at a time. Until the file is whole, the one before is the newest. An error of
+    the thread is raised on every rank by their next `save`, `load` or `wait`. When SIGUSR1 has said that the job's time
+    is nearly up (`due`), and with `in_background=False`, which needs no memory for a copy, `save` returns when the file
+    is durable.
     """
 
-    def __init__(self, folder: str | PathLike[str], *, keep: int = 3) -> None:
+    def __init__(self, folder: str | PathLike[str], *, keep: int = 3, in_background: bool = True) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
         self.folder = Path(folder)
         self.keep = keep
+        self.in_background = in_background
+        self._is_uncounted = False  # whether another rank may still write what this one has saved
         self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
         self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
@@ -95,56 +110,67 @@ class Checkpoint:
     ) -> None:
         """Write a checkpoint of what is given and of every rank's random number generators.
 
-        Every rank must call it, with the same step and the same things; it blocks until rank 0's file is durable
-        (written, fsynced and renamed), at most as long as the process group's timeout. States and `values` are those
-        of rank 0, but what `compression=` still owes is that of all. Values may be None, numbers, strings, tensors,
-        and lists, tuples, sets and dicts of them. Wrappers around the model (DDP, torch.compile) are taken off, so
-        that it can be loaded with or without.
+        Every rank must call it, with the same step and the same things. It blocks until the checkpoint before is
+        durable (written, fsynced and renamed) and rank 0 has copied its state, or, in the foreground, until this one is
+        durable; at most as long as the process group's timeout. States and `values` are those of rank 0, but what
+        `compression=` still owes is that of all. Values may be None, numbers, strings, tensors, and lists, tuples, sets
+        and dicts of them. Wrappers around the model (DDP, torch.compile) are taken off, so that it can be loaded with
+        or without.
 
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
-        else than rank 0, if the folder has a later step than `step`, or if rank 0 cannot write (a full disk);
-        the checkpoints before are still there then. CollectiveError if a rank is gone.
+        else than rank 0, if the folder has a later step than `step`, or if rank 0 cannot write (a full disk), this one
+        or the one before; the checkpoints before are still there then. CollectiveError if a rank is gone.
         """
         rank, _ = _place()
+        lost = background.finish()
         problem: Exception | None = None
-        state: dict[str, Any] = {}
-        note = _SaveNote(step=step, random=rng.capture())
+        content: dict[str, Any] = {}
+        copies = HostCopy()
+        is_urgent = self._warned is not None and self._warned.has_acted
+        note = _SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
         try:
             parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
             note = replace(note, names=(*parts, *sorted(values)), position=position)
             check_plain(values)
-            if rank == 0:
+            if rank == 0 and lost is None:
                 self._check_folder(step)
-                state = {name: part.state_dict() for name, part in parts.items()}
-                for name, part_state in state.items():
+                content = {name: part.state_dict() for name, part in parts.items()}
+                for name, part_state in content.items():
                     check_plain(part_state, name)
+                content["values"] = values
+                content = copies.of(content) if note.in_background else off_mesh(content)
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
-        told = _exchange((vars(note), _reason(problem)), "notes before saving")
-        _raise_together(f"save step {step}", [reason for _, reason in told], problem)
-        notes = [_SaveNote(**each) for each, _ in told]
+        what = f"save step {step}"
+        told = _exchange((vars(note), _reason(lost), _reason(problem, what)), "notes before saving")
+        _raise_together([reason for _, reason, _ in told], lost)
+        self._count_last()
+        _raise_together([reason for _, _, reason in told], problem)
+        notes = [_SaveNote(**each) for each, _, _ in told]
         _require_agreement(notes)
         wrapper = wrapper_of(model)
         reduction = None if wrapper is None else wrapper.reduction_state()
 
         if rank == 0:
+            values = content.pop("values")
             random_states = [note.random for note in notes]
-            content = {"step": step, "world_size": len(notes), **state, "random": random_states, "values": values}
-            content = off_mesh(content)
-            if reduction is not None:
-                content["reduction"] = reduction
-            try:
-                path = checkpoint_file.write(self.folder, step, content)
-                self._broken.discard(path.name)
-                assert self._known is not None
-                self._known.add(path.name)
-                checkpoint_file.prune(self.folder, self.keep, self._broken)
-            except Exception as error:  # as above
-                problem = error
-        problems = _exchange(_reason(problem), "what each rank saved")
-        _raise_together(f"write step {step} to {self.folder.absolute()}", problems, problem)
-        count_checkpoint()
+            content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
+            background.run(partial(self._begin, step, content, reduction, copies if note.in_background else None))
+        self._is_uncounted = rank != 0
+        if not note.in_background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what was saved is durable. Every rank must call it; blocks.
+
+        Call it at the end of training, or before a program reads the file: a process that just ends waits as well, but
+        an error is then raised on rank 0 alone, whose exit code is 1. Raises CheckpointError on every rank if rank 0
+        could not write; CollectiveError if a rank is gone.
+        """
+        lost = background.finish()
+        _raise_together(_exchange(_reason(lost), "what each rank saved"), lost)
+        self._count_last()
 
     def load(
         self,
@@ -160,7 +186,8 @@ class Checkpoint:
 
         Every rank must call it; it blocks until all have restored. Returns None if the folder has no
         checkpoint. A file that is not whole is passed over with a warning that says why. The ranks take the
-        newest checkpoint that any of them sees, and one that does not see it receives it from one that does.
+        newest checkpoint that any of them sees, and one that does not see it receives it from one that does. On each
+        host one rank reads the file and its checksum; the others take it from the page cache.
 
         Each rank's random number generators go on where they were if the world has the size that was saved;
         otherwise they are seeded anew from the saved state of rank 0 and the rank. A DataLoader without a `generator`
@@ -170,23 +197,35 @@ class Checkpoint:
         given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
         changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
         """
+        self.wait()
         rank, world_size = _place()
         self._known = None
+        given = None if path is None else Path(path)
         with contextlib.ExitStack() as open_files:
-            mine, file = self._find(open_files, None if path is None else Path(path))
-            notes = [_LoadNote(**told) for told in _exchange(vars(mine), "notes before loading")]
+            # Ranks that see one and the same folder have it read by the first of them.
+            seen = _exchange(checkpoint_file.identity(self.folder if given is None else given), "places before loading")
+            reader = rank if seen[rank] is None else seen.index(seen[rank])
+            found, file = self._find(open_files, given) if reader == rank else (_LoadNote(()), None)
+            told = [_LoadNote(**each) for each in _exchange(vars(found), "notes before loading")]
+            notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
+            mine = notes[rank]
             chosen = max(notes, key=lambda note: note.step)  # the first of several
             if chosen.step < 0:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
                     raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
                 return None
             # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
-            if path is None and (rank == 0 or mine.refused != notes[0].refused):
+            if given is None and (rank == 0 or mine.refused != notes[0].refused):
                 for line in mine.refused:
                     warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=2)
-            lacks = [note.digest != chosen.digest for note in notes]
+            if mine.digest != chosen.digest:
+                file = None
+            elif reader != rank:
+                file = _open_again(open_files, given or self.folder / Path(mine.path).name, mine.inode)
+            lacks = _exchange(file is None, "who lacks the checkpoint")
             if any(lacks):
-                received = _send(notes.index(chosen), file, chosen.size, is_wanted=lacks[rank])
+                source = next(at for at, note in enumerate(notes) if note == chosen and not lacks[at])
+                received = _send(source, file, chosen.size, is_wanted=lacks[rank])
                 file = received or file
             problem: Exception | None = None
             restored = None
@@ -200,8 +239,37 @@ class Checkpoint:
                 restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
-        _raise_together(f"restore {chosen.path}", _exchange(_reason(problem), "what each rank loaded"), problem)
+        _raise_together(_exchange(_reason(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
         return restored
+
+    def _begin(self, step: int, content: dict[str, Any], reduction: object, copies: HostCopy | None) -> None:
+        """Write on rank 0, with `copies` in the background. What it raises is kept until the ranks meet again."""
+        if reduction is not None:
+            content["reduction"] = reduction if copies is None else copies.of(reduction)
+        if copies is None:
+            self._write(step, content)
+        else:
+            background.start(partial(self._write, step, content, copies))
+
+    def _write(self, step: int, content: Mapping[str, Any], copies: HostCopy | None = None) -> None:
+        """Write and prune, perhaps in a thread: nothing else uses what this changes until it is finished."""
+        try:
+            if copies is not None:
+                copies.wait()
+            path = checkpoint_file.write(self.folder, step, content)
+            self._broken.discard(path.name)
+            assert self._known is not None
+            self._known.add(path.name)
+            checkpoint_file.prune(self.folder, self.keep, self._broken)
+        except Exception as error:
+            raise CheckpointError(str(_reason(error, f"write step {step} to {self.folder.absolute()}"))) from error
+        count_checkpoint()
+
+    def _count_last(self) -> None:
+        """Count the checkpoint that rank 0 has finished: it has done so itself when it did."""
+        if self._is_uncounted:
+            count_checkpoint()
+        self._is_uncounted = False
 
     def _check_folder(self, step: int) -> None:
         """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""
@@ -243,8 +311,15 @@ class Checkpoint:
                 if path is None:
                     self._broken.add(candidate.name)
             else:
-                size = trailer.length + checkpoint_file.TRAILER_BYTES
-                return _LoadNote(tuple(refused), trailer.step, str(candidate.absolute()), size, trailer.digest), file
+                note = _LoadNote(
+                    tuple(refused),
+                    trailer.step,
+                    str(candidate.absolute()),
+                    trailer.length + checkpoint_file.TRAILER_BYTES,
+                    trailer.digest,
+                    os.fstat(file.fileno()).st_ino,
+                )
+                return note, file
         return _LoadNote(tuple(refused)), None
 
 
@@ -254,6 +329,7 @@ class _SaveNote:
 
     step: int
     random: Mapping[str, Any]
+    in_background: bool
     names: tuple[str, ...] = ()
     position: Mapping[str, Any] | None = None  # of the sampler
 
@@ -267,12 +343,14 @@ class _LoadNote:
     path: str = ""
     size: int = 0
     digest: bytes = b""
+    inode: int = 0
 
 
 def _require_agreement(notes: Sequence[_SaveNote]) -> None:
     for rank, note in enumerate(notes):
         for what, theirs, first in (
             ("step", note.step, notes[0].step),
+            ("in_background", note.in_background, notes[0].in_background),
             ("names", note.names, notes[0].names),
             ("position of the sampler", note.position, notes[0].position),
         ):
@@ -285,8 +363,7 @@ def _require_agreement(notes: Sequence[_SaveNote]) -> None:
 def _restore(
     file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
 ) -> Restored:
-    file.seek(0)
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = checkpoint_file.read(file)
     restore_parts(state, parts)
     wrapper = wrapper_of(model)
     if wrapper is not None and "reduction" in state:
@@ -294,7 +371,7 @@ def _restore(
     random_states = state["random"]
     if len(random_states) == world_size:
         rng.restore(random_states[rank])
-    else:
+    elif random_states:  # another program's checkpoint has none
         rng.reseed(random_states[0], rank)
     return Restored(state["step"], state["values"], path, state["world_size"])
 
@@ -314,6 +391,15 @@ def _exchange(mine: T, what: str) -> list[T]:
         return [mine]
     with waiting_for_peers(f"exchange of {what}"):
         return gather_values(mine)
+
+
+def _open_again(open_files: contextlib.ExitStack, path: Path, inode: int) -> BinaryIO | None:
+    """Open the file that another rank of this host has verified; None if it is not there or another one by now."""
+    try:
+        file = open_files.enter_context(open(path, "rb"))  # noqa: SIM115  # what that stack is for
+        return file if os.fstat(file.fileno()).st_ino == inode else None
+    except OSError:
+        return None
 
 
 def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> BinaryIO | None:
@@ -340,16 +426,17 @@ def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> 
     return received
 
 
-def _reason(problem: Exception | None) -> str | None:
+def _reason(problem: Exception | None, what: str = "") -> str | None:
+    """Return why this rank could not do `what`; without that, the exception says so by itself."""
     if problem is None:
         return None
-    known = isinstance(problem, DdpError | OSError)
-    return str(problem) if known else f"{type(problem).__name__}: {problem}"
+    text = str(problem) if isinstance(problem, DdpError | OSError) else f"{type(problem).__name__}: {problem}"
+    return f"could not {what}: {text}" if what else text
 
 
-def _raise_together(what: str, problems: Sequence[str | None], mine: Exception | None) -> None:
+def _raise_together(problems: Sequence[str | None], mine: Exception | None) -> None:
     """Raise CheckpointError if any rank had a problem, from this rank's own where it has one."""
     for rank, problem in enumerate(problems):
         if problem is not None:
             who = f"rank {rank}: " if len(problems) > 1 else ""
-            raise CheckpointError(f"{who}could not {what}: {problem}") from mine
+            raise CheckpointError(f"{who}{problem}") from mine

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import struct
 import warnings
 from collections.abc import Collection, Mapping
@@ -22,15 +23,17 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
+from ddp.checkpoint.host_copy import HostCopy
 from ddp.errors import CheckpointError
 
-__all__ = ["TRAILER_BYTES", "Trailer", "ends_whole", "newest_first", "prune", "verify", "write"]
+__all__ = ["TRAILER_BYTES", "Trailer", "ends_whole", "identity", "newest_first", "prune", "read", "verify", "write"]
 
 _MAGIC = b"ddp-ckpt"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the trailer
 TRAILER_BYTES = _HEAD.size + hashlib.sha256().digest_size
 _CHUNK_BYTES = 4 << 20
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux; no two kernels have the same
 _NAME = re.compile(r"step-([0-9]+)\.pt")
 
 
@@ -90,6 +93,33 @@ def verify(file: BinaryIO) -> Trailer:
         raise CheckpointError("has other content than its checksum says: it was damaged or changed after it was saved")
     file.seek(0)
     return trailer
+
+
+def read(file: BinaryIO) -> dict[str, Any]:
+    """Return the content of a file that was verified. Its pages are those that `verify` has read, not read again.
+
+    The tensors have memory of their own: pages of a file that goes away later cannot be relied on.
+    """
+    try:
+        path = f"/dev/fd/{file.fileno()}"  # this file, whatever has its name by now
+    except OSError:  # in memory
+        file.seek(0)
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    return dict(HostCopy().of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)))
+
+
+def identity(path: Path) -> tuple[str, int, int] | None:
+    """Return what is equal for processes to which `path` is the same file or folder, on the same host; None if it is
+    not there."""
+    try:
+        host = _BOOT.read_text(encoding="ascii")
+    except OSError:
+        host = socket.gethostname()
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return host, status.st_dev, status.st_ino
 
 
 def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:

@@ -39,6 +39,11 @@ class Warned:
         if callable(self._before):
             self._before(signum, frame)
 
+    @property
+    def has_acted(self) -> bool:
+        """Whether `together` has returned True, which is so on all ranks or on none."""
+        return self._acted > 0
+
     def together(self) -> bool:
         """Return True once for each warning, on all ranks in the same call: the one after the first rank has heard it.
 

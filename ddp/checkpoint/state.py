@@ -67,6 +67,11 @@ def check_plain(value: Any, name: str = "") -> None:
     elif kind in _SEQUENCES:
         for index, item in enumerate(value):
             check_plain(item, f"{name}[{index}]")
+    elif kind.__name__ == "DTensor":
+        raise ArgumentError(
+            f"{name} is a DTensor, of which each rank holds a part: save it with torch.distributed.checkpoint, which "
+            "`python -m ddp.checkpoint.convert` turns into one of these checkpoints"
+        )
     elif kind not in _ATOMS and kind not in _TENSORS:
         raise ArgumentError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which loading with weights_only refuses: save its "

@@ -14,7 +14,7 @@ from torch import nn
 from ddp.comm.objects import member_group
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
-from ddp.torch_internals import device_index, root_mesh
+from ddp.torch_internals import device_index
 
 __all__ = [
     "bucket_limits",
@@ -95,8 +95,9 @@ def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.devi
         if tensor is not None and isinstance(parameter, tensor.DTensor):
             raise UnsupportedError(
                 f"parameter {name!r} is a DTensor: the ranks hold parts of it {parameter.placements}, and only whole "
-                "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or use "
-                "fully_shard() alone, with a two-dimensional mesh for replicas of shards"
+                "parameters are averaged here. Wrap the module without fully_shard() or parallelize_module(), or leave "
+                'this wrapper out: fully_shard(module, mesh=mesh["dp"]) averages by itself, after parallelize_module() '
+                "as well, and with a two-dimensional mesh among replicas of shards"
             )
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise DdpError(
@@ -120,11 +121,9 @@ def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Pro
         if group is not None:
             raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
         if device_mesh.ndim != 1:
-            raise ArgumentError(f"Only 1D device mesh is supported, but got {device_mesh}: take a slice of it")
-        if root_mesh(device_mesh) != device_mesh:
-            raise UnsupportedError(
-                "a device_mesh that is a slice of another (tensor parallel with data parallel) is not supported: "
-                "pass process_group=device_mesh.get_group() for plain parameters"
+            raise ArgumentError(
+                f"Only 1D device mesh is supported, but got {device_mesh}: give the slice whose ranks are "
+                'replicas of each other, such as mesh["dp"]'
             )
         group = device_mesh.get_group(mesh_dim=0)
     return member_group(group, "DistributedDataParallel")

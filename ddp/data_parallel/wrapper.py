@@ -64,7 +64,8 @@ class DistributedDataParallel(TorchSurface):
       with rank 0's buffers.
     - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
     - `process_group`: the ranks that average with each other; default: all.
-    - `device_mesh`: a one-dimensional one, instead of `process_group`.
+    - `device_mesh`: a one-dimensional one, instead of `process_group`; also a slice, as `mesh["dp"]` of a mesh whose
+      other dimension the module uses by itself.
     - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
       so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
     - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor

@@ -103,6 +103,8 @@ def train(gpt: "GPT", training: "Blocks", validation: "Blocks", args: argparse.N
             total += sum_over_workers(losses, world).item() / world.world_size
             losses = torch.zeros_like(losses)
             checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, printed=printed, total=total)
+    if checkpoint:
+        checkpoint.wait()
 
 
 class GPT(nn.Module):

@@ -34,8 +34,11 @@ def numbers_after_saving(folder: str) -> list[float]:
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model = nn.Linear(2, 2)
-    ddp.Checkpoint(folder).save(7, model=model, here="there")
-    return _draw()
+    checkpoint = ddp.Checkpoint(folder)
+    checkpoint.save(7, model=model, here="there")
+    drawn = _draw()
+    checkpoint.wait()
+    return drawn
 
 
 def numbers_after_loading(folder: str) -> list[float]:
@@ -51,7 +54,7 @@ def _draw() -> list[float]:
 def saves_wrapped(folder: str, wrapper: str) -> list[float]:
     kind = ddp.DistributedDataParallel if wrapper == "ddp" else nn.parallel.DistributedDataParallel
     model = kind(_linear())
-    ddp.Checkpoint(folder).save(1, model=model)
+    ddp.Checkpoint(folder, in_background=False).save(1, model=model)
     return model.module.weight.flatten().tolist()
 
 
@@ -88,9 +91,46 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
     assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
 
 
-def failure_of_rank_zero_is_raised_by_all(folder: str, what: str) -> str:
-    checkpoint = ddp.Checkpoint(folder)
+def reads_each_byte_once_per_host(folder: str, elements: int, hosts: int) -> tuple[int, int]:
+    """Load on ranks of `hosts` hosts, as far as folders of their own make them such; bytes read by this rank, by system
+    calls and from the disk."""
+    rank = dist.get_rank()
+    own = Path(folder) / str(rank % hosts)
+    path = own / "step-0000000008.pt"
+    if rank < hosts:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    before = _bytes_read()
+    restored = ddp.Checkpoint(own).load()
+    after = _bytes_read()
+    dist.barrier()
+    if rank < hosts:
+        os.truncate(path, 0)  # who still needed it would die of SIGBUS
+    dist.barrier()
+    assert torch.equal(restored.values["weights"], torch.arange(elements))
+    return after[0] - before[0], after[1] - before[1]
+
+
+def _bytes_read() -> tuple[int, int]:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"]), int(fields["read_bytes"])
+
+
+def one_that_cannot_open_it_receives_the_file(folder: str) -> None:
+    """Rank 1 sees the folder that rank 0 reads, but not the file that rank 0 has found there."""
+    if dist.get_rank() == 1:
+        checkpoint._open_again = lambda *_: None
+    model = nn.Linear(2, 1)
+    assert ddp.Checkpoint(folder).load(model=model).step == 4
+    assert model.weight.tolist() == [[4.0, 4.0]]
+
+
+def failure_of_rank_zero_is_raised_by_all(folder: str, what: str, in_background: bool) -> str:
+    checkpoint = ddp.Checkpoint(folder, in_background=in_background)
     checkpoint.save(1, weights=torch.zeros(10_000))
+    checkpoint.wait()
     before = sorted(os.listdir(folder))
     if dist.get_rank() == 0:
         if what == "full disk":
@@ -100,7 +140,7 @@ def failure_of_rank_zero_is_raised_by_all(folder: str, what: str) -> str:
             if os.geteuid() == 0:
                 os.seteuid(65534)  # root may write anywhere
     with pytest.raises(ddp.errors.CheckpointError, match=r"rank 0: could not (save|write) step 2") as caught:
-        checkpoint.save(2, weights=torch.zeros(10_000))
+        _save_durably(checkpoint)
     if dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         if os.getuid() == 0:
@@ -111,6 +151,11 @@ def failure_of_rank_zero_is_raised_by_all(folder: str, what: str) -> str:
     checkpoint.save(2)  # the ranks are still in step
     assert (checkpoint.load() or pytest.fail("nothing saved")).step == 2
     return str(caught.value)
+
+
+def _save_durably(checkpoint: ddp.Checkpoint) -> None:
+    checkpoint.save(2, weights=torch.zeros(10_000))
+    checkpoint.wait()
 
 
 def differing_arguments_are_refused_by_all(folder: str) -> list[str]:
@@ -160,6 +205,7 @@ def counts_progress(folder: str) -> None:
     checkpoint = ddp.Checkpoint(Path(folder) / "checkpoints")
     for step in (1, 2):
         checkpoint.save(step, model=model)
+    checkpoint.wait()
 
 
 # A writer that is killed
@@ -167,7 +213,7 @@ def counts_progress(folder: str) -> None:
 _WEIGHTS = 3000
 
 
-def kill_writers(folder: Path, kills: int, seed: int) -> dict[str, int]:
+def kill_writers(folder: Path, kills: int, seed: int, in_background: bool) -> dict[str, int]:
     """Fork a process that saves in a loop, kill it at a random moment, check what it left; `kills` times."""
     rng = random.Random(seed)
     in_the_middle = newest = 0
@@ -177,7 +223,7 @@ def kill_writers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         pid = os.fork()
         if pid == 0:
             os.close(done_read)
-            _save_for_ever(folder, done_write)
+            _save_for_ever(folder, done_write, in_background)
         os.close(done_write)
         first = os.read(done_read, 8)  # it has saved once: from now on any moment is a moment of saving
         time.sleep(rng.uniform(0, 0.012))
@@ -197,23 +243,26 @@ def kill_writers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         assert restored.values == {"number": newest}
         assert all(bool((value == newest).all()) for value in weights.state_dict().values())
     checkpoint.save(newest + 1)
+    checkpoint.wait()
     left = sorted(os.listdir(folder))
     assert len(left) == 2, left
     return {"in_the_middle": in_the_middle, "newest": newest}
 
 
-def _save_for_ever(folder: Path, done: int) -> None:
+def _save_for_ever(folder: Path, done: int, in_background: bool) -> None:
     try:
         model = nn.Linear(_WEIGHTS, 1)
-        checkpoint = ddp.Checkpoint(folder, keep=2)
+        checkpoint = ddp.Checkpoint(folder, keep=2, in_background=in_background)
         restored = checkpoint.load(model=model)
-        step = restored.step if restored else 0
+        begun = step = restored.step if restored else 0
         while True:
             step += 1
             for value in model.state_dict().values():
                 value.fill_(step)
             checkpoint.save(step, model=model, number=step)
-            os.write(done, step.to_bytes(8, "little"))
+            durable = step - 1 if in_background else step
+            if durable > begun:
+                os.write(done, durable.to_bytes(8, "little"))
     finally:
         os._exit(1)
 
@@ -242,4 +291,4 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(kill_writers(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(kill_writers(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp.comm.host_copy import PinnedBuffer
+from ddp.comm.pinned_buffer import PinnedBuffer
 
 __all__ = ["DeviceCopies"]
 

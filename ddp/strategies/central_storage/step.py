@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp.comm.host_copy import device_with_stream
+from ddp.comm.pinned_buffer import device_with_stream
 from ddp.data_parallel.arguments import check_initialized
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.errors import ArgumentError, DdpError, PeerFailedError

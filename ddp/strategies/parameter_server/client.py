@@ -19,8 +19,8 @@ import torch
 import zmq
 
 from ddp.comm.codec import encode
-from ddp.comm.host_copy import device_with_stream
 from ddp.comm.layout import Entry
+from ddp.comm.pinned_buffer import device_with_stream
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.strategies.parameter_server.device_copies import DeviceCopies

@@ -10,7 +10,7 @@ from itertools import cycle
 
 import torch
 
-from ddp.comm.host_copy import PinnedBuffer
+from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.strategies.sharding.chunk_gradient import Gradient, start_flattening
 from ddp.strategies.sharding.partition import Chunk, Partition
 

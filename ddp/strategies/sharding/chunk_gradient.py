@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp.comm.host_copy import PinnedBuffer
+from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.strategies.sharding.partition import Chunk, Piece
 from ddp.torch_internals import foreach_copy
 

@@ -34,7 +34,7 @@ CASES = ROOT / "tests" / "ddp_worlds" / "checkpoint_cases.py"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The bytes of a small checkpoint, of step 7."""
     folder = tmp_path_factory.mktemp("whole")
-    ddp.Checkpoint(folder).save(7, weight=torch.arange(5.0))
+    ddp.Checkpoint(folder, in_background=False).save(7, weight=torch.arange(5.0))
     return (folder / "step-0000000007.pt").read_bytes()
 
 
@@ -93,7 +93,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(stop: int, tmp_path: Path) -> No
 
 def test_a_file_can_be_read_without_ddp(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    ddp.Checkpoint(tmp_path).save(3, model=model, best=0.5)
+    ddp.Checkpoint(tmp_path, in_background=False).save(3, model=model, best=0.5)
     content = torch.load(tmp_path / "step-0000000003.pt", weights_only=True)
     assert list(content) == ["step", "world_size", "model", "random", "values"]
     assert content["values"] == {"best": 0.5}
@@ -115,15 +115,17 @@ def test_the_last_ones_are_kept_and_what_others_wrote(tmp_path: Path) -> None:
     checkpoint = ddp.Checkpoint(tmp_path / "." / "", keep=2)
     for step in (3, 7, 20, 100):
         checkpoint.save(step)
+    checkpoint.wait()
     assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
     checkpoint.save(100)  # the same step again takes the place of the first
+    checkpoint.wait()
     assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
 
 
 def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
     _save_steps(tmp_path, 1, 2, 3)
     _damage(tmp_path / "step-0000000003.pt")
-    checkpoint = ddp.Checkpoint(tmp_path, keep=2)
+    checkpoint = ddp.Checkpoint(tmp_path, keep=2, in_background=False)
     with pytest.warns(UserWarning, match=r"passed over: .*step-0000000003.pt"):
         assert checkpoint.load().step == 2  # type: ignore[union-attr]
     checkpoint.save(4)
@@ -149,7 +151,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_that_save_in_one_folder_are_told(tmp_path: Path) -> None:
-    first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path)
+    first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path, in_background=False)
     first.save(1)
     second.save(2)  # takes over
     with pytest.raises(
@@ -335,9 +337,12 @@ def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    result = run_program(sys.executable, "-W", "error", CASES, tmp_path, "200", "11", env=environment)
+    result = run_program(
+        sys.executable, "-W", "error", CASES, tmp_path, "150", "11", str(int(in_background)), env=environment
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["in_the_middle"] > 20  # most kills hit a writer while it writes
 
@@ -347,18 +352,21 @@ def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
     dead.write_bytes(b"half")
     with open(living, "xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        ddp.Checkpoint(tmp_path).save(1)
+        ddp.Checkpoint(tmp_path, in_background=False).save(1)
         assert sorted(os.listdir(tmp_path)) == [living.name, "step-0000000001.pt"]
-    ddp.Checkpoint(tmp_path).save(2)
+    ddp.Checkpoint(tmp_path, in_background=False).save(2)
     assert sorted(os.listdir(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
     ("what", "reason"), [("full disk", "File too large"), ("read-only folder", "Permission denied")]
 )
-def test_all_ranks_raise_when_rank_zero_cannot_write(nursery: Nursery, what: str, reason: str, tmp_path: Path) -> None:
+def test_all_ranks_raise_when_rank_zero_cannot_write(
+    nursery: Nursery, what: str, reason: str, in_background: bool, tmp_path: Path
+) -> None:
     case = "ddp_worlds.checkpoint_cases:failure_of_rank_zero_is_raised_by_all"
-    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), what=what)
+    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), what=what, in_background=in_background)
     assert len(set(messages)) == 1
     assert reason in messages[0]
 
@@ -401,6 +409,27 @@ def test_hosts_without_a_shared_folder_receive_the_newest(nursery: Nursery, owne
     nursery.run(3, case, folder=str(tmp_path), owner=owner, size=777)
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_each_byte_is_read_once_on_a_host(nursery: Nursery, hosts: int, tmp_path: Path) -> None:
+    elements = 1 << 20
+    for host in range(hosts):
+        checkpoint = ddp.Checkpoint(tmp_path / str(host), in_background=False)
+        checkpoint.save(8, weights=torch.arange(elements))
+    size = (tmp_path / "0" / "step-0000000008.pt").stat().st_size
+    case = "ddp_worlds.checkpoint_cases:reads_each_byte_once_per_host"
+    read = nursery.run(4, case, folder=str(tmp_path), elements=elements, hosts=hosts)
+    by_calls, from_disk = (sum(each) / size for each in zip(*read, strict=True))
+    assert hosts <= by_calls < hosts + 0.2
+    assert from_disk < hosts + 0.2  # none where the folder is in memory
+
+
+def test_a_rank_that_cannot_open_what_its_host_has_read_receives_it(nursery: Nursery, tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 4.0)
+    ddp.Checkpoint(tmp_path, in_background=False).save(4, model=model)
+    nursery.run(3, "ddp_worlds.checkpoint_cases:one_that_cannot_open_it_receives_the_file", folder=str(tmp_path))
+
+
 def test_ranks_that_save_different_things_are_told(nursery: Nursery, tmp_path: Path) -> None:
     messages = nursery.run(
         2, "ddp_worlds.checkpoint_cases:differing_arguments_are_refused_by_all", folder=str(tmp_path)
@@ -437,7 +466,7 @@ def test_every_rank_counts_its_reduced_backward_passes_and_checkpoints(nursery: 
 
 def _save_steps(folder: Path, *steps: int) -> None:
     for step in steps:
-        ddp.Checkpoint(folder, keep=9).save(step)
+        ddp.Checkpoint(folder, keep=9, in_background=False).save(step)
 
 
 def _damage(path: Path) -> None:

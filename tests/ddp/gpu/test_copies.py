@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 
-from ddp.comm.host_copy import PinnedBuffer, device_with_stream
+from ddp.comm.pinned_buffer import PinnedBuffer, device_with_stream
 
 pytestmark = pytest.mark.gpu
 

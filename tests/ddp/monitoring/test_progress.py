@@ -51,7 +51,7 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         model(torch.ones(2))
     assert _read(counters) == (3, 0)
-    ddp.Checkpoint(tmp_path / "checkpoints").save(3)
+    ddp.Checkpoint(tmp_path / "checkpoints", in_background=False).save(3)
     assert _read(counters) == (3, 1)
 
 

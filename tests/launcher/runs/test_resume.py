@@ -47,7 +47,7 @@ def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> No
     after = stdout.decode()
     assert process.returncode == 0, stderr
     resumed = re.search(r"resuming after step (\d+)", after)
-    assert int(resumed[1]) >= step - 3
+    assert int(resumed[1]) >= step - 2 * 3  # the last one may have been on its way to the disk
     assert {**_losses(before), **_losses(after)} == _losses((undisturbed / "stdout").read_text())
     # What was done twice gave the same both times.
     shared = _losses(before).keys() & _losses(after).keys()

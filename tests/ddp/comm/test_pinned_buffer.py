@@ -7,7 +7,7 @@ import torch
 from ddp_worlds.late_device import LateDevice
 
 from ddp.comm import host_copy
-from ddp.comm.host_copy import PinnedBuffer, device_with_stream
+from ddp.comm.pinned_buffer import PinnedBuffer, device_with_stream
 
 CPU = torch.device("cpu")
 
