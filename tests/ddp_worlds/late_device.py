@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp.comm import host_copy
+from ddp.comm import pinned_buffer
 
 
 class LateDevice:
@@ -26,7 +26,7 @@ class LateDevice:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Let all pinned memory and events be those of this device; forward passes are computed on it."""
-        to_host, to_device = host_copy._copy_to_host, host_copy._copy_to_device
+        to_host, to_device = pinned_buffer._copy_to_host, pinned_buffer._copy_to_device
 
         def late_to_host(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             now = [tensor.clone() for tensor in tensors]
@@ -35,12 +35,12 @@ class LateDevice:
         def late_to_device(memory: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
             self._start(torch.no_grad()(lambda: to_device(memory, into)))
 
-        patch.setattr(host_copy, "_pinned", lambda numel, dtype: torch.full((numel,), 99, dtype=dtype))
-        patch.setattr(host_copy, "_event", lambda _: _Event(self))
-        patch.setattr(host_copy, "_record", lambda event, _: event.record())
-        patch.setattr(host_copy, "_copy_to_host", late_to_host)
-        patch.setattr(host_copy, "_copy_to_device", late_to_device)
-        patch.setattr(host_copy, "_WITH_STREAMS", {"cpu"})
+        patch.setattr(pinned_buffer, "_pinned", lambda numel, dtype: torch.full((numel,), 99, dtype=dtype))
+        patch.setattr(pinned_buffer, "_event", lambda _: _Event(self))
+        patch.setattr(pinned_buffer, "_record", lambda event, _: event.record())
+        patch.setattr(pinned_buffer, "_copy_to_host", late_to_host)
+        patch.setattr(pinned_buffer, "_copy_to_device", late_to_device)
+        patch.setattr(pinned_buffer, "_WITH_STREAMS", {"cpu"})
         nn.modules.module.register_module_forward_pre_hook(lambda *_: self.catch_up())
 
     def catch_up(self) -> None:
