@@ -6,7 +6,7 @@ import pytest
 import torch
 from ddp_worlds.late_device import LateDevice
 
-from ddp.comm import host_copy
+from ddp.comm import pinned_buffer
 from ddp.comm.pinned_buffer import PinnedBuffer, device_with_stream
 
 CPU = torch.device("cpu")
@@ -64,6 +64,6 @@ def test_only_one_device_with_streams_is_taken() -> None:
     assert device_with_stream([fake]) is None
     assert device_with_stream([]) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "_WITH_STREAMS", {"meta", "cpu"})
+        patch.setattr(pinned_buffer, "_WITH_STREAMS", {"meta", "cpu"})
         assert device_with_stream([fake, fake]) == fake.device
         assert device_with_stream([fake, other]) is None
