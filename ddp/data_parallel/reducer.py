@@ -4,10 +4,11 @@ One hook for each parameter tells when its gradient is there. When all gradients
 reduction starts, always in the order of the plan, so that every rank starts the same collectives in the
 same order. A callback at the end of backward starts what is left, waits, and puts the averages into place.
 
-The last bucket carries the step status, what every rank has to say about this pass: which parameters had
-gradients, whether it failed. A parameter without a gradient on this rank contributes zeros; one that no rank used
-keeps the gradient it had, or None. A rank whose pass ends with an exception sends zeros for the rest and says
-so; then every rank raises in the same iteration, and the next one finds all of them in step.
+The last transfer carries the step status, what every rank has to say about this pass: which parameters had
+gradients, whether it failed. The host waits for the other ranks' statuses, and never for a device. A parameter
+without a gradient on this rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank
+whose pass ends with an exception sends zeros for the rest and says so; then every rank raises in the same iteration,
+and the next one finds all of them in step.
 
 Which backward passes are reduced, and what else the ranks must agree on, a `PassPolicy` decides.
 """

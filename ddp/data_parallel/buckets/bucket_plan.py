@@ -118,12 +118,12 @@ def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
 
 
 def plan_buckets(
-    specs: Sequence[GradSpec], limits: BucketLimits, *, status_numel: int, status_device: torch.device | None = None
+    specs: Sequence[GradSpec], limits: BucketLimits, *, status_numel: int, status_alone: bool = False
 ) -> tuple[BucketPlan, ...]:
     """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
 
-    The last bucket is flat and has room for `status_numel` numbers behind its gradients. Without `status_device`,
-    the step status travels with gradients if it can; else alone, in a last bucket on that device.
+    The last bucket is flat and has room for `status_numel` numbers behind its gradients. It is one of gradients if that
+    can be; with `status_alone`, it holds nothing else and lies in host memory.
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
@@ -142,9 +142,7 @@ def plan_buckets(
             cap = next(caps, limits.cap_bytes)
     finished += [(last[key], _bucket(members)) for key, members in open_.items()]
     plans = [plan for _, plan in sorted(finished, key=lambda pair: pair[0])]
-    if status_device is not None:
-        return (*plans, _alone(status_device, status_numel))
-    return _with_status(plans, status_numel)
+    return (*plans, _alone(status_numel)) if status_alone else _with_status(plans, status_numel)
 
 
 def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
@@ -176,11 +174,11 @@ def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
     at = max((i for i, plan in enumerate(plans) if not plan.is_own and plan.dtype in exact), default=None)
     if at is not None and (at == len(plans) - 1 or plans[at].nbytes <= _MAY_WAIT_BYTES):
         return (*plans[:at], *plans[at + 1 :], replace(plans[at], status_numel=numel))
-    return (*plans, _alone(torch.device("cpu") if not plans else plans[0].device, numel))
+    return (*plans, _alone(numel))
 
 
-def _alone(device: torch.device, numel: int) -> BucketPlan:
-    return BucketPlan((), torch.float64, device, 0, is_own=False, status_numel=numel)
+def _alone(numel: int) -> BucketPlan:
+    return BucketPlan((), torch.float64, torch.device("cpu"), 0, is_own=False, status_numel=numel)
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -62,9 +62,13 @@ class BucketSchedule:
         """
         self._repeated = frozenset(repeated)
         specs = [spec_of(index, self._members[index].parameter) for index in order]
-        alone = torch.device("cpu") if self._hook or self._channel.control is not self._channel.group else None
         limits = replace(self._limits, own_bytes=None) if self._hook else self._limits
-        plans = plan_buckets(specs, limits, status_numel=HEADER_NUMEL + len(self._members), status_device=alone)
+        plans = plan_buckets(
+            specs,
+            limits,
+            status_numel=HEADER_NUMEL + len(self._members),
+            status_alone=self._hook is not None or any(m.parameter.device.type != "cpu" for m in self._members),
+        )
         self.order = list(order)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
