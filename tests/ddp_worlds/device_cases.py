@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ddp_worlds.pretend_device import HostWaits, PretendDevice, group_of_both, o
 from torch import nn
 
 import ddp
+from ddp.data_parallel.buckets import transfers
 
 
 class Net(nn.Module):
@@ -127,3 +129,17 @@ def a_skipped_backward_is_told() -> str:
         with pytest.raises(ddp.errors.BackwardError) as caught:
             out.backward()
         return str(caught.value)
+
+
+def calls_of_a_step(settings: dict[str, Any], averages: bool) -> Counter[str]:
+    """How often each operation runs on the device in a backward pass, after the first ones."""
+    with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
+        if averages:
+            patch.setattr(transfers, "_backends", lambda group: {"cpu": "gloo", "pretend": "nccl"})
+        model = wrapped(Net(), **settings)
+        for _ in range(4):
+            model.zero_grad()
+            out = model(inputs()).sum()
+            device.calls.clear()
+            out.backward()
+        return Counter(call.rpartition(".")[0] for call in device.calls)

@@ -41,12 +41,11 @@ class PretendDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        wanted = kwargs.get("device")
-        is_there = any(isinstance(tensor, FakeTensor) for tensor in given)
-        if not is_there and (wanted is None or torch.device(wanted).type == "cpu"):
+        wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        if wanted != "pretend" and not any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
         self.calls.append(str(func))
-        reads = wanted is not None and torch.device(wanted).type == "cpu"
+        reads = wanted == "cpu"
         mixes = any(not isinstance(tensor, FakeTensor) and tensor.dim() for tensor in given)
         if (reads or mixes) and not self.may_wait:
             raise HostWaits(f"{func} copies between host and device")
@@ -57,12 +56,6 @@ class PretendDevice(TorchDispatchMode):
             if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
                 raise HostWaits(f"{func} reads a value of the device") from error
             raise
-
-    def count(self, name: str) -> int:
-        """How many of `calls` were of the operation `name`, and forget all."""
-        found = sum(name in call for call in self.calls)
-        self.calls.clear()
-        return found
 
 
 @contextlib.contextmanager

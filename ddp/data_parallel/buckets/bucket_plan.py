@@ -25,7 +25,7 @@ __all__ = [
     "spec_of",
 ]
 
-# From here on, one call that copies and divides a gradient costs less than a second pass over its memory.
+# From here on, on the CPU, one call that copies and divides a gradient costs less than a second pass over its memory.
 _LARGE_BYTES = 32 << 10
 
 # A flat bucket up to this size may wait for a larger gradient behind it, so that the step status needs no
@@ -90,7 +90,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Gradients that are reduced together, small ones first.
+    """Gradients that are reduced together, small ones first; on a device all count as small.
 
     `is_own`: a single gradient, reduced where it lies. `small_count` slots are small and fill the first
     `small_numel` elements. `numel` excludes the step status.
@@ -148,11 +148,11 @@ def plan_buckets(
 def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
     slots: list[Slot] = []
     offset = small_count = small_numel = 0
-    for spec in sorted(specs, key=lambda spec: spec.nbytes >= _LARGE_BYTES):
+    for spec in sorted(specs, key=_is_large):
         offset += offset % 2 if spec.dtype.is_complex else 0  # torch.view_as_complex needs an even offset
         slots.append(Slot(spec, offset))
         offset += spec.flat_numel
-        if spec.nbytes < _LARGE_BYTES:
+        if not _is_large(spec):
             small_count, small_numel = len(slots), offset
     first = slots[0].spec
     return BucketPlan(
@@ -164,6 +164,11 @@ def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
         small_count=small_count,
         small_numel=small_numel,
     )
+
+
+def _is_large(spec: GradSpec) -> bool:
+    """Whether a gradient is copied by itself. On a device none is: there the number of calls counts, not the bytes."""
+    return spec.device.type == "cpu" and spec.nbytes >= _LARGE_BYTES
 
 
 def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:

@@ -47,7 +47,6 @@ class BucketSchedule:
         self._limits = limits
         self._as_views = as_views
         self._own_status = own_status
-        self._adder = Adder(channel.group)
         self._hook: CommHook | None = None
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
@@ -83,10 +82,12 @@ class BucketSchedule:
 
     def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
         members = [self._members[slot.spec.index] for slot in plan.slots]
-        sender: Sender = self._adder
+        sender: Sender
         if not members:
-            sender = Adder(self._channel.control)
-        elif self._hook:
+            sender = Adder(self._channel.control, plan.device)
+        elif self._hook is None:
+            sender = Adder(self._channel.group, plan.device)
+        else:
             sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:
             return OwnTransfer(plan, members, sender)
@@ -154,7 +155,7 @@ class BucketSchedule:
     def wait(self) -> StatusSum:
         """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
         self._wait_for(self._transfers)
-        self._statuses = self._carrier.status
+        self._statuses = self._carrier.status.clone()  # without a hold on the gradients in the same memory
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_worlds.nursery import Nursery
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from ddp.data_parallel.buckets.transfers import Adder
 
 CASES = "ddp_worlds.device_cases:"
+MOVING = {f"aten.{name}" for name in ("copy_", "_foreach_copy_", "div", "div_", "mul", "mul_", "clone", "zero_")}
+MOVING.add("c10d.allreduce_")
 
 
 def test_the_device_of_these_tests_notices_who_waits_for_it(nursery: Nursery) -> None:
@@ -42,3 +48,25 @@ def test_unused_parameters_are_told(nursery: Nursery) -> None:
 def test_a_skipped_backward_is_told(nursery: Nursery) -> None:
     for text in nursery.run(2, CASES + "a_skipped_backward_is_told"):
         assert "rank 1 made 1" in text
+
+
+@pytest.mark.parametrize(("cap_mb", "copies", "buckets"), [(None, 1, 1), (1e-4, 2, 7)])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_bucket_on_a_device_is_one_copy_and_one_reduction_and_a_gradient_alone_is_not_copied(
+    nursery: Nursery, cap_mb: float | None, copies: int, buckets: int, views: bool, averages: bool
+) -> None:
+    settings = {"bucket_cap_mb": cap_mb, "gradient_as_bucket_view": views}
+    for calls in nursery.run(2, CASES + "calls_of_a_step", settings=settings, averages=averages):
+        moving = {name: count for name, count in calls.items() if name in MOVING}
+        assert (moving.pop("aten._foreach_copy_"), moving.pop("c10d.allreduce_")) == (copies, buckets)
+        assert moving == ({} if averages else {"aten.div_": buckets})
+
+
+def test_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeProcessGroup._create_internal(0, 4, FakeProcessGroup.Options())
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl,xpu:xccl")
+    found = {device: Adder(group, torch.device(device)) for device in ("cpu", "cuda", "xpu")}
+    assert {device: adder.divisor for device, adder in found.items()} == {"cpu": 4, "cuda": 1, "xpu": 4}
+    operations = [adder._options.reduceOp for adder in found.values()]
+    assert operations == [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.SUM]
