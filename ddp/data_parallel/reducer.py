@@ -15,8 +15,9 @@ Which backward passes are reduced, and what else the ranks must agree on, a `Pas
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
-from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, leaves_below
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
@@ -94,6 +95,8 @@ class Reducer:
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
         self._weight: float | None = None
+        # Held while a pass is failed from outside its backward, which a thread of the engine may do that frees a graph.
+        self.lock = threading.RLock()
         # In the first pass nothing leaves early: it shows which gradients become ready more than once.
         self.is_first = True
         self._repeated: set[int] = set()
@@ -169,8 +172,9 @@ class Reducer:
 
     def settle(self) -> None:
         """Wait for what a failed pass of this rank left on its way. Every rank's next pass begins after it."""
-        if self.current is not None and current_backward() == -1:
-            self.fail("its backward pass was interrupted")
+        with self.lock:
+            if self.current is not None and current_backward() == -1:
+                self.fail("its backward pass was interrupted")
         if self._unsettled:
             self._unsettled = False
             self._schedule.wait()
@@ -241,7 +245,7 @@ class Reducer:
             )
             return False
         try:
-            return any(map(will_be_reached, _leaves_below(current_node())))
+            return any(map(will_be_reached, leaves_below(current_node())))
         except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
             return False
 
@@ -284,14 +288,17 @@ class Reducer:
 
     def abandon(self, pass_: Pass) -> None:
         """End a pass whose backward pass the engine has dropped, unless it is over already."""
-        if self.current is pass_:
-            self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
+        with self.lock:
+            if self.current is pass_:
+                self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
 
     def fail(self, why: str) -> None:
         """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
 
-        Does not block and never raises, since a destructor calls it.
+        Does not wait for other ranks and never raises, since a destructor calls it. Whoever calls it from outside the
+        pass holds the `lock`.
         """
+        self.current = None  # else what is freed meanwhile could end it a second time
         self.report.tell_failure(self.report.step, why)
         self.is_first = True
         self.drop_gradients()
@@ -426,19 +433,3 @@ class Reducer:
             self._watch(member)
         self._schedule.end()
         self._schedule.plan([*self._schedule.order, *(member.index for member in new)], repeated=self._repeated)
-
-
-def _leaves_below(node: Node | None) -> Iterator[Node]:
-    """The nodes that accumulate into leaves, among those that `node` leads to."""
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        if current is None:
-            continue
-        following = [next_node for next_node, _ in current.next_functions]
-        if not following and hasattr(current, "variable"):
-            yield current
-        for next_node in following:
-            if next_node not in seen:
-                seen.add(next_node)
-                stack.append(next_node)
