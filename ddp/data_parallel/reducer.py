@@ -18,7 +18,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class Reducer:
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
     buckets stay views of them. `policy` is set by its maker, before the first gradient.
-    Backward passes of one module must not run in two threads at once.
+    Backward passes of one module must not run in two threads at once. Where it is on several devices, the hooks of
+    autograd's threads take turns, and all buckets leave at the end of backward.
     """
 
     policy: PassPolicy
@@ -95,8 +97,10 @@ class Reducer:
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
         self._weight: float | None = None
-        # Held while a pass is failed from outside its backward, which a thread of the engine may do that frees a graph.
+        # Held while a pass is failed from outside its backward, which a thread of the engine may do that frees a graph;
+        # and with several devices, of which each has a thread of the engine, in hooks.
         self.lock = threading.RLock()
+        self._has_several_devices = len({parameter.device for _, parameter in named}) > 1
         # In the first pass nothing leaves early: it shows which gradients become ready more than once.
         self.is_first = True
         self._repeated: set[int] = set()
@@ -156,7 +160,10 @@ class Reducer:
     def _watch(self, member: Member) -> None:
         self._nodes.append(get_gradient_edge(member.parameter).node)
         register = member.parameter.register_post_accumulate_grad_hook
-        self.handles.append(register(self._hook(member)))  # type: ignore[no-untyped-call]  # torch has no types here
+        hook = self._hook(member)
+        if self._has_several_devices:
+            hook = self._locked(hook)
+        self.handles.append(register(hook))  # type: ignore[no-untyped-call]  # torch has no types here
         self._hooks_beside.append(gradient_hooks(member.parameter))
 
     def be_last(self) -> None:
@@ -223,6 +230,14 @@ class Reducer:
 
         return on_grad
 
+    def _locked(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        @wraps(hook)
+        def on_grad(grad: torch.Tensor) -> None:
+            with self.lock:
+                hook(grad)
+
+        return on_grad
+
     def reach(self) -> None:
         """A backward pass has reached what a forward pass returned: it takes part even if it reaches no parameter."""
         if self.is_closed:
@@ -230,8 +245,9 @@ class Reducer:
                 "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
                 "not be averaged: keep it as long as you train"
             )
-        if self.current is None and self._accumulates():
-            self.policy.begin()
+        with self.lock if self._has_several_devices else nullcontext():
+            if self.current is None and self._accumulates():
+                self.policy.begin()
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass leaves gradients in `.grad`; `torch.autograd.grad()` does not."""
@@ -267,7 +283,8 @@ class Reducer:
             self.report.tell_failure(self.report.step, str(problem))
         self.policy.starting()
         self._schedule.begin()
-        holds = self.is_first or graphs is not None or problem is not None
+        # The streams of several devices are in step with each other only at the end of backward.
+        holds = self.is_first or graphs is not None or problem is not None or self._has_several_devices
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
         return pass_

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -13,6 +15,7 @@ from ddp_worlds.pretend_device import HostWaits, PretendDevice, group_of_both, o
 from torch import nn
 
 import ddp
+from ddp.data_parallel import wrapper
 from ddp.data_parallel.buckets import transfers
 
 
@@ -143,3 +146,48 @@ def calls_of_a_step(settings: dict[str, Any], averages: bool) -> Counter[str]:
             device.calls.clear()
             out.backward()
         return Counter(call.rpartition(".")[0] for call in device.calls)
+
+
+class Spread(nn.Module):
+    """A layer on each of two devices, each with an output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, here: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.here(here).sum(), self.there(there).sum()
+
+
+def a_module_on_two_devices_begins_one_pass() -> None:
+    """Autograd has a thread for each device; both find their first gradient while the pass begins.
+
+    One of the devices is the CPU, which the wrapper refuses beside others, since there is only one that pretends.
+    """
+    with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapper, "checked_device", lambda parameters: torch.device("cpu"))
+        net, oracle = Spread(), nn.Linear(8, 8)
+        oracle.load_state_dict(net.here.state_dict())
+        on_device(net.there)
+        device.may_wait = True
+        model = ddp.DistributedDataParallel(net, process_group=group_of_both(), init_sync=False)
+        device.may_wait = False
+        policy = model._policy
+        begin, threads = policy.begin, []
+
+        def slow_begin() -> None:
+            threads.append(threading.get_ident())
+            time.sleep(0.3)  # for the other thread
+            begin()
+
+        patch.setattr(policy, "begin", slow_begin)
+        for step in range(3):
+            model.zero_grad()
+            oracle.zero_grad()
+            threads.clear()
+            rows = torch.ones(4, 8) * (dist.get_rank() + step)
+            torch.autograd.backward(model(rows, inputs()))
+            oracle(torch.ones(4, 8) * (step + 0.5)).sum().backward()
+            assert len(threads) == 1, step
+            torch.testing.assert_close(net.here.weight.grad, oracle.weight.grad)
+            assert net.there.weight.grad.device == inputs().device

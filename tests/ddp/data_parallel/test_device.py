@@ -70,3 +70,7 @@ def test_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {device: adder.divisor for device, adder in found.items()} == {"cpu": 4, "cuda": 1, "xpu": 4}
     operations = [adder._options.reduceOp for adder in found.values()]
     assert operations == [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.SUM]
+
+
+def test_threads_of_two_devices_begin_one_pass(nursery: Nursery) -> None:
+    nursery.run(2, CASES + "a_module_on_two_devices_begins_one_pass")
