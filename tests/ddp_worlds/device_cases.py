@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from ddp_worlds.pretend_device import HostWaits, PretendDevice, group_of_both, on_device, pretend_device
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import ddp
+from ddp.comm import fingerprint
 from ddp.data_parallel import wrapper
 from ddp.data_parallel.buckets import transfers
 
@@ -146,6 +148,29 @@ def calls_of_a_step(settings: dict[str, Any], averages: bool) -> Counter[str]:
             device.calls.clear()
             out.backward()
         return Counter(call.rpartition(".")[0] for call in device.calls)
+
+
+def weights_are_compared_with_one_late_wait() -> None:
+    """Their sums are enqueued when backward begins, and read when all gradients are on their way."""
+    with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
+        waits: list[str] = []
+
+        class Copy:  # pinned memory is of a device that is there
+            def __init__(self, tensor: torch.Tensor) -> None:
+                assert isinstance(tensor, FakeTensor)
+                self._numel = tensor.numel()
+
+            def wait(self) -> torch.Tensor:
+                waits.append([call for call in device.calls if not call.startswith("prim")][-1])
+                return torch.zeros(self._numel, dtype=torch.int64)
+
+        patch.setattr(fingerprint, "_HostCopy", Copy)
+        drawn = torch.empty(1 << 18, dtype=torch.int64, device="pretend:0")
+        patch.setattr(fingerprint, "_weights", lambda _: drawn)  # which are copied to the device once
+        model = wrapped(Net(), weight_checksum=True)
+        for step in range(3):
+            model(inputs()).sum().backward()
+            assert waits == ["c10d.allreduce_.default"] * (step + 1)
 
 
 class Spread(nn.Module):

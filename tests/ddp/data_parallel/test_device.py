@@ -74,3 +74,7 @@ def test_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_two_devices_begin_one_pass(nursery: Nursery) -> None:
     nursery.run(2, CASES + "a_module_on_two_devices_begins_one_pass")
+
+
+def test_weights_are_compared_with_one_late_wait(nursery: Nursery) -> None:
+    nursery.run(2, CASES + "weights_are_compared_with_one_late_wait")
