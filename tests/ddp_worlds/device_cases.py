@@ -78,21 +78,22 @@ def the_device_notices_who_waits() -> None:
                 wait()
 
 
-def plain_steps_wait_for_no_device(settings: dict[str, Any], dtype: torch.dtype, only_device: bool) -> None:
+def plain_steps_wait_for_no_device(ways: list[tuple[dict[str, Any], torch.dtype]], only_device: bool) -> None:
     """Steps with everything that a plain loop has: none reads or writes the device's memory from the host."""
     with pretend_device():
-        group = dist.new_group(backend="pretend:fake") if only_device else None
-        net = Net().to(dtype)
-        model = wrapped(net, group, **settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(6):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            net.uses_all = step != 3 or dist.get_rank() == 0
-            with model.no_sync():
+        group = dist.new_group(backend="pretend:fake") if only_device else group_of_both()
+        for settings, dtype in ways:
+            net = Net().to(dtype)
+            model = wrapped(net, group, **settings)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(6):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                net.uses_all = step != 3 or dist.get_rank() == 0
+                with model.no_sync():
+                    model(inputs().to(dtype)).square().mean().backward()
                 model(inputs().to(dtype)).square().mean().backward()
-            model(inputs().to(dtype)).square().mean().backward()
-            assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
-            optimizer.step()
+                assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
+                optimizer.step()
 
 
 def a_failure_reaches_ranks_whose_model_is_on_a_device() -> str:
@@ -136,18 +137,22 @@ def a_skipped_backward_is_told() -> str:
         return str(caught.value)
 
 
-def calls_of_a_step(settings: dict[str, Any], averages: bool) -> Counter[str]:
-    """How often each operation runs on the device in a backward pass, after the first ones."""
+def calls_of_a_step(ways: list[dict[str, Any]], averages: bool) -> list[Counter[str]]:
+    """How often each operation runs on the device in a backward pass, after the first ones, for each way to wrap."""
     with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
         if averages:
             patch.setattr(transfers, "_backends", lambda group: {"cpu": "gloo", "pretend": "nccl"})
-        model = wrapped(Net(), **settings)
-        for _ in range(4):
-            model.zero_grad()
-            out = model(inputs()).sum()
-            device.calls.clear()
-            out.backward()
-        return Counter(call.rpartition(".")[0] for call in device.calls)
+        return [_calls_of_a_step(device, settings) for settings in ways]
+
+
+def _calls_of_a_step(device: PretendDevice, settings: dict[str, Any]) -> Counter[str]:
+    model = wrapped(Net(), **settings)
+    for _ in range(4):
+        model.zero_grad()
+        out = model(inputs()).sum()
+        device.calls.clear()
+        out.backward()
+    return Counter(call.rpartition(".")[0] for call in device.calls)
 
 
 def weights_are_compared_with_one_late_wait() -> None:

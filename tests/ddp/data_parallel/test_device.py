@@ -27,20 +27,15 @@ def test_the_device_of_these_tests_notices_who_waits_for_it(nursery: Nursery) ->
     nursery.run(1, CASES + "the_device_notices_who_waits")
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [
+@pytest.mark.parametrize("only_device", [False, True])
+def test_no_plain_step_waits_for_the_device(nursery: Nursery, only_device: bool) -> None:
+    ways = [
         ({}, torch.float32),
         ({"gradient_as_bucket_view": True}, torch.bfloat16),
         ({"bucket_cap_mb": 1e-4}, torch.float64),
         ({"bucket_cap_mb": 1e-6}, torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize("only_device", [False, True])
-def test_no_plain_step_waits_for_the_device(
-    nursery: Nursery, settings: dict[str, object], dtype: torch.dtype, only_device: bool
-) -> None:
-    nursery.run(2, CASES + "plain_steps_wait_for_no_device", settings=settings, dtype=dtype, only_device=only_device)
+    ]
+    nursery.run(2, CASES + "plain_steps_wait_for_no_device", ways=ways, only_device=only_device)
 
 
 def test_a_failure_on_one_rank_is_everybodys(nursery: Nursery) -> None:
@@ -58,17 +53,18 @@ def test_a_skipped_backward_is_told(nursery: Nursery) -> None:
         assert "rank 1 made 1" in text
 
 
-@pytest.mark.parametrize(("cap_mb", "copies", "buckets"), [(None, 1, 1), (1e-4, 2, 7)])
-@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
 def test_a_bucket_on_a_device_is_one_copy_and_one_reduction_and_a_gradient_alone_is_not_copied(
-    nursery: Nursery, cap_mb: float | None, copies: int, buckets: int, views: bool, averages: bool
+    nursery: Nursery, averages: bool
 ) -> None:
-    settings = {"bucket_cap_mb": cap_mb, "gradient_as_bucket_view": views}
-    for calls in nursery.run(2, CASES + "calls_of_a_step", settings=settings, averages=averages):
-        moving = {name: count for name, count in calls.items() if name in MOVING}
-        assert (moving.pop("aten._foreach_copy_"), moving.pop("c10d.allreduce_")) == (copies, buckets)
-        assert moving == ({} if averages else {"aten.div_": buckets})
+    expected = {None: (1, 1), 1e-4: (2, 7)}  # by size of buckets: copies, reductions
+    ways = [{"bucket_cap_mb": cap, "gradient_as_bucket_view": views} for cap in expected for views in (False, True)]
+    for every in nursery.run(2, CASES + "calls_of_a_step", ways=ways, averages=averages):
+        for way, calls in zip(ways, every, strict=True):
+            copies, buckets = expected[way["bucket_cap_mb"]]
+            moving = {name: count for name, count in calls.items() if name in MOVING}
+            assert (moving.pop("aten._foreach_copy_"), moving.pop("c10d.allreduce_")) == (copies, buckets)
+            assert moving == ({} if averages else {"aten.div_": buckets})
 
 
 def test_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
