@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["fingerprints"]
+__all__ = ["PendingFingerprints", "fingerprints", "start_fingerprints"]
 
 _HASHED_AT_ONCE = 1 << 18
 _HASH_FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
@@ -15,14 +15,56 @@ _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """One number for the bits of each tensor: a sum with random weights modulo 2**64, so that order counts."""
-    found = dict.fromkeys(tensors, 0)
+    """One number for the bits of each tensor: a sum with random weights modulo 2**64, so that order counts.
+
+    Waits for the devices of the tensors.
+    """
+    return start_fingerprints(tensors).read()
+
+
+def start_fingerprints(tensors: Mapping[str, torch.Tensor]) -> PendingFingerprints:
+    """Start `fingerprints` where the tensors are, as they are now. Waits for no device, once each was asked before."""
     pieces = [(name, part) for name, tensor in tensors.items() for part in torch.split(_bits(tensor), _HASHED_AT_ONCE)]
+    found: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for batch in _batches(pieces):
-        weights = _weights(batch[0][1].device)
-        for (name, _), piece in zip(batch, _weighted([part for _, part in batch], weights), strict=True):
-            found[name] = (found[name] * _HASH_FACTOR + piece) % (1 << 64)
-    return found
+        device = batch[0][1].device
+        names, sums = found.setdefault(device, ([], []))
+        names += [name for name, _ in batch]
+        sums.append(_weighted([part for _, part in batch], _weights(device)))
+    return PendingFingerprints(tensors, [(names, _HostCopy(torch.cat(sums))) for names, sums in found.values()])
+
+
+class PendingFingerprints:
+    """The sums of pieces of tensors, on their way from each device; `of` has the names of the tensors."""
+
+    def __init__(self, of: Iterable[str], pieces: Sequence[tuple[Sequence[str], _HostCopy]]) -> None:
+        self._names = list(of)
+        self._pieces = pieces
+
+    def read(self) -> dict[str, int]:
+        """Wait until they are in host memory."""
+        found = dict.fromkeys(self._names, 0)
+        for names, sums in self._pieces:
+            for name, piece in zip(names, sums.wait().tolist(), strict=True):
+                found[name] = (found[name] * _HASH_FACTOR + piece) % (1 << 64)
+        return found
+
+
+class _HostCopy:
+    """A tensor on its way to pinned host memory: the host waits where it reads, and not before."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy, self._event = tensor, None
+        if tensor.device.type != "cpu":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
 
 
 @functools.cache
@@ -31,16 +73,15 @@ def _weights(device: torch.device) -> torch.Tensor:
     return drawn.mul_(2).add_(1).to(device)  # odd: no single change is lost
 
 
-def _weighted(parts: Sequence[torch.Tensor], weights: torch.Tensor) -> list[int]:
-    """The weighted sum of each part."""
+def _weighted(parts: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each part: (parts,), int64."""
     bits = torch.cat(list(parts)).to(torch.int64)
     if len(parts) == 1:
-        return [int(bits.mul_(weights[: len(bits)]).sum())]
+        return bits.mul_(weights[: len(bits)]).sum(0, keepdim=True)
     # All in one go, as differences of running sums: integers wrap around, so nothing is lost.
-    running = bits.mul_(torch.cat([weights[: len(part)] for part in parts])).cumsum(0).cpu()
-    ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
-    sums: list[int] = torch.cat([running.new_zeros(1), running])[ends].diff().tolist()
-    return sums
+    running = bits.mul_(torch.cat([weights[: len(part)] for part in parts])).cumsum(0)
+    ends = torch.cat([part[-1:] for part in torch.split(running, [len(part) for part in parts])])
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import Node
 
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.errors import DdpError
 
-__all__ = ["EndOfBackward", "Pass", "PassPolicy"]
+__all__ = ["EndOfBackward", "Pass", "PassPolicy", "leaves_below"]
 
 
 @dataclass(eq=False)
@@ -79,3 +80,19 @@ class PassPolicy(Protocol):
 
     def ended(self, *, has_failed: bool) -> None:
         """The pass is over, or a failure has come in its place."""
+
+
+def leaves_below(node: Node | None) -> Iterator[Node]:
+    """The nodes that accumulate into leaves, among those that `node` leads to."""
+    seen, stack = {node}, [node]
+    while stack:
+        current = stack.pop()
+        if current is None:
+            continue
+        following = [next_node for next_node, _ in current.next_functions]
+        if not following and hasattr(current, "variable"):
+            yield current
+        for next_node in following:
+            if next_node not in seen:
+                seen.add(next_node)
+                stack.append(next_node)

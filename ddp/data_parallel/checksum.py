@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ddp.comm.channel import Channel
-from ddp.comm.fingerprint import fingerprints
+from ddp.comm.fingerprint import PendingFingerprints, start_fingerprints
 from ddp.errors import DriftError
 
 __all__ = ["WeightChecksum"]
@@ -17,18 +17,26 @@ _PRIME = (1 << 61) - 1
 
 
 class WeightChecksum:
-    """One number for each parameter."""
+    """One number for each parameter, computed where it is.
+
+    On a device `take` only enqueues that and a copy to pinned host memory. `digest`, which is asked for at the end of
+    backward, waits for the copy: for all that the device had to do before this pass, but for no gradient. Without that
+    wait the ranks could not say in this step that they differ.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._named = dict(named)
+        self._pending: PendingFingerprints | None = None
         self._sums: dict[str, int] = {}
 
     def take(self) -> None:
-        """Sum up every parameter as it is now. Reads all weights once; waits for the device."""
-        self._sums = fingerprints(self._named)
+        """Sum up every parameter as it is now. Reads all weights once; does not wait for the device."""
+        self._pending = start_fingerprints(self._named)
 
     def digest(self) -> int:
-        """48 bits of all that was taken last."""
+        """48 bits of all that was taken last. Waits until the device has taken it."""
+        if self._pending is not None:
+            self._sums, self._pending = self._pending.read(), None
         mixed = 0
         for total in self._sums.values():
             mixed = (mixed * 0x9E3779B97F4A7C15 + total) % _PRIME

@@ -17,6 +17,7 @@ from ddp.errors import BackwardError
 from ddp.torch_internals import parameters_of, submodules_of
 
 _DTYPE = operator.attrgetter("dtype")
+_DEVICE = operator.attrgetter("device")
 
 __all__ = ["ModuleWatch", "sparse_names"]
 
@@ -36,7 +37,7 @@ class ModuleWatch:
         self.parameters = [parameter for name, parameter in module.named_parameters() if name not in self._ignored]
         self._known = {id(parameter) for parameter in module.parameters()}
         self._dtypes = list(map(_DTYPE, self.parameters))
-        self._device = self.parameters[0].device
+        self._devices = list(map(_DEVICE, self.parameters))
 
     def follow(self, module: nn.Module) -> ModuleWatch:
         """The watch of the module that is wrapped now; another one with the same parameters may take its place.
@@ -67,14 +68,14 @@ class ModuleWatch:
 
     def _conversion(self) -> BackwardError | None:
         """The error for parameters that have another dtype or device now; of the device, one speaks for all."""
-        if list(map(_DTYPE, self.parameters)) == self._dtypes and self.parameters[0].device == self._device:
+        if list(map(_DTYPE, self.parameters)) == self._dtypes and self.parameters[0].device == self._devices[0]:
             return None
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
-            if parameter.dtype != dtype or parameter.device != self._device:
+        for parameter, dtype, device in zip(self.parameters, self._dtypes, self._devices, strict=True):
+            if parameter.dtype != dtype or parameter.device != device:
                 name = names.get(id(parameter), "?")
                 return BackwardError(
-                    f"parameter {name!r} was {dtype} on {self._device} when the module was wrapped and is "
+                    f"parameter {name!r} was {dtype} on {device} when the module was wrapped and is "
                     f"{parameter.dtype} on {parameter.device} now: convert the module first, then wrap it",
                     parameter=name,
                 )

@@ -4,19 +4,22 @@ One hook for each parameter tells when its gradient is there. When all gradients
 reduction starts, always in the order of the plan, so that every rank starts the same collectives in the
 same order. A callback at the end of backward starts what is left, waits, and puts the averages into place.
 
-The last bucket carries the step status, what every rank has to say about this pass: which parameters had
-gradients, whether it failed. A parameter without a gradient on this rank contributes zeros; one that no rank used
-keeps the gradient it had, or None. A rank whose pass ends with an exception sends zeros for the rest and says
-so; then every rank raises in the same iteration, and the next one finds all of them in step.
+The last transfer carries the step status, what every rank has to say about this pass: which parameters had
+gradients, whether it failed. The host waits for the other ranks' statuses, and never for a device. A parameter
+without a gradient on this rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank
+whose pass ends with an exception sends zeros for the rest and says so; then every rank raises in the same iteration,
+and the next one finds all of them in step.
 
 Which backward passes are reduced, and what else the ranks must agree on, a `PassPolicy` decides.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
-from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, leaves_below
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
@@ -57,7 +60,8 @@ class Reducer:
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
     buckets stay views of them. `policy` is set by its maker, before the first gradient.
-    Backward passes of one module must not run in two threads at once.
+    Backward passes of one module must not run in two threads at once. Where it is on several devices, the hooks of
+    autograd's threads take turns, and all buckets leave at the end of backward.
     """
 
     policy: PassPolicy
@@ -93,6 +97,10 @@ class Reducer:
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
         self._weight: float | None = None
+        # Held while a pass is failed from outside its backward, which a thread of the engine may do that frees a graph;
+        # and with several devices, of which each has a thread of the engine, in hooks.
+        self.lock = threading.RLock()
+        self._has_several_devices = len({parameter.device for _, parameter in named}) > 1
         # In the first pass nothing leaves early: it shows which gradients become ready more than once.
         self.is_first = True
         self._repeated: set[int] = set()
@@ -152,7 +160,10 @@ class Reducer:
     def _watch(self, member: Member) -> None:
         self._nodes.append(get_gradient_edge(member.parameter).node)
         register = member.parameter.register_post_accumulate_grad_hook
-        self.handles.append(register(self._hook(member)))  # type: ignore[no-untyped-call]  # torch has no types here
+        hook = self._hook(member)
+        if self._has_several_devices:
+            hook = self._locked(hook)
+        self.handles.append(register(hook))  # type: ignore[no-untyped-call]  # torch has no types here
         self._hooks_beside.append(gradient_hooks(member.parameter))
 
     def be_last(self) -> None:
@@ -168,8 +179,9 @@ class Reducer:
 
     def settle(self) -> None:
         """Wait for what a failed pass of this rank left on its way. Every rank's next pass begins after it."""
-        if self.current is not None and current_backward() == -1:
-            self.fail("its backward pass was interrupted")
+        with self.lock:
+            if self.current is not None and current_backward() == -1:
+                self.fail("its backward pass was interrupted")
         if self._unsettled:
             self._unsettled = False
             self._schedule.wait()
@@ -218,6 +230,14 @@ class Reducer:
 
         return on_grad
 
+    def _locked(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        @wraps(hook)
+        def on_grad(grad: torch.Tensor) -> None:
+            with self.lock:
+                hook(grad)
+
+        return on_grad
+
     def reach(self) -> None:
         """A backward pass has reached what a forward pass returned: it takes part even if it reaches no parameter."""
         if self.is_closed:
@@ -225,8 +245,9 @@ class Reducer:
                 "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
                 "not be averaged: keep it as long as you train"
             )
-        if self.current is None and self._accumulates():
-            self.policy.begin()
+        with self.lock if self._has_several_devices else nullcontext():
+            if self.current is None and self._accumulates():
+                self.policy.begin()
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass leaves gradients in `.grad`; `torch.autograd.grad()` does not."""
@@ -240,7 +261,7 @@ class Reducer:
             )
             return False
         try:
-            return any(map(will_be_reached, _leaves_below(current_node())))
+            return any(map(will_be_reached, leaves_below(current_node())))
         except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
             return False
 
@@ -262,7 +283,8 @@ class Reducer:
             self.report.tell_failure(self.report.step, str(problem))
         self.policy.starting()
         self._schedule.begin()
-        holds = self.is_first or graphs is not None or problem is not None
+        # The streams of several devices are in step with each other only at the end of backward.
+        holds = self.is_first or graphs is not None or problem is not None or self._has_several_devices
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
         return pass_
@@ -283,14 +305,17 @@ class Reducer:
 
     def abandon(self, pass_: Pass) -> None:
         """End a pass whose backward pass the engine has dropped, unless it is over already."""
-        if self.current is pass_:
-            self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
+        with self.lock:
+            if self.current is pass_:
+                self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
 
     def fail(self, why: str) -> None:
         """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
 
-        Does not block and never raises, since a destructor calls it.
+        Does not wait for other ranks and never raises, since a destructor calls it. Whoever calls it from outside the
+        pass holds the `lock`.
         """
+        self.current = None  # else what is freed meanwhile could end it a second time
         self.report.tell_failure(self.report.step, why)
         self.is_first = True
         self.drop_gradients()
@@ -425,19 +450,3 @@ class Reducer:
             self._watch(member)
         self._schedule.end()
         self._schedule.plan([*self._schedule.order, *(member.index for member in new)], repeated=self._repeated)
-
-
-def _leaves_below(node: Node | None) -> Iterator[Node]:
-    """The nodes that accumulate into leaves, among those that `node` leads to."""
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        if current is None:
-            continue
-        following = [next_node for next_node, _ in current.next_functions]
-        if not following and hasattr(current, "variable"):
-            yield current
-        for next_node in following:
-            if next_node not in seen:
-                seen.add(next_node)
-                stack.append(next_node)

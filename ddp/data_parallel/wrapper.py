@@ -333,8 +333,9 @@ class DistributedDataParallel(TorchSurface):
         the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
         that of the mean over everything. A rank whose weight is 0 contributes nothing, whatever its loss is; it
         must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
-        Gradients must be None or 0 before the first pass of a step. Under compression that owes what it rounds (int8,
-        powersgd), keep the sum of the weights about equal in all steps: what is owed is in the weights of its own step.
+        Gradients must be None or 0 before the first pass of a step. For a `weight` on a device, the host waits. Under
+        compression that owes what it rounds (int8, powersgd), keep the sum of the weights about equal in all steps:
+        what is owed is in the weights of its own step.
         """
         if weight is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here

@@ -80,8 +80,9 @@ class CountingPolicy:
     def settle(self) -> None:
         """Wait for what a failed pass left, between backward passes: one that still seems to run was interrupted."""
         self._reducer.report.check_uninterrupted()
-        if self._backward is not None and current_backward() == -1:
-            self._reducer.fail("its backward pass was interrupted")
+        with self._reducer.lock:
+            if self._backward is not None and current_backward() == -1:
+                self._reducer.fail("its backward pass was interrupted")
         self._reducer.settle()
 
     def reduce_now(self) -> None:
@@ -128,8 +129,9 @@ class CountingPolicy:
         self._reducer.report.at("between two backward passes of a step")
 
     def _abandon(self, backward: object) -> None:
-        if self._backward is backward:
-            self._reducer.fail("its backward pass raised an exception")
+        with self._reducer.lock:
+            if self._backward is backward:
+                self._reducer.fail("its backward pass raised an exception")
 
     def _note_too_many(self) -> None:
         """There have been averages since gradients were cleared: exact if they are averaged again, but not added."""

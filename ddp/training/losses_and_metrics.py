@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.errors import ArgumentError
-from ddp.torch_internals import tree_leaves, tree_map_only
+from ddp.torch_internals import tree_leaves, tree_map_only, version_of
 
 __all__ = [
     "Loss",
@@ -194,9 +194,9 @@ class Loss:
         """The class weights (classes,) in float64, copied to the device once: copying them waits for both."""
         own: Tensor = self._summed.weight
         given, version, found = self._class_weights.get(device, (own, -1, own))
-        if given is not own or version != own._version:
+        if given is not own or version != version_of(own):
             found = own.detach().to(device, torch.float64)
-            self._class_weights[device] = own, own._version, found
+            self._class_weights[device] = own, version_of(own), found
         return found
 
     def __call__(self, outputs: Any, share: Share) -> Tensor:

@@ -438,6 +438,24 @@ def kept_gradients_stay(large_bytes: int, keep: str, *, counts: bool = True) -> 
     assert [values(mine) for mine in kept] == before
 
 
+def kept_gradients_outlive_a_failed_step(large_bytes: int) -> None:
+    """A forward pass that fails on one rank overwrites no gradient that somebody kept of an older step."""
+    ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = large_bytes
+    replica = build("mlp")
+    model = ddp.DistributedDataParallel(replica)
+    for step in range(3):
+        x, y = batch(step, 2 * dist.get_world_size())
+        loss_of(model, shard(x), shard(y)).backward()
+        kept = [p.grad.detach() for p in model.parameters()]
+        before = [grad.clone() for grad in kept]
+        model.zero_grad()
+        is_cause = dist.get_rank() == 0
+        with pytest.raises(RuntimeError if is_cause else ddp.errors.PeerFailedError):
+            loss_of(model, shard(x)[:, : 1 if is_cause else None], shard(y)).backward()
+        assert all(map(torch.equal, kept, before)), step
+    loss_of(model, shard(x), shard(y)).backward()  # waits for what the last failure left on its way
+
+
 def _leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     (product,) = (node for node, _ in tensor.grad_fn.next_functions)
     return [node.variable for node, _ in product.next_functions if node is not None]

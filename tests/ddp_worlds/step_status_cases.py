@@ -105,9 +105,8 @@ def _drop_in_another_thread(kept: list[object]) -> None:
     thread.join(timeout=20)
 
 
-def a_failed_pass_is_dropped_late() -> None:
-    """The graph of a failed pass is freed by another thread while the next pass runs, which is exact all the same."""
-    kept: list[object] = []
+def _failed_and_kept(kept: list[object]) -> tuple[ddp.DistributedDataParallel, Fragile, Fragile]:
+    """A model, its replica and an oracle, after a pass that failed; `kept` holds it, as a graph that somebody holds."""
     replica = Fragile().to(F64)
     model = ddp.DistributedDataParallel(replica)
     oracle = copy.deepcopy(replica)
@@ -118,13 +117,48 @@ def a_failed_pass_is_dropped_late() -> None:
             loss_of(model, *batch(0, 4)).backward()
     replica.mlp.layers[2].weight._backward_hooks = None
     replica.fails_in = ""
-    assert len(kept) == 1  # as a graph that somebody holds keeps it
+    assert len(kept) == 1
+    return model, replica, oracle
+
+
+def a_failed_pass_is_dropped_late() -> None:
+    """The graph of a failed pass is freed by another thread while the next pass runs, which is exact all the same."""
+    kept: list[object] = []
+    model, replica, oracle = _failed_and_kept(kept)
     x, y = batch(1, 2 * dist.get_world_size())
     out = model(shard(x))
     out.register_hook(lambda _: _drop_in_another_thread(kept))
     (out - shard(y)).square().mean().backward()
     loss_of(oracle, x, y).backward()
     assert not kept
+    assert_close(replica, oracle)
+
+
+def a_failed_pass_is_dropped_while_the_next_begins() -> None:
+    """Another thread frees the graph of a failed pass and fails it; the next forward pass waits until it has."""
+    kept: list[object] = []
+    model, replica, oracle = _failed_and_kept(kept)
+    transfer = model._policy.reducer._schedule._transfers[0]
+    gather, send = transfer.gather_nothing, transfer.send
+    is_inside, sent = threading.Event(), []
+
+    def gather_nothing() -> None:
+        is_inside.set()
+        time.sleep(0.5)  # for the next forward pass, if it does not wait
+        gather()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "gather_nothing", gather_nothing)
+        patch.setattr(transfer, "send", lambda: (sent.append(threading.get_ident()), send()))
+        thread = threading.Thread(target=kept.clear)
+        thread.start()
+        assert is_inside.wait(20)
+        x, y = batch(1, 2 * dist.get_world_size())
+        loss = loss_of(model, shard(x), shard(y))
+        assert sent == [thread.ident]
+    thread.join(timeout=20)
+    loss.backward()
+    loss_of(oracle, x, y).backward()
     assert_close(replica, oracle)
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "spec_of",
 ]
 
-# From here on, one call that copies and divides a gradient costs less than a second pass over its memory.
+# From here on, on the CPU, one call that copies and divides a gradient costs less than a second pass over its memory.
 _LARGE_BYTES = 32 << 10
 
 # A flat bucket up to this size may wait for a larger gradient behind it, so that the step status needs no
@@ -90,7 +90,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Gradients that are reduced together, small ones first.
+    """Gradients that are reduced together, small ones first; on a device all count as small.
 
     `is_own`: a single gradient, reduced where it lies. `small_count` slots are small and fill the first
     `small_numel` elements. `numel` excludes the step status.
@@ -118,12 +118,12 @@ def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
 
 
 def plan_buckets(
-    specs: Sequence[GradSpec], limits: BucketLimits, *, status_numel: int, status_device: torch.device | None = None
+    specs: Sequence[GradSpec], limits: BucketLimits, *, status_numel: int, status_alone: bool = False
 ) -> tuple[BucketPlan, ...]:
     """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
 
-    The last bucket is flat and has room for `status_numel` numbers behind its gradients. Without `status_device`,
-    the step status travels with gradients if it can; else alone, in a last bucket on that device.
+    The last bucket is flat and has room for `status_numel` numbers behind its gradients. It is one of gradients if that
+    can be; with `status_alone`, it holds nothing else and lies in host memory.
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
@@ -142,19 +142,17 @@ def plan_buckets(
             cap = next(caps, limits.cap_bytes)
     finished += [(last[key], _bucket(members)) for key, members in open_.items()]
     plans = [plan for _, plan in sorted(finished, key=lambda pair: pair[0])]
-    if status_device is not None:
-        return (*plans, _alone(status_device, status_numel))
-    return _with_status(plans, status_numel)
+    return (*plans, _alone(status_numel)) if status_alone else _with_status(plans, status_numel)
 
 
 def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
     slots: list[Slot] = []
     offset = small_count = small_numel = 0
-    for spec in sorted(specs, key=lambda spec: spec.nbytes >= _LARGE_BYTES):
+    for spec in sorted(specs, key=_is_large):
         offset += offset % 2 if spec.dtype.is_complex else 0  # torch.view_as_complex needs an even offset
         slots.append(Slot(spec, offset))
         offset += spec.flat_numel
-        if spec.nbytes < _LARGE_BYTES:
+        if not _is_large(spec):
             small_count, small_numel = len(slots), offset
     first = slots[0].spec
     return BucketPlan(
@@ -168,6 +166,11 @@ def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
     )
 
 
+def _is_large(spec: GradSpec) -> bool:
+    """Whether a gradient is copied by itself. On a device none is: there the number of calls counts, not the bytes."""
+    return spec.device.type == "cpu" and spec.nbytes >= _LARGE_BYTES
+
+
 def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
     """Put a flat bucket last and give it room for the step status: the last small one there is, else an empty one."""
     # Weights are among the step status's numbers: they must not be rounded more than the gradients are.
@@ -176,11 +179,11 @@ def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
     at = max((i for i, plan in enumerate(plans) if not plan.is_own and plan.dtype in exact), default=None)
     if at is not None and (at == len(plans) - 1 or plans[at].nbytes <= _MAY_WAIT_BYTES):
         return (*plans[:at], *plans[at + 1 :], replace(plans[at], status_numel=numel))
-    return (*plans, _alone(torch.device("cpu") if not plans else plans[0].device, numel))
+    return (*plans, _alone(numel))
 
 
-def _alone(device: torch.device, numel: int) -> BucketPlan:
-    return BucketPlan((), torch.float64, device, 0, is_own=False, status_numel=numel)
+def _alone(numel: int) -> BucketPlan:
+    return BucketPlan((), torch.float64, torch.device("cpu"), 0, is_own=False, status_numel=numel)
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

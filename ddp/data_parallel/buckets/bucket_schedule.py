@@ -48,7 +48,6 @@ class BucketSchedule:
         self._limits = limits
         self._as_views = as_views
         self._own_status = own_status
-        self._adder = Adder(channel.group)
         self._hook: CommHook | None = None
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
@@ -63,9 +62,13 @@ class BucketSchedule:
         """
         self._repeated = frozenset(repeated)
         specs = [spec_of(index, self._members[index].parameter) for index in order]
-        alone = torch.device("cpu") if self._hook or self._channel.control is not self._channel.group else None
         limits = replace(self._limits, own_bytes=None) if self._hook else self._limits
-        plans = plan_buckets(specs, limits, status_numel=HEADER_NUMEL + len(self._members), status_device=alone)
+        plans = plan_buckets(
+            specs,
+            limits,
+            status_numel=HEADER_NUMEL + len(self._members),
+            status_alone=self._hook is not None or any(m.parameter.device.type != "cpu" for m in self._members),
+        )
         self.order = list(order)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
@@ -80,10 +83,12 @@ class BucketSchedule:
 
     def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
         members = [self._members[slot.spec.index] for slot in plan.slots]
-        sender: Sender = self._adder
+        sender: Sender
         if not members:
             sender = SmallAdder(self._channel.control)
-        elif self._hook:
+        elif self._hook is None:
+            sender = Adder(self._channel.group, plan.device)
+        else:
             sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:
             return OwnTransfer(plan, members, sender)
@@ -151,7 +156,7 @@ class BucketSchedule:
     def wait(self) -> StatusSum:
         """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
         self._wait_for(self._transfers)
-        self._statuses = self._carrier.status
+        self._statuses = self._carrier.status.clone()  # without a hold on the gradients in the same memory
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, Slot, slot_view
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.data_parallel.buckets.transfers import Sender, Transfer, dense, ready_twice
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
 
@@ -24,16 +24,18 @@ _Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
 
 
 class _Region:
-    """Places for gradients in one tensor."""
+    """Places for gradients in one tensor, those of small ones first."""
 
-    def __init__(self, tensor: torch.Tensor, members: Sequence[Member], slots: Sequence[Slot]) -> None:
+    def __init__(self, tensor: torch.Tensor, members: Sequence[Member], plan: BucketPlan) -> None:
         self.tensor = tensor
         self.places: list[_Place] = [
-            (member, member.parameter, slot_view(tensor, slot)) for member, slot in zip(members, slots, strict=True)
+            (member, member.parameter, slot_view(tensor, slot))
+            for member, slot in zip(members, plan.slots, strict=True)
         ]
-        self.parameters = [parameter for _, parameter, _ in self.places]
+        self.small = self.places[: plan.small_count]
+        self.small_views = [view for _, _, view in self.small]
+        self.large = {place[0].index: place for place in self.places[plan.small_count :]}
         self.views = [view for _, _, view in self.places]
-        self.indices = frozenset(member.index for member in members)
         self.is_given_away = False  # whether a place is, or was, `.grad` of its parameter
         self._holders_at_first = self._holders()
         self._count_at_first = self._holder_count()
@@ -74,9 +76,10 @@ class _Region:
 class FlatTransfer(Transfer):
     """Many gradients in one flat tensor.
 
-    Small gradients go through a staging tensor, all with one call. Large ones are divided into the flat tensor when
-    they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an older gradient.
-    The last bucket's flat tensor also carries the step status: one number for each parameter of the module.
+    Small gradients, and on a device all, are copied into it with one call when the last is there. Large ones are
+    divided into it when they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an
+    older gradient. The last bucket's flat tensor also carries the step status: one number for each parameter of the
+    module.
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
@@ -84,8 +87,9 @@ class FlatTransfer(Transfer):
         self.taken_early = frozenset(member.index for member in members[plan.small_count :])
         self._plan = plan
         self._as_views = as_views
-        self._renew_small()
-        self._renew_large()
+        self._small_indices = frozenset(member.index for member in members[: plan.small_count])
+        self._small_parameters = [member.parameter for member in members[: plan.small_count]]
+        self._renew()
         self._own = self.indices
         self._made_by_backward: frozenset[int] = frozenset()
         self._taken: set[int] = set()  # large ones that are in their places
@@ -94,23 +98,15 @@ class FlatTransfer(Transfer):
         self._absent: list[_Place] = []
         self._old: dict[int, torch.Tensor] = {}  # what was in the place of an absent gradient, by index
 
-    def _renew_small(self) -> None:
+    def _renew(self) -> None:
+        """Take new memory, filled with zeros since hooks also see what lies between the places."""
         plan = self._plan
-        staging = torch.zeros(plan.small_numel, dtype=plan.dtype, device=plan.device)
-        self._small = _Region(staging, self.members[: plan.small_count], plan.slots[: plan.small_count])
-
-    def _renew_large(self) -> None:
-        plan = self._plan
-        self._flat = torch.empty(plan.numel + plan.status_numel, dtype=plan.dtype, device=plan.device)
-        self._large = _Region(self._flat, self.members[plan.small_count :], plan.slots[plan.small_count :])
-        self._large_of = {place[0].index: place for place in self._large.places}
+        self._flat = torch.zeros(plan.numel + plan.status_numel, dtype=plan.dtype, device=plan.device)
+        self._region = _Region(self._flat, self.members, plan)
 
     def begin(self) -> None:
-        if not self._as_views:
-            if self._small.is_watched():
-                self._renew_small()
-            if self._large.is_watched():
-                self._renew_large()
+        if not self._as_views and self._region.is_watched():
+            self._renew()
         had = [member.index for member in self.members if member.parameter.grad is not None]
         self._made_by_backward = self._own.difference(had) if had else self._own
 
@@ -120,7 +116,7 @@ class FlatTransfer(Transfer):
         The caches still hold it, and its memory is free for the next one that autograd makes. Another gradient for
         the same parameter would be added to one that is divided already, so it is refused.
         """
-        place = self._large_of[index]
+        place = self._region.large[index]
         if index in self._taken:
             raise ready_twice(place[0])
         grad = place[1].grad
@@ -133,54 +129,53 @@ class FlatTransfer(Transfer):
         self._taken.add(member.index)
         torch.div(dense(grad), self._sender.divisor, out=view)
         if grad is not view:
-            self._settle(place, grad, self._large)
+            self._settle(place, grad)
 
-    def _settle(self, place: _Place, grad: torch.Tensor, region: _Region) -> None:
+    def _settle(self, place: _Place, grad: torch.Tensor) -> None:
         """Make the place the gradient if nobody can notice, else note to copy the average back."""
         member, parameter, view = place
         if self._as_views or member.index in self._made_by_backward or grad.layout is not torch.strided:
             parameter.grad = view
-            region.is_given_away = True
+            self._region.is_given_away = True
         else:
             self._grads.append(grad)
             self._places.append(view)
 
     def gather(self, touched: Mapping[int, None]) -> list[int]:
-        if self._small.places:
+        divisor = self._sender.divisor
+        if self._region.small:
             self._gather_small(touched)
-            torch.div(self._small.tensor, self._sender.divisor, out=self._flat[: self._plan.small_numel])
-        for place in self._large.places:
-            member, parameter, view = place
-            if member.index in self._taken:
+            if divisor != 1:
+                self._flat[: self._plan.small_numel].div_(divisor)
+        for index, place in self._region.large.items():
+            if index in self._taken:
                 continue
-            grad = parameter.grad
-            if grad is None or member.index not in touched:
+            grad = place[1].grad
+            if grad is None or index not in touched:
                 self._gather_absent(place, grad)
-                view.div_(self._sender.divisor)
+                place[2].div_(divisor)
             else:  # made inside no_sync() before
                 self._take(place, grad)
         return [member.index for member, _, _ in self._absent]
 
     def _gather_small(self, touched: Mapping[int, None]) -> None:
         """Copy all with one call: for small gradients the number of calls counts, not the bytes."""
-        small = self._small
-        all_grads = [parameter.grad for parameter in small.parameters]
+        parameters, views, indices = self._small_parameters, self._region.small_views, self._small_indices
+        all_grads = [parameter.grad for parameter in parameters]
         layouts = {None if grad is None else grad.layout for grad in all_grads}
-        is_usual = (
-            layouts == _ONLY_STRIDED and small.indices <= self._made_by_backward and touched.keys() >= small.indices
-        )
-        if is_usual and not any(map(operator.is_, all_grads, small.views)):
-            foreach_copy(small.views, cast("list[torch.Tensor]", all_grads))
-            for parameter, view in zip(small.parameters, small.views, strict=True):
+        is_usual = layouts == _ONLY_STRIDED and indices <= self._made_by_backward and touched.keys() >= indices
+        if is_usual and not any(map(operator.is_, all_grads, views)):
+            foreach_copy(views, cast("list[torch.Tensor]", all_grads))
+            for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
-            small.is_given_away = True
+            self._region.is_given_away = True
             return
         self._gather_small_each(touched)
 
     def _gather_small_each(self, touched: Mapping[int, None]) -> None:
         """The same where some are absent, sparse, or lie in the bucket already."""
         places, views, grads = [], [], []
-        for place in self._small.places:
+        for place in self._region.small:
             member, parameter, view = place
             grad = parameter.grad
             if grad is None or member.index not in touched:
@@ -192,7 +187,7 @@ class FlatTransfer(Transfer):
         if grads:
             foreach_copy(views, [dense(grad) for grad in grads])
         for place, grad in zip(places, grads, strict=True):
-            self._settle(place, grad, self._small)
+            self._settle(place, grad)
 
     def _gather_absent(self, place: _Place, grad: torch.Tensor | None) -> None:
         member, _, view = place
@@ -205,7 +200,10 @@ class FlatTransfer(Transfer):
             view.copy_(dense(grad))
 
     def gather_nothing(self) -> None:
-        self._flat.zero_()
+        if self._region.is_given_away:  # the gradients of an older step are in there, which somebody may have kept
+            self._renew()
+        else:
+            self._flat.zero_()
         self._forget()
 
     @property
@@ -219,8 +217,6 @@ class FlatTransfer(Transfer):
     def deliver(self, used: Collection[int], factor: float) -> None:
         if factor != 1.0:
             self._flat[: self._plan.numel].mul_(factor)
-        if self._small.places:
-            self._small.tensor.copy_(self._flat[: self._plan.small_numel])
         if self._grads:
             foreach_copy(self._grads, self._places)
         for member, parameter, view in self._absent:

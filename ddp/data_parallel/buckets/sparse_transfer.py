@@ -24,14 +24,15 @@ def average_sparse(channel: Channel, member: Member, factor: float) -> None:
     the order of the ranks.
     """
     with channel.report.waiting(f"exchange of the rows of {member.name!r}"):
-        _average(channel.group, member.parameter, factor)
+        _average(channel, member.parameter, factor)
 
 
-def _average(group: dist.ProcessGroup, parameter: torch.nn.Parameter, factor: float) -> None:
+def _average(channel: Channel, parameter: torch.nn.Parameter, factor: float) -> None:
+    group = channel.group
     mine = None if parameter.grad is None else parameter.grad.detach()
     if mine is not None and mine.layout is torch.sparse_coo:
         mine = mine.coalesce() if mine.sparse_dim() == 1 else mine.to_dense()
-    kinds, counts = _gathered_sizes(group, mine, parameter.device)
+    kinds, counts = _gathered_sizes(channel.control, mine)
     scale = factor / group.size()
     if _DENSE in kinds:
         total = torch.zeros_like(parameter) if mine is None else mine.to_dense() if mine.is_sparse else mine.clone()
@@ -41,16 +42,14 @@ def _average(group: dist.ProcessGroup, parameter: torch.nn.Parameter, factor: fl
     parameter.grad = _summed_rows(group, parameter, mine, counts).mul_(scale)
 
 
-def _gathered_sizes(
-    group: dist.ProcessGroup, mine: torch.Tensor | None, device: torch.device
-) -> tuple[list[int], list[int]]:
-    """Of every rank: what its gradient is, and how many rows it has."""
+def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tuple[list[int], list[int]]:
+    """Of every rank: what its gradient is, and how many rows it has, by host memory, where they are read."""
     kind, count = _NONE, 0
     if mine is not None:
         kind, count = (_SPARSE, len(mine.values())) if mine.is_sparse else (_DENSE, 0)
-    told = torch.tensor([kind, count], device=device)
-    every = [torch.empty_like(told) for _ in range(group.size())]
-    dist.all_gather(every, told, group=group)
+    told = torch.tensor([kind, count], device="cpu")
+    every = [torch.empty_like(told) for _ in range(control.size())]
+    control.allgather([every], [told]).wait()
     rows = [other.tolist() for other in every]
     return [row[0] for row in rows], [row[1] for row in rows]
 

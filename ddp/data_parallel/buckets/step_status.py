@@ -1,7 +1,9 @@
 """What the ranks tell each other at the end of every backward pass: a few numbers that are added up over the ranks.
 
-They travel behind the gradients of the last bucket, or alone. The reducer writes this rank's numbers and reads the
-sums; every rank reads the same sums, so all of them come to the same conclusion in the same iteration.
+They travel in host memory: behind the gradients of the last bucket, or alone where gradients are on a device, which the
+host must not wait for. The reducer writes this rank's numbers when backward has ended, since until then a rank may
+fail, and reads the sums when all else is on its way. Every rank reads the same sums, so all of them come to the same
+conclusion in the same iteration.
 """
 
 from __future__ import annotations

@@ -41,19 +41,27 @@ class Sender(Protocol):
 
 
 class Adder:
-    """Starts all-reduces that add over `group`, without blocking; each rank divides its share by `divisor` before.
+    """Starts all-reduces over `group` of tensors on `device`, without blocking.
 
-    Divided before the sum, float16 does not overflow in it; and a copy that is made anyway divides for nothing.
+    Where the backend averages by itself (NCCL), gradients are not divided. Elsewhere each rank divides its share by
+    `divisor` before they are added: then float16 does not overflow, and a copy that is made anyway divides for nothing.
+    NCCL does the same.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.divisor = group.size()
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
+        self.divisor = 1 if is_average else group.size()
         self._group = group
         self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
+        self._options.reduceOp = dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
 
     def start(self, flat: torch.Tensor) -> Pending:
         return self._group.allreduce([flat], self._options)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The names of a group's backends, by type of device."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 class Transfer(ABC):
@@ -129,13 +137,15 @@ class OwnTransfer(Transfer):
         grad = parameter.grad
         self._is_absent = grad is None or self._member.index not in touched
         if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
-            self._buffer = grad.div_(self._sender.divisor)
+            self._buffer = grad
         else:
             self._buffer = self._empty()
             if grad is None:
                 self._buffer.zero_()
             else:
-                self._buffer.copy_(dense(grad)).div_(self._sender.divisor)
+                self._buffer.copy_(dense(grad))
+        if self._sender.divisor != 1:
+            self._buffer.div_(self._sender.divisor)
         return [self._member.index] if self._is_absent else []
 
     def gather_nothing(self) -> None:

@@ -74,6 +74,11 @@ def test_what_is_kept_of_a_gradient_is_not_overwritten_where_torch_has_no_count_
     )
 
 
+@pytest.mark.parametrize("large_bytes", [32768, 1])
+def test_what_is_kept_of_a_gradient_is_not_overwritten_by_a_failed_step(nursery: Nursery, large_bytes: int) -> None:
+    nursery.run(2, "ddp_worlds.data_parallel_cases:kept_gradients_outlive_a_failed_step", large_bytes=large_bytes)
+
+
 def test_the_plan_follows_the_order_of_use(nursery: Nursery) -> None:
     orders = nursery.run(2, "ddp_worlds.data_parallel_cases:follows_order_of_use")
     assert orders[0] == orders[1]

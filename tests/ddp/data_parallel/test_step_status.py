@@ -77,6 +77,10 @@ def test_a_pass_that_is_dropped_late_cannot_fail_the_next_one(nursery: Nursery) 
     nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_is_dropped_late")
 
 
+def test_a_pass_that_is_dropped_in_another_thread_is_over_before_the_next_begins(nursery: Nursery) -> None:
+    nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_is_dropped_while_the_next_begins")
+
+
 def test_a_pass_of_an_optimizer_that_is_dropped_late_cannot_fail_the_next_one(nursery: Nursery) -> None:
     nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_of_an_optimizer_is_dropped_late")
 
