@@ -122,6 +122,7 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         compression: str | Half | Int8 | PowerSGD | None = None,
         weight_checksum: bool = False,
@@ -139,6 +140,7 @@ class DistributedDataParallel(TorchSurface):
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
         )
         self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original

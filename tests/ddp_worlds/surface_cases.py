@@ -81,7 +81,8 @@ def signatures_are_torchs() -> None:
     ours = list(inspect.signature(ddp.DistributedDataParallel).parameters.values())
     assert [p.name for p in ours][: len(theirs)] == [p.name for p in theirs]
     assert {p.name: p.default for p in ours[: len(theirs)]} == {p.name: p.default for p in theirs}
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in ours[len(theirs) :])
+    newer = {"bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}  # than some
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY or p.name in newer for p in ours[len(theirs) :])
     for name in ("forward", "no_sync", "join", "register_comm_hook", "_register_buffer_comm_hook"):
         expected = list(inspect.signature(getattr(Theirs, name)).parameters)
         assert list(inspect.signature(getattr(ddp.DistributedDataParallel, name)).parameters) == expected, name
@@ -116,6 +117,7 @@ def arguments_are_taken_as_torchs() -> None:
         ("delay_all_reduce_named_params", [("a", nn.Parameter(torch.ones(1)))]),
         ("param_to_hook_all_reduce", nn.Parameter(torch.ones(1))),
         ("batched_grad_copy", True),
+        ("lazy_bucket_allocation", True),
     ):
         with pytest.warns(UserWarning, match=rf"{name}=\.\.\.\) has no effect: \w+"):
             model = ddp.DistributedDataParallel(build("mlp"), **{name: value})
@@ -123,6 +125,13 @@ def arguments_are_taken_as_torchs() -> None:
 
 
 def bad_arguments_are_errors() -> None:
+    model: Any = ddp.DistributedDataParallel(build("mlp"))
+    model.require_manual_backward_finalization = False
+    with pytest.raises(ddp.errors.UnsupportedError, match="manual finalization"):
+        model.require_manual_backward_finalization = True
+    assert not model.require_manual_backward_finalization
+    with pytest.raises(ddp.errors.UnsupportedError, match="manual finalization"):
+        model.finalize_backward()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for settings, error, match in (
         ({"device_ids": [0]}, ddp.errors.ArgumentError, "device_ids"),
