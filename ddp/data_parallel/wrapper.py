@@ -37,7 +37,7 @@ from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
-from ddp.torch_internals import ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
+from ddp.torch_internals import check_join, ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
 from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel"]
@@ -372,6 +372,7 @@ class DistributedDataParallel(TorchSurface):
         policy = self._policy
         if policy is None:
             return JoinHook()
+        check_join(self)
         policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_of, equalise)
