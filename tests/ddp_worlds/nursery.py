@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _kept: list[Any] = []  # by a rank until it exits
 _NO_FAULT = (  # what some versions say, and nobody can mend
     "Guards may run slower on Python",
+    "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
 )
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
