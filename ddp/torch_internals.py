@@ -3,98 +3,190 @@
 ddp needs torch 2.9 or newer, which has all of these. Where a newer one drops a name, tests/ddp/test_torch_internals.py
 fails, and only this file changes; the test also sees to it that no other file of ddp has a private name of torch.
 `comm/allreduce_speed.py` is left out: it runs without torch's Python code, on the extension alone.
+
+A name that is not there never fails an import: what needs it raises UnsupportedError, which names it, or does without
+it as said here. tests/ddp/test_hidden_names.py hides each in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
+
+from ddp.errors import UnsupportedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _lacking(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"torch {torch.__version__} has no {name}, which this needs: install a torch that was tested (the README of "
+        "dtrain has a table), or a newer dtrain"
+    )
+
+
+def _find(path: str) -> Any:
+    """What torch has under a dotted name, else None."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        outer = _find(module) if module else None
+        return getattr(outer, name, None)
+
+
+class _Lacking:
+    """Stands for a function that torch does not have: calling it raises UnsupportedError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise _lacking(self.path)
+
+
+def _needed(path: str) -> Any:
+    """What torch has under a dotted name, else what raises UnsupportedError when it is called."""
+    return _find(path) or _Lacking(path)
+
+
+def _unless_lacking(function: Callable[P, R]) -> Callable[P, R]:
+    """Have an attribute that `function` uses, and that is not there, raise UnsupportedError."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AttributeError as error:
+            if error.name not in function.__code__.co_names:
+                raise
+            owner = getattr(error.obj, "__name__", type(error.obj).__name__)
+            raise _lacking(f"{owner}.{error.name}") from error
+
+    return call
+
+
+# Nested values: inputs and outputs of modules. Without them nothing can be wrapped. 2.2.
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _needed("torch.utils._pytree.tree_flatten")
+tree_leaves: Callable[[Any], list[Any]] = _needed("torch.utils._pytree.tree_leaves")
+tree_map: Callable[..., Any] = _needed("torch.utils._pytree.tree_map")
+tree_map_only: Callable[..., Any] = _needed("torch.utils._pytree.tree_map_only")
 
 # Autograd's engine. Without these nothing can be averaged: there is no public word for the end of a backward pass.
 
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Have the engine call `function` at the end of the backward pass that runs; dropped if the pass fails. 1.0."""
-    Variable._execution_engine.queue_callback(function)
-
+# Have the engine call a function at the end of the backward pass that runs; dropped if the pass fails. 1.0.
+call_after_backward: Callable[[Callable[[], None]], None] = _needed(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
 
 # The engine's number for the backward pass that runs in this thread, else -1. Without it a pass that was interrupted,
 # and a forward pass inside a backward pass (activation checkpoints), cannot be told from others. 2.0.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = _needed("torch._C._current_graph_task_id")
 
 # Whether the backward pass that runs will reach a node; RuntimeError if it captures that leaf's gradient. Without it
 # torch.autograd.grad() starts reductions, and buckets wait for parameters that are not used. 2.0.
-will_be_reached: Callable[[Node], bool] = torch._C._will_engine_execute_node
+will_be_reached: Callable[[Node], bool] = _needed("torch._C._will_engine_execute_node")
 
 # The node whose hooks run. Without it, what a backward pass through an output leads to is not known. 2.1.
-current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+current_node: Callable[[], Node | None] = _needed("torch._C._current_autograd_node")
 
 
-def gradient_hooks(parameter: torch.Tensor) -> Any:
+def check_engine() -> None:
+    """Raise UnsupportedError if a backward pass would meet a name that is not there; warn if torch.compile would."""
+    for each in (call_after_backward, current_backward, will_be_reached, current_node):
+        if isinstance(each, _Lacking):
+            each()
+    if _not_skipped:
+        warnings.warn(
+            f"torch.compile also compiles ddp's own functions, which is slow: {_not_skipped[0]}", stacklevel=2
+        )
+
+
+@_unless_lacking
+def gradient_hooks(parameter: Any) -> Any:
     """The ordered dict of post-accumulate-grad hooks, None if there never was one. 2.1.
 
     Without it, hooks that the user registers after wrapping run after those of the reducer.
     """
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter._post_accumulate_grad_hooks
 
 
 # Who holds a tensor. Without these every gradient is copied into its bucket and out again.
 
+_storage_owner_count = _find("torch._C._storage_Use_Count") if hasattr(torch.UntypedStorage, "_cdata") else None
+_more_each_time = itertools.count()
+
 
 def memory_owner_count(storage: torch.UntypedStorage) -> int:
-    """How many own the memory of a storage, `storage` itself included. 2.1."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    """How many own the memory of a storage, `storage` itself included; never the same twice if not counted. 2.1."""
+    if _storage_owner_count is None:
+        return next(_more_each_time)
+    return int(_storage_owner_count(storage._cdata))
 
 
 # How many own a tensor besides its Python object; None where torch has no such count. 2.3.
-tensor_owner_count = cast("Callable[[torch.Tensor], int] | None", getattr(torch.Tensor, "_use_count", None))
+tensor_owner_count = cast(
+    "Callable[[torch.Tensor], int] | None", _storage_owner_count and getattr(torch.Tensor, "_use_count", None)
+)
 
 
+@_unless_lacking
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. Without it every buffer is compared, or sent, each time. 0.4."""
+    """How often a tensor was changed in place. Without it nobody knows which buffers parameter servers lack. 0.4."""
     return int(tensor._version)
 
 
-# Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
-foreach_copy: Callable[..., None] = torch._foreach_copy_
+def _copy_each(to: Sequence[torch.Tensor], each: Sequence[torch.Tensor]) -> None:
+    for tensor, source in zip(to, each, strict=True):
+        tensor.copy_(source)
 
-# Modules. These two are the bases of all of their kind. 1.0.
-AnyBatchNorm = _BatchNorm
-AnyDropout = _DropoutNd
+
+# Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
+foreach_copy: Callable[..., None] = _find("torch._foreach_copy_") or _copy_each
+
+# Modules. The bases of all of their kind; without them, verify does not know classes that users derive from them. 1.0.
+AnyBatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm") or (
+    nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+)
+AnyDropout: Any = _find("torch.nn.modules.dropout._DropoutNd") or (
+    nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
+)
 
 # The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
 # checks in each pass become slow. Since the first version.
 
 
+@_unless_lacking
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of a module itself, without its submodules'."""
     return module._parameters
 
 
+@_unless_lacking
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+@_unless_lacking
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+@_unless_lacking
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer, as `module.double()` does. Without it, complex ones stay as they are."""
     module._apply(change)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -106,8 +198,10 @@ def ignored_names(module: nn.Module) -> set[str]:
 
 
 def compiled_module(module: object) -> nn.Module | None:
-    """The module inside what torch.compile returned, else None. Without it, keys keep its prefix. 2.0."""
+    """The module inside what torch.compile returned, else None. 2.0."""
     inner = getattr(module, "_orig_mod", None)
+    if inner is None and type(module).__name__ == "OptimizedModule":
+        raise _lacking("OptimizedModule._orig_mod")
     return inner if isinstance(inner, nn.Module) else None
 
 
@@ -126,11 +220,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 # Without these it breaks its graphs elsewhere and traces this package, slowly.
 
 
+_not_skipped: list[UnsupportedError] = []  # why, if skip_package could not do its work
+
+
 def skip_package(name: str) -> None:
     """Mark all functions of the modules of package `name` that are imported now. Does not import torch._dynamo."""
-    for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
-        for code in _codes_of(module):
-            _skip_when_compiling(code)
+    try:
+        for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
+            for code in _codes_of(module):
+                _skip_when_compiling(code)
+    except UnsupportedError as error:
+        _not_skipped.append(error)
 
 
 def _codes_of(module: ModuleType) -> Iterator[CodeType]:
@@ -151,6 +251,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
+@_unless_lacking
 def _skip_when_compiling(code: CodeType) -> None:
     """Keep torch.compile out of a function's own frame. Does not import torch._dynamo. 2.7."""
     frames: Any = torch._C._dynamo.eval_frame
@@ -173,18 +274,20 @@ def in_compiled_autograd() -> bool:
 def swap_active_ddp_module(module: object) -> object:
     """Set the wrapper whose forward runs, by which torch.compile splits graphs at buckets; return that before. 1.13."""
     wrapper: Any = nn.parallel.DistributedDataParallel
-    before, wrapper._active_ddp_module = wrapper._active_ddp_module, module
+    before, wrapper._active_ddp_module = getattr(wrapper, "_active_ddp_module", None), module
     return before
 
 
 # Process groups.
 
 
+@_unless_lacking
 def default_store() -> Any:
     """The store of the default group. Without it a stall report knows only this rank. 1.0."""
     return dist.distributed_c10d._get_default_store()
 
 
+@_unless_lacking
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend of a group for a device; RuntimeError without one. 2.0."""
     return group._get_backend(device)
@@ -230,6 +333,7 @@ def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
         return False
 
 
+@_unless_lacking
 def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist.ProcessGroup:
     """Connect a group of the same ranks, in the same order, that moves host memory by gloo. Blocks. 2.6.
 
@@ -243,6 +347,7 @@ def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist
     return made
 
 
+@_unless_lacking
 def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:
     """Start gathering equal flat tensors into one. Without it: a list of tensors, and a copy more. 1.8."""
     work: dist.Work = group._allgather_base(into, mine)
@@ -251,17 +356,24 @@ def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.W
 
 # The class of futures that collectives return, of which torch.futures.Future is a subclass. Without it, their futures
 # cannot be told from a hook's mistake. 1.6.
-AnyFuture = torch._C.Future
+AnyFuture = _find("torch._C.Future") or torch.futures.Future
 
 
+@_unless_lacking
 def device_index(device: int | torch.device) -> int:
     """The index of a device, however it is given. 1.0."""
     return int(torch._utils._get_device_index(device, True))
 
 
 def is_in_join(joinable: Any) -> bool:
-    """Whether a Joinable is inside a Join context that is enabled. Without it, join() hangs. 1.10."""
-    return bool(joinable._join_config.enable)
+    """Whether a Joinable is inside a Join context that is enabled. 1.10."""
+    return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
+
+
+def check_join(joinable: Any) -> None:
+    """Raise UnsupportedError if `is_in_join` cannot know: join() would hang."""
+    if not hasattr(getattr(joinable, "_join_config", None), "enable"):
+        raise _lacking("Joinable._join_config.enable")
 
 
 # Optimizers.
@@ -274,7 +386,10 @@ def in_backward_optimizers(parameter: torch.Tensor) -> Sequence[torch.optim.Opti
 
 def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
     """The hooks of an optimizer: `when` is "state_dict_pre", "load_state_dict_post" and so on. Else not called. 2.3."""
-    return list(getattr(optimizer, f"_optimizer_{when}_hooks", {}).values())
+    name = f"_optimizer_{when}_hooks"
+    if not hasattr(optimizer, name):
+        raise _lacking(f"Optimizer.{name}")
+    return list(getattr(optimizer, name).values())
 
 
 def mark_as_stepped(optimizer: Any) -> None:

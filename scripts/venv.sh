@@ -1,4 +1,5 @@
-# Sourced by scripts/quickstart and scripts/test: makes .venv and installs dtrain into it, unless that is done.
+# Sourced by scripts/quickstart and scripts/test: makes .venv and installs dtrain into it, unless that is done. After
+# use_pair another environment takes the place of .venv.
 #
 #   PYTHON=/path/to/python3     the interpreter to use (default: 3.11 if there is one, else any from 3.10 on)
 #   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without an NVIDIA GPU get the build without
@@ -7,6 +8,9 @@
 # Settings that would let pip or python work on another environment than ours.
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_TARGET PIP_PREFIX
 export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+venv=.venv
+constraints=scripts/constraints.txt
 
 say() { echo "-- $*"; }
 die() { echo "$(basename "$0"): $*" >&2; exit 1; }
@@ -44,6 +48,28 @@ PY
   return 1
 }
 
+# find_version X.Y: the interpreter of that version that can make a virtual environment, on PATH or among pyenv's, whose
+# shims work only for the versions that are switched on.
+find_version() {
+  local candidate
+  for candidate in "python$1" $(printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/"python$1" | sort -rV); do
+    PYTHON=$candidate find_python ensurepip && return
+  done
+  die "no Python $1 that can make a virtual environment, neither as python$1 on PATH nor in pyenv"
+}
+
+# use_pair TORCH PYTHON: has install make an environment of its own for these two versions; "" is the default.
+use_pair() {
+  local torch=${1:-$(sed -n 's/^torch==//p' scripts/constraints.txt)}
+  [[ $torch =~ ^[0-9]+\.[0-9]+\.[0-9]+[a-z0-9.+]*$ ]] || die "--torch $torch: give a whole version, like 2.13.0"
+  [[ -z $2 || $2 =~ ^3\.[0-9]+$ ]] || die "--python $2: give it like 3.12"
+  PYTHON=$([ -z "$2" ] && python_for_venv || find_version "$2")
+  venv=.venvs/torch$torch-py$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  constraints=$venv.constraints.txt
+  mkdir -p .venvs
+  sed "s/^torch==.*/torch==$torch/" scripts/constraints.txt >"$constraints"
+}
+
 # Debian's python3 has no ensurepip, and thus cannot make a virtual environment, without its package python3-venv.
 python_for_venv() {
   find_python ensurepip && return
@@ -54,35 +80,35 @@ python_for_venv() {
   find_python ensurepip || die "$(/usr/bin/python3 --version) is too old: dtrain needs Python 3.10 or newer"
 }
 
-# install EXTRAS: .venv with dtrain[EXTRAS], editable. Does nothing when the same was installed from the same files.
+# install EXTRAS: $venv with dtrain[EXTRAS], editable. Does nothing when the same was installed from the same files.
 install() {
   local extras=$1 stamp wanted python
-  local pip=(.venv/bin/python -m pip install -qq --progress-bar off -c scripts/constraints.txt)
-  if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+  local pip=($venv/bin/python -m pip install -qq --progress-bar off -c $constraints)
+  if ! $venv/bin/python -c 'import pip' 2>/dev/null; then
     python=$(python_for_venv)
-    say "making .venv with $("$python" --version) ($python)"
-    rm -rf .venv
-    "$python" -m venv .venv
+    say "making $venv with $("$python" --version) ($python)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
   fi
-  stamp=.venv/.dtrain-$extras
-  wanted=$({ pwd; cat pyproject.toml scripts/constraints.txt; .venv/bin/python --version; } | sha256sum)
+  stamp=$venv/.dtrain-$extras
+  wanted=$({ pwd; cat pyproject.toml $constraints; $venv/bin/python --version; } | sha256sum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     [ -z "${DTRAIN_TORCH_INDEX:-}" ] || pip+=(--extra-index-url "$DTRAIN_TORCH_INDEX")
     install_torch_for_cpu "${pip[@]}"
-    say "installing dtrain[$extras] into .venv (the first time this takes minutes)"
+    say "installing dtrain[$extras] into $venv (the first time this takes minutes)"
     "${pip[@]}" -e ".[$extras]"
     echo "$wanted" >"$stamp"
   fi
   # Saves a tenth of a second at every start where python itself may write none. What does not compile says so when run.
-  .venv/bin/python -m compileall -qq launcher ddp || true
-  export PATH="$PWD/.venv/bin:$PATH"
+  $venv/bin/python -m compileall -qq launcher ddp || true
+  export PATH="$PWD/$venv/bin:$PATH"
 }
 
 # install_torch_for_cpu PIP...: on a machine without an NVIDIA GPU, take the build that does not bring gigabytes of CUDA.
 install_torch_for_cpu() {
   local torch
-  torch=$(sed -n 's/^torch==//p' scripts/constraints.txt)
-  if [ -e /proc/driver/nvidia/version ] || .venv/bin/python -c 'import torch' 2>/dev/null; then
+  torch=$(sed -n 's/^torch==//p' $constraints)
+  if [ -e /proc/driver/nvidia/version ] || $venv/bin/python -c 'import torch' 2>/dev/null; then
     return
   fi
   say "no NVIDIA driver here: looking for torch $torch without CUDA"

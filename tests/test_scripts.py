@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,40 @@ def test_an_unsuitable_interpreter_is_named() -> None:
     assert "PYTHON=/nowhere/python3 is not a Python from 3.10 on" in refused.stderr
 
 
+def test_a_pair_of_versions_has_an_environment_and_constraints_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/constraints.txt", tmp_path / "scripts")
+    version = "{}.{}".format(*sys.version_info)
+    bin_ = tmp_path / "pyenv/versions" / f"{version}.0" / "bin"
+    bin_.mkdir(parents=True)
+    (bin_ / f"python{version}").symlink_to(getattr(sys, "_base_executable", sys.executable))
+    environment = {"PATH": "/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
+    told = _venv_sh(f'use_pair 2.9.1 {version}; echo "$venv"; cat "$constraints"', tmp_path, **environment)
+    assert told.returncode == 0, told.stderr
+    venv, *constraints = told.stdout.splitlines()
+    assert venv == f".venvs/torch2.9.1-py{version}"
+    ours = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    assert constraints == ["torch==2.9.1" if line.startswith("torch==") else line for line in ours]
+    assert "torch==2.9.1" in constraints
+    alone = _venv_sh(f'use_pair "" {version}; cmp "$constraints" scripts/constraints.txt', tmp_path, **environment)
+    assert alone.returncode == 0, alone
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("2.15 3.13", "--torch 2.15: give a whole version, like 2.13.0"),
+        ("2.15.0 3.13.1", "--python 3.13.1: give it like 3.12"),
+        ("2.15.0 3.99", "no Python 3.99 that can make a virtual environment"),
+    ],
+)
+def test_a_pair_that_cannot_be_is_refused(pair: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    refused = _venv_sh(f"use_pair {pair}", tmp_path)
+    assert refused.returncode == 1
+    assert message in refused.stderr
+
+
 def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can make a user")
@@ -50,6 +85,6 @@ def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None
         pwd.getpwnam(user)
 
 
-def _venv_sh(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    argv = ["bash", "-c", f"set -euo pipefail; . scripts/venv.sh; {command}"]
-    return subprocess.run(argv, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+def _venv_sh(command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = ["bash", "-c", f"set -euo pipefail; . {ROOT}/scripts/venv.sh; {command}"]
+    return subprocess.run(argv, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)

@@ -254,8 +254,8 @@ def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo
         )
     store = PrefixStore(f"ddp/exchange/{name}", default_store())
     timeout = timeout_of(group, _CPU)
-    assert timeout is not None  # gloo has one
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    limit = () if timeout is None else (timeout,)  # else torch's default
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), *limit)
 
 
 def _settle() -> None:

@@ -40,6 +40,7 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
     "delay_all_reduce_named_params": (None, "these parameters are reduced in buckets with all others"),
     "param_to_hook_all_reduce": (None, "every gradient is reduced as soon as its bucket is complete"),
     "batched_grad_copy": (False, "small gradients are always copied with one call a bucket"),
+    "lazy_bucket_allocation": (False, "buckets keep their memory between steps"),
 }
 
 

@@ -42,6 +42,7 @@ from ddp.errors import BackwardError, CheckpointError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.torch_internals import (
     call_after_backward,
+    check_engine,
     current_backward,
     current_node,
     gradient_hooks,
@@ -76,6 +77,7 @@ class Reducer:
         sparse: frozenset[str],
         as_views: bool,
     ) -> None:
+        check_engine()
         self.channel = channel
         self.report = channel.report
         self.module_watch = module_watch

@@ -66,6 +66,24 @@ class TorchSurface(TorchDistributedDataParallel):
         """Whether the next forward pass would begin with rank 0's buffers."""
         return self._syncs_buffers() and bool(self.named_module_buffers)
 
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether backward returns before averages are in place (torch 2.15). Setting it raises UnsupportedError."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    should_finalize_after_backward = False
+
+    def finalize_backward(self) -> None:
+        raise UnsupportedError(
+            "manual finalization of backward is not supported: averages are in place when backward returns, so leave "
+            "require_manual_backward_finalization and finalize_backward() out"
+        )
+
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are returned as they are."""
 

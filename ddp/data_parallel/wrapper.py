@@ -37,7 +37,7 @@ from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
-from ddp.torch_internals import ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
+from ddp.torch_internals import check_join, ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
 from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel"]
@@ -124,6 +124,7 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         compression: str | Half | Int8 | PowerSGD | None = None,
         weight_checksum: bool = False,
@@ -141,6 +142,7 @@ class DistributedDataParallel(TorchSurface):
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
         )
         self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original
@@ -395,6 +397,7 @@ class DistributedDataParallel(TorchSurface):
         policy = self._policy
         if policy is None:
             return JoinHook()
+        check_join(self)
         policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_as_joined, equalise)

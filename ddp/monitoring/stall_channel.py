@@ -18,6 +18,7 @@ import re
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +28,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from ddp.errors import UnsupportedError
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
 
@@ -290,7 +292,11 @@ def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreT
     """
     if not dist.is_initialized():
         return None
-    store = default_store()
+    try:
+        store = default_store()
+    except UnsupportedError as error:
+        warnings.warn(f"reports of a stall tell where this rank is, and not the others: {error}", stacklevel=2)
+        return None
     store_thread = _store_threads.get(store)
     if store_thread is None:
         try:

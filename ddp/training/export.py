@@ -22,7 +22,7 @@ __all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write
 
 Format = Literal["export", "torchscript"]
 
-_FORMATS: dict[str, Format] = {".pt2": "export", ".pt": "torchscript", ".ts": "torchscript"}
+_FORMATS: dict[str, Format] = {".pt2": "export", ".ts": "torchscript"}
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def format_of(path: Path, given: Format | None) -> Format:
     known = given if given is not None else _FORMATS.get(path.suffix)
     if known is None or known not in _FORMATS.values():
         raise ArgumentError(
-            f"export({str(path)!r}): format is {known!r}; name the file .pt2 for torch.export, .pt or .ts for "
-            "TorchScript, or give format='export' or 'torchscript'"
+            f"export({str(path)!r}): format is {known!r}; name the file .pt2 for torch.export, .ts for "
+            "TorchScript (deprecated), or give format='export' or 'torchscript'"
         )
     return known
 
@@ -85,7 +85,8 @@ def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> 
         _write(path, lambda file: torch.export.save(program, file))
         return
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch prefers torch.export; other runtimes want this one
+        for category in (DeprecationWarning, FutureWarning):  # TorchScript was asked for: other runtimes read it
+            warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
         traced = torch.jit.trace(model, arguments or None, example_kwarg_inputs=named or None)  # type: ignore[no-untyped-call]
         _write(path, lambda file: torch.jit.save(traced, file))
 

@@ -345,7 +345,7 @@ class Trainer(Training):
         self.load_weights(files.read_weights(self.module, Path(path)))
 
     def export(self, path: str | PathLike[str], example_inputs: Any, *, format: files.Format | None = None) -> None:
-        """Write the model as a program that runs without its class: `torch.export` (.pt2) or TorchScript (.pt, .ts).
+        """Write the model as a program that runs without its class: `torch.export` (.pt2), or TorchScript (.ts).
 
         `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. Batches may have another
         size later. The model is exported as it evaluates, on the CPU, from the main replica. Every replica must call

@@ -255,7 +255,7 @@ def _described(loss: object) -> str:
 def drops(module: nn.Module) -> bool:
     """Whether a module has a dropout of its own that can be switched off."""
     if isinstance(module, AnyDropout):
-        return module.p > 0
+        return bool(module.p > 0)
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
 
 

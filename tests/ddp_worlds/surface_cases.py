@@ -72,16 +72,23 @@ def _innermost(model: nn.Module) -> nn.Module:
         model = inner
 
 
+# To say it to torch 2.13 is to be spared a warning of what it means; older ones do not know the word.
+SYNCS_BUFFERS = {"forward_sync_buffers": True} if "forward_sync_buffers" in inspect.signature(Theirs).parameters else {}
+
+
 # Construction
 
 
 def signatures_are_torchs() -> None:
     """The constructor has every argument of torch's in the same place, with the same default; methods too."""
     theirs = [p for p in inspect.signature(Theirs).parameters.values() if p.name != "kwargs"]
+    names = {p.name for p in theirs}
     ours = list(inspect.signature(ddp.DistributedDataParallel).parameters.values())
     assert [p.name for p in ours][: len(theirs)] == [p.name for p in theirs]
-    assert {p.name: p.default for p in ours[: len(theirs)]} == {p.name: p.default for p in theirs}
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in ours[len(theirs) :])
+    differing = [mine.name for mine, p in zip(ours, theirs, strict=False) if mine.default != p.default]
+    assert differing == ([] if "forward_sync_buffers" in names else ["broadcast_buffers"])  # True before torch 2.13
+    newer = {"bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}  # than 2.9
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY or p.name in newer for p in ours[len(theirs) :])
     for name in ("forward", "no_sync", "join", "register_comm_hook", "_register_buffer_comm_hook"):
         expected = list(inspect.signature(getattr(Theirs, name)).parameters)
         assert list(inspect.signature(getattr(ddp.DistributedDataParallel, name)).parameters) == expected, name
@@ -116,6 +123,7 @@ def arguments_are_taken_as_torchs() -> None:
         ("delay_all_reduce_named_params", [("a", nn.Parameter(torch.ones(1)))]),
         ("param_to_hook_all_reduce", nn.Parameter(torch.ones(1))),
         ("batched_grad_copy", True),
+        ("lazy_bucket_allocation", True),
     ):
         with pytest.warns(UserWarning, match=rf"{name}=\.\.\.\) has no effect: \w+"):
             model = ddp.DistributedDataParallel(build("mlp"), **{name: value})
@@ -123,6 +131,13 @@ def arguments_are_taken_as_torchs() -> None:
 
 
 def bad_arguments_are_errors() -> None:
+    model: Any = ddp.DistributedDataParallel(build("mlp"))
+    model.require_manual_backward_finalization = False
+    with pytest.raises(ddp.errors.UnsupportedError, match="manual finalization"):
+        model.require_manual_backward_finalization = True
+    assert not model.require_manual_backward_finalization
+    with pytest.raises(ddp.errors.UnsupportedError, match="manual finalization"):
+        model.finalize_backward()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for settings, error, match in (
         ({"device_ids": [0]}, ddp.errors.ArgumentError, "device_ids"),
@@ -163,7 +178,8 @@ def what_others_read_of_a_wrapper() -> None:
         "forward_sync_buffers", "require_forward_param_sync", "mixed_precision", "process_group",
         "parameters_to_ignore", "_distributed_rank", "join_device", "join_process_group", "training",
     ):  # fmt: skip
-        assert getattr(model, name) == getattr(theirs, name), name
+        old = {"forward_sync_buffers": "broadcast_buffers"}.get(name, name)  # before torch 2.13
+        assert getattr(model, name) == getattr(theirs, name if hasattr(theirs, name) else old), name
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert model.train() is model
     assert model.eval().module.training is False
@@ -211,7 +227,7 @@ def lightnings_manual_optimization() -> None:
 
 def _train_with(cls: type, register: Callable[[Any], None], steps: int) -> list[torch.Tensor]:
     """Parameters and gradients after some steps in float32 with a hook."""
-    settings = {"forward_sync_buffers": True} if cls is Theirs else {}
+    settings = SYNCS_BUFFERS if cls is Theirs else {}
     model = cls(build("mlp").float(), **settings)
     register(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -424,7 +440,7 @@ def buffer_hooks_synchronise_buffers() -> None:
         runs: list[list[torch.Tensor]] = []
         for cls in (Theirs, ddp.DistributedDataParallel):
             module = _built(Normed)
-            model = cls(module, forward_sync_buffers=True)
+            model = cls(module, **(SYNCS_BUFFERS if cls is Theirs else {}))
             state = {"calls": 0}
             model._register_buffer_comm_hook(state, average, location)
             for step in range(4):

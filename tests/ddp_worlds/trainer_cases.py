@@ -423,10 +423,11 @@ def writes_programs(folder: str) -> None:
     for name, example in (("a.pt2", x[:1]), ("b.ts", {"x": x[:3]})):
         one.export(Path(folder) / name, example)
         assert sorted(path.name for path in Path(folder).glob("*.tmp")) == []
-    with pytest.raises(ddp.errors.ArgumentError, match=r"name the file \.pt2"):
-        one.export(Path(folder) / "model.onnx", x)
+    for name in ("model.onnx", "model.pt"):
+        with pytest.raises(ddp.errors.ArgumentError, match=r"name the file \.pt2"):
+            one.export(Path(folder) / name, x)
     with pytest.raises(ddp.errors.DdpError, match="could not export"):
-        one.export(Path(folder) / "bad.pt", torch.zeros(2, 2))
+        one.export(Path(folder) / "bad.ts", torch.zeros(2, 2))
     with pytest.raises(ddp.errors.DdpError, match="could not save"):
         one.save("/proc/no/weights.pt")
     torch.save({"expected": expected, "x": x}, Path(folder) / f"expected.{dist.get_rank()}")

@@ -83,7 +83,7 @@ for name in ("a.pt2", "b.ts"):
 assert not [name for name in sys.modules if name.split(".")[0] in ("ddp", "launcher")]
 """
     result = subprocess.run(
-        [sys.executable, "-I", "-c", script, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-c", script, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
 

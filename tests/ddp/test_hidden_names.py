@@ -1,0 +1,66 @@
+"""A private name that a newer torch lacks costs what needs it, with a message that names it; never `import ddp`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddp_worlds.hidden_names import FILE, GONE, torchs_names
+from testbed.processes import run_program
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = torchs_names(FILE.read_text(encoding="utf-8"))
+# What nobody says, since ddp does without it or cannot know whether torch has it under another name.
+SILENT = {
+    "_torchdynamo_disable": "set, not read: torch.compile would look into the wrapper",
+    "_opt_called": "set, not read: schedulers would warn",
+    "_active_ddp_module": "torch.compile would not divide graphs at buckets",
+    "compiled_autograd": "one that is not loaded looks the same",
+    "_cdata": "gradients are copied into their buckets",
+    "_storage_Use_Count": "gradients are copied into their buckets",
+    "_use_count": "gradients are copied into their buckets",
+    "_foreach_copy_": "tensors are copied one by one",
+    "_BatchNorm": "verify asks for torch's own classes",
+    "_DropoutNd": "verify asks for torch's own classes",
+    "_device_types": "the limit of a stall is torch's default",
+    "_timeout": "limits are torch's defaults",
+    "_in_backward_optimizers": "a parameter without any looks the same",
+    "_ddp_params_and_buffers_to_ignore": "a module without any looks the same",
+    "Future": "torch.futures.Future is asked for, which torch's own futures are",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    argv = (sys.executable, "-m", "ddp_worlds.hidden_names", tmp_path_factory.mktemp("worlds"))
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    ran = run_program(*argv, env=env, cwd=ROOT, timeout=1500)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])  # gloo of torch 2.9 prints before
+    return found
+
+
+@pytest.mark.timeout(1800)  # a second each, when nothing else runs
+def test_everything_works_with_every_name(outcomes: dict[str, Any]) -> None:
+    assert {outcome for found in outcomes[""] for outcome in found.values()} == {"works"}
+    assert {"_C", "_parameters", "_current_graph_task_id", "queue_callback", "_optimizer_"} <= {*NAMES}
+    assert outcomes.keys() == {"", *NAMES}
+
+
+@pytest.mark.timeout(1800)
+def test_no_hidden_name_fails_the_import_and_what_needs_it_names_it(outcomes: dict[str, Any]) -> None:
+    wrong = {}
+    for name, found in [(hidden, each) for hidden in NAMES for each in outcomes[hidden]]:
+        if not isinstance(found, dict) or found["import"] != "works":
+            wrong[name] = found
+            continue
+        said = {feature: outcome for feature, outcome in found.items() if outcome != "works"}
+        message = re.compile(rf"torch \S+ has no \S*{name}{GONE}\S*, which this needs: install")
+        unclear = {feature: outcome for feature, outcome in said.items() if not message.search(outcome)}
+        if unclear or (name in SILENT) == bool(said):
+            wrong[name] = unclear or said or "nothing says that it is missing"
+    assert wrong == {}

@@ -1,0 +1,291 @@
+"""What is left of ddp with a torch that lacks one of the private names that ddp/torch_internals.py uses.
+
+    python -m ddp_worlds.hidden_names FOLDER
+
+One process imports torch, but not ddp. For each name it forks a world of two ranks, in which that file alone asks for
+another name in its place, one that torch does not have; torch itself is whole. Prints {name: [{feature: outcome} of
+each rank]} as JSON; an outcome is "works", or what was raised or warned of.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import pickle
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from ddp_worlds import nursery
+
+FILE = nursery.ROOT / "ddp/torch_internals.py"
+GONE = "_gone"
+DEADLINE_S = 100.0
+
+
+def torchs_names(source: str) -> list[str]:
+    """The private names that a file asks torch for, and what it asks those for: in attributes and in strings."""
+    tree = ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found: dict[str, None] = {}
+    for node in ast.walk(tree):
+        parts = _parts(node)
+        while parts and (not _is_private(parts[0]) or parts[0] in own):
+            parts = parts[1:]
+        found |= dict.fromkeys(part for part in parts if part not in own)
+    return [*found]
+
+
+def _is_private(name: str) -> bool:
+    return re.match("_[^_]", name) is not None
+
+
+def _parts(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [*_parts(node.value), node.attr]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+        return node.value.split(".")
+    return []
+
+
+class _Rename(ast.NodeTransformer):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == self.name and any(_is_private(part) for part in _parts(node)):
+            node.attr += GONE
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str):
+            node.value = re.sub(rf"\b{self.name}\b", self.name + GONE, node.value)
+        return node
+
+
+class _Hiding(SourceFileLoader):
+    """Finds and loads that one file, with a name hidden."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("ddp.torch_internals", str(FILE))
+        self._hidden = name
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        return importlib.util.spec_from_file_location(fullname, FILE, loader=self) if fullname == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(_Rename(self._hidden).visit(ast.parse(FILE.read_text(encoding="utf-8"))), str(FILE), "exec")
+
+
+def outcomes(hidden: str) -> dict[str, str]:
+    """On each rank: what becomes of each feature."""
+    assert "ddp" not in sys.modules
+    if hidden:
+        sys.meta_path.insert(0, _Hiding(hidden))  # type: ignore[arg-type]  # it has all that is asked
+    return {name: "\n".join(_try(feature)) or "works" for name, feature in FEATURES.items()}
+
+
+def _try(feature: Callable[[], None]) -> Iterator[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            feature()
+        except Exception as error:
+            yield f"{type(error).__name__}: {error}"
+    yield from (str(warning.message) for warning in caught)
+
+
+def _import() -> None:
+    import ddp  # noqa: F401
+
+
+def _model() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.ReLU(), nn.Linear(4, 2)).double()
+
+
+def _follows_whole_batch(wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any] | None = None) -> None:
+    """Three steps on two shares give what one process gets from the whole batch."""
+    import torch
+    import torch.distributed as dist
+
+    x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
+    alone, shared = _model(), _model()
+    model = wrap(shared)
+    steps = [(alone, torch.optim.SGD(alone.parameters(), 0.1), x)]
+    own = torch.optim.SGD(shared.parameters(), 0.1)
+    steps.append((model, optimizer_of(own) if optimizer_of else own, x.chunk(2)[dist.get_rank()]))
+    for _ in range(3):
+        for net, optimizer, share in steps:
+            optimizer.zero_grad()
+            net(share).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12), "the average is wrong"
+
+
+def _step() -> None:
+    import ddp
+
+    _follows_whole_batch(ddp.DistributedDataParallel)
+
+
+def _join() -> None:
+    import ddp
+
+    model = ddp.DistributedDataParallel(_model())
+    with model.join():
+        model(_x()).sum().backward()
+
+
+def _device_ids() -> None:
+    from ddp.torch_internals import device_index
+
+    assert device_index(1) == 1
+
+
+def _local_sgd() -> None:
+    import torch
+
+    import ddp
+
+    model = ddp.DistributedDataParallel(_model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    local = ddp.LocalSGD(model, optimizer, every=2)
+    for _ in range(2):
+        model(_x()).sum().backward()
+        optimizer.step()
+    local.sync()
+
+
+def _int8() -> None:
+    import ddp
+
+    model = ddp.DistributedDataParallel(_model(), compression="int8")
+    model(_x()).sum().backward()
+
+
+def _sparse_rows() -> None:
+    from torch import nn
+
+    import ddp
+
+    model = ddp.DistributedDataParallel(nn.Embedding(8, 2, sparse=True))
+    model(_x().long()).sum().backward()
+
+
+def _horovod() -> None:
+    import ddp.horovod as hvd
+
+    _follows_whole_batch(lambda model: model, hvd.DistributedOptimizer)
+
+
+def _verify() -> None:
+    import ddp
+
+    assert ddp.verify(_model(), lambda model, x: model(x).square().mean(), _x()).ok
+
+
+def _central_storage() -> None:
+    import torch
+
+    import ddp
+
+    model = _model()
+    model, optimizer = ddp.strategy("central_storage").prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(_x()).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _version() -> None:
+    from ddp.torch_internals import version_of
+
+    x = _x()
+    assert version_of(x.add_(1)) == 1
+
+
+def _compiled_state() -> None:
+    import torch
+
+    from ddp.torch_internals import unwrapped
+
+    model = _model()
+    assert unwrapped(torch.compile(model, backend="eager")) is model
+
+
+def _x() -> Any:
+    import torch
+
+    return torch.zeros(4, 3, dtype=torch.float64)
+
+
+FEATURES: dict[str, Callable[[], None]] = {
+    "import": _import,
+    "step": _step,
+    "join": _join,
+    "device_ids": _device_ids,
+    "LocalSGD": _local_sgd,
+    "int8": _int8,
+    "sparse rows": _sparse_rows,
+    "horovod": _horovod,
+    "verify": _verify,
+    "central storage": _central_storage,
+    "buffers' versions": _version,
+    "states of compiled models": _compiled_state,
+}
+
+
+def main(parent: Path) -> None:
+    """Fork a world for each name, and for none at all ("")."""
+    import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
+
+    _import_what_ddp_does(parent)
+    began = time.monotonic()
+    found: dict[str, Any] = {}
+    for name in ["", *torchs_names(FILE.read_text(encoding="utf-8"))]:
+        found[name] = _run(parent, 2, "outcomes", hidden=name)
+        print(f"{time.monotonic() - began:.1f} s: {name} {found[name]}", file=sys.stderr)
+    print(json.dumps(found))
+
+
+def _run(parent: Path, world_size: int, case: str, **arguments: str) -> list[Any]:
+    """Run a function of this module in a new world; return what each rank's call returned, or why it failed."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        ranks = range(world_size)
+        name = f"ddp_worlds.hidden_names:{case}"
+        pids = {nursery._fork(rank, world_size, name, arguments, Path(folder)): rank for rank in ranks}
+        if failure := nursery._watch(pids, DEADLINE_S, Path(folder)):
+            return [failure] * world_size
+        return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in ranks]
+
+
+def others_of_ddp() -> list[str]:
+    """The modules that importing ddp imports, but for its own."""
+    before = {*sys.modules}
+    _import()
+    return [name for name in sys.modules if name not in before and name.partition(".")[0] != "ddp"]
+
+
+def _import_what_ddp_does(parent: Path) -> None:
+    for name in _run(parent, 1, "others_of_ddp")[0]:
+        with contextlib.suppress(ImportError):  # made by another module
+            importlib.import_module(name)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "ddp"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
