@@ -30,6 +30,10 @@ SILENT = {
     "_timeout": "limits are torch's defaults",
     "_in_backward_optimizers": "a parameter without any looks the same",
     "_ddp_params_and_buffers_to_ignore": "a module without any looks the same",
+    **dict.fromkeys(
+        ("_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"),
+        "read of a folder of torch.distributed.checkpoint, which is refused then with the name of the class",
+    ),
     "Future": "torch.futures.Future is asked for, which torch's own futures are",
 }
 

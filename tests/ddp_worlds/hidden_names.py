@@ -211,6 +211,17 @@ def _central_storage() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def _control_group() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddp.comm.objects import control_group
+
+    group = dist.new_group(backend="cuda:gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    control_group(group, torch.device("cuda"))
+
+
 def _version() -> None:
     from ddp.torch_internals import version_of
 
@@ -244,6 +255,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "horovod": _horovod,
     "verify": _verify,
     "central storage": _central_storage,
+    "control group": _control_group,
     "buffers' versions": _version,
     "states of compiled models": _compiled_state,
 }
