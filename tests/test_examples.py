@@ -107,7 +107,8 @@ def test_a_killed_run_that_is_restarted_goes_on_to_the_same_bits(uninterrupted: 
     launcher_says = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "3"}
     killed = _run_to_death([sys.executable, _dying(tmp_path), "14", *argv], tmp_path, launcher_says)
     rest = _run([sys.executable, *argv], tmp_path, launcher_says)
-    assert f"resuming after step 12, from {tmp_path}/runs/gpt-checkpoints/mine/" in rest.stdout
+    # The last of them is written beside the next steps, and may not be whole yet.
+    assert re.search(rf"resuming after step (9|12), from {tmp_path}/runs/gpt-checkpoints/mine/", rest.stdout)
     _assert_same_losses([killed, rest], uninterrupted)
     _assert_same_model(tmp_path, uninterrupted.folder)
 

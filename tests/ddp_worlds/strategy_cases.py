@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import ddp
+from ddp.comm import objects
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
 from ddp.training.optimizer_step import average_gradients
@@ -267,14 +268,16 @@ def large_tensors_travel_once() -> None:
     rank, replicas = strategy.replica, strategy.replicas
     gathered, reduced = [], []
     with pytest.MonkeyPatch.context() as patch:
-        for name, calls in (("all_gather", gathered), ("all_reduce", reduced)):
-            original = getattr(dist, name)
 
-            def counting(*given: Any, original: Any = original, calls: list[int] = calls, **options: Any) -> Any:
-                calls.append(given[-1].nbytes)
+        def counting(original: Callable[..., Any], calls: list[int], place: int) -> Callable[..., Any]:
+            def counted(*given: Any, **options: Any) -> Any:
+                calls.append(given[place].nbytes)
                 return original(*given, **options)
 
-            patch.setattr(dist, name, counting)
+            return counted
+
+        patch.setattr(objects, "_all_gather", counting(objects._all_gather, gathered, 0))
+        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced, -1))
         patch.setattr("ddp.comm.reduction._PIECE_NUMEL", 70_000)
         generator = torch.Generator().manual_seed(rank)
         every = [torch.rand(300, 400, generator=torch.Generator().manual_seed(each)) for each in range(replicas)]
