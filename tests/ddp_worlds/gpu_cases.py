@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds import exact_cases
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp
@@ -89,12 +90,9 @@ def a_plain_step_waits_for_no_device() -> None:
             for _ in range(3):
                 step()
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_is_an_error():
                 for _ in range(3):
                     step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
 def compressions_train() -> None:
