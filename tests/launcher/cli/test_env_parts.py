@@ -91,6 +91,18 @@ def test_a_torch_that_does_not_work_is_named(stand_in: Path, code: str, said: st
     assert _asked()["backends"].startswith(f"not known: {said}")
 
 
+def test_nothing_of_the_current_folder_is_imported(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.write_text("")
+    project = tmp_path / "project"
+    (project / "torch").mkdir(parents=True)
+    (project / "json.py").write_text("raise SystemExit('the wrong json')\n")
+    (project / "torch/__init__.py").write_text("raise SystemExit('the wrong torch')\n")
+    monkeypatch.chdir(project)
+    assert _asked()["backends"] == "none"
+
+
 def test_a_torch_that_hangs_is_not_waited_for(stand_in: Path) -> None:
     marker = stand_in.with_name("pid")
     stand_in.write_text(f"import os, time\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)\n")
