@@ -244,6 +244,19 @@ def test_a_machine_with_amd_s_gpus_and_rdma_is_described(tmp_path: Path) -> None
     assert report["variables"]["HIP_VISIBLE_DEVICES"] == "1,2"
 
 
+@pytest.mark.parametrize(
+    ("built", "said"), [(None, "none: AMD's need a torch that is built for ROCm"), ("hip", "none")]
+)
+def test_why_workers_get_no_gpus_is_told(tmp_path: Path, built: str | None, said: str) -> None:
+    machine = GpuMachine(tmp_path / "machine")
+    machine.add_cpu_node()
+    machine.add_amd(1, "0000:01:00.0", product_name="MI300X")
+    env = {**LISTS, "PYTHONPATH": str(machine.built_for(built)), "HIP_VISIBLE_DEVICES": "-1" if built else None}
+    result = run_program(*machine.run_in(sys.executable, "-m", "launcher", "env", "--json"), env=env)
+    hardware = json.loads(result.stdout)["hardware"]
+    assert (hardware["GPUs"], hardware["GPUs for workers"]) == (["MI300X"], said)
+
+
 def test_nvidia_s_links_are_told(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
