@@ -1,7 +1,7 @@
 # Sourced by scripts/quickstart and scripts/test: makes .venv and installs dtrain into it, unless that is done.
 #
 #   PYTHON=/path/to/python3     the interpreter to use (default: 3.11 if there is one, else any from 3.10 on)
-#   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without an NVIDIA GPU get the build without
+#   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without a GPU get the build without
 #                               CUDA where pip can find it; https://download.pytorch.org/whl/cpu has it.
 
 # Settings that would let pip or python work on another environment than ours.
@@ -10,6 +10,9 @@ export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_N
 
 say() { echo "-- $*"; }
 die() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# has_gpu: whether this machine has a GPU of NVIDIA or AMD. WSL2 and some sandboxes have no /proc/driver.
+has_gpu() { [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || [ -e /dev/dxg ]; }
 
 # can_apt: whether this user may install Debian packages.
 can_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
@@ -78,13 +81,13 @@ install() {
   export PATH="$PWD/.venv/bin:$PATH"
 }
 
-# install_torch_for_cpu PIP...: on a machine without an NVIDIA GPU, take the build that does not bring gigabytes of CUDA.
+# install_torch_for_cpu PIP...: on a machine without a GPU, take the build that does not bring gigabytes of CUDA.
 install_torch_for_cpu() {
   local torch
   torch=$(sed -n 's/^torch==//p' scripts/constraints.txt)
-  if [ -e /proc/driver/nvidia/version ] || .venv/bin/python -c 'import torch' 2>/dev/null; then
+  if has_gpu || .venv/bin/python -c 'import torch' 2>/dev/null; then
     return
   fi
-  say "no NVIDIA driver here: looking for torch $torch without CUDA"
+  say "no GPU here: looking for torch $torch without CUDA"
   "$@" "torch==$torch+cpu" 2>/dev/null || say "pip finds none; DTRAIN_TORCH_INDEX can name an index that has it"
 }
