@@ -2,7 +2,7 @@
 # use_pair another environment takes the place of .venv.
 #
 #   PYTHON=/path/to/python3     the interpreter to use (default: 3.11 if there is one, else any from 3.10 on)
-#   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without an NVIDIA GPU get the build without
+#   DTRAIN_TORCH_INDEX=URL      where else pip may look for torch. Machines without a GPU get the build without
 #                               CUDA where pip can find it; https://download.pytorch.org/whl/cpu has it.
 
 # Settings that would let pip or python work on another environment than ours.
@@ -14,6 +14,9 @@ constraints=scripts/constraints.txt
 
 say() { echo "-- $*"; }
 die() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# has_gpu: whether this machine has a GPU of NVIDIA or AMD. WSL2 and some sandboxes have no /proc/driver.
+has_gpu() { [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || [ -e /dev/dxg ]; }
 
 # can_apt: whether this user may install Debian packages.
 can_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
@@ -104,13 +107,13 @@ install() {
   export PATH="$PWD/$venv/bin:$PATH"
 }
 
-# install_torch_for_cpu PIP...: on a machine without an NVIDIA GPU, take the build that does not bring gigabytes of CUDA.
+# install_torch_for_cpu PIP...: on a machine without a GPU, take the build that does not bring gigabytes of CUDA.
 install_torch_for_cpu() {
   local torch
   torch=$(sed -n 's/^torch==//p' $constraints)
-  if [ -e /proc/driver/nvidia/version ] || $venv/bin/python -c 'import torch' 2>/dev/null; then
+  if has_gpu || $venv/bin/python -c 'import torch' 2>/dev/null; then
     return
   fi
-  say "no NVIDIA driver here: looking for torch $torch without CUDA"
+  say "no GPU here: looking for torch $torch without CUDA"
   "$@" "torch==$torch+cpu" 2>/dev/null || say "pip finds none; DTRAIN_TORCH_INDEX can name an index that has it"
 }

@@ -85,6 +85,25 @@ def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None
         pwd.getpwnam(user)
 
 
+def test_gpu_here_runs_with_the_packages_that_it_was_given(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "PYTHONPATH is $PYTHONPATH"\nexit 1\n')
+    python.chmod(0o755)
+    for given, expected in (("/some/packages", f"{ROOT}:/some/packages"), ("", str(ROOT))):
+        env = {**os.environ, "PYTHON": str(python), "PYTHONPATH": given}
+        result = subprocess.run([ROOT / "scripts/gpu", "--here"], env=env, capture_output=True, text=True)
+        assert result.stdout == f"PYTHONPATH is {expected}\n"
+        assert (result.returncode, "torch cannot use a GPU here" in result.stderr) == (1, True)
+
+
+def test_gpu_says_where_there_is_none() -> None:
+    files = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+    if any(map(os.path.exists, files)):
+        pytest.skip("this machine has one")
+    refused = subprocess.run([ROOT / "scripts/gpu"], capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr) == (1, "gpu: no GPU of NVIDIA or AMD here; scripts/test needs none\n")
+
+
 def _venv_sh(command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = ["bash", "-c", f"set -euo pipefail; . {ROOT}/scripts/venv.sh; {command}"]
     return subprocess.run(argv, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)

@@ -489,5 +489,5 @@ class DistributedDataParallel(TorchSurface):
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)
-        if self.process_group.size() > 1:
+        if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())

@@ -33,12 +33,12 @@ from launcher.check.examiner_host import (
     memory,
     system_name,
 )
-from launcher.check.facts import Interface, Packages
+from launcher.check.facts import Driver, Interface, Packages
 from launcher.cli.env_cluster import gpu_topology, ptrace, rdma_devices, slurm_job
 from launcher.cli.env_torch import TorchQuestion
 from launcher.errors import UsageError
 from launcher.machine import devices
-from launcher.machine.packages import version_of
+from launcher.machine.packages import torch_build, version_of
 from launcher.output.text import size
 
 __all__ = ["run_env", "scrub"]
@@ -123,7 +123,7 @@ def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
             "processors": f"{os.cpu_count()}, {len(devices.cores())} to be used, {devices.cpu_limit()} at a time",
             "memory": f"{size(total)}, {size(free)} free",
             "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.gpus],
-            "GPUs for workers": _for_workers(),
+            "GPUs for workers": _for_workers(driver),
             **{disk.what: f"{size(disk.total_bytes)}, {size(disk.free_bytes)} free" for disk in disks(Path.cwd())},
         },
         "GPU topology": gpu_topology(os.environ),
@@ -245,13 +245,20 @@ def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:
     return f"lost: {lost}" if lost else f"{name or 'unknown'}{f', {size(memory_bytes)}' if memory_bytes else ''}"
 
 
-def _for_workers() -> str:
-    """Say how many GPUs a run here would hand out, and by which variable."""
+def _for_workers(driver: Driver) -> str:
+    """Say how many GPUs a run here would hand out, and by which variable; or why it leaves those of `driver` alone."""
     try:
         gpus = devices.find_gpus(os.environ)
     except UsageError as error:
         return f"none: {error}"
-    return f"{len(gpus.ids)} ({gpus.variable})" if gpus.ids else "none"
+    if gpus.ids:
+        return f"{len(gpus.ids)} ({gpus.variable})"
+    vendor = devices.vendor_named(driver.vendor)
+    if (
+        driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built
+    ):  # NVIDIA's count without torch as well
+        return f"none: {vendor.name}'s need a torch that is built for {vendor.platform}"
+    return "none"
 
 
 def _in_brackets(word: str, value: str | None) -> str:

@@ -14,6 +14,8 @@ __all__ = ["TorchQuestion"]
 ASK_S = 60.0  # from a slow network folder torch takes long
 # Prints a line of JSON: of each backend that this torch has its version, where it tells, and how many devices it sees.
 _CODE = """
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]  # not the current one, where anybody's json.py may lie
 import json
 import torch
 import torch.distributed as dist

@@ -34,7 +34,7 @@ _AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 _TRAVELLING = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "OMP_", "MKL_", "KMP_",
     "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "PJRT_", "LIBTPU_", "UCX_", "FI_",
-    "DTRAIN_",
+    "RCCL_", "HSA_", "MIOPEN_", "CCL_", "ZE_FLAT_DEVICE_HIERARCHY", "DTRAIN_",
 )  # fmt: skip
 # ... but for what belongs to this host or to this process alone.
 _STAYING = {

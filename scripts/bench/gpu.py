@@ -17,6 +17,9 @@ waits for the device. Kernel launches, copies and host synchronisations are coun
 of rank 0; the peak of memory is rank 0's while the variant is alone on it. What is printed is written to gpu.json too,
 with all rounds, and drawn as gpu.png where matplotlib is there.
 
+Each part and model gets an equal share of the time that is left of --budget-s: as many rounds, and after that as long
+blocks, as fit in it once the variants have warmed up. A part that fails costs its own figures, and the exit code.
+
 `--tiny --device cpu` tries the script itself where there is no GPU; its figures mean nothing.
 """
 
@@ -51,6 +54,8 @@ import ddp  # noqa: E402
 
 STEP_GOAL = 1.02
 _PROFILED_STEPS = 3
+_START_S = 120.0  # for a part to start, where little is left of the budget
+_FEWEST_ROUNDS = 5  # before blocks become shorter
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "hipLaunchKernel", "hipExtModuleLaunchKernel")
 _SYNCHRONISATIONS = {
     f"{api}{what}"
@@ -207,16 +212,44 @@ def idle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(part: Part, subject: Subject, device: torch.device, *, steps: int, rounds: int) -> dict[str, Any]:
-    """Measure each variant alone, then all in turns: {variant: {wall_s, issue_s, counts a step, peak_bytes}}."""
+def fitting(pass_s: float, left_s: float, steps: int, rounds: int) -> tuple[int, int]:
+    """Return how many steps a block and how many rounds fit into the time, at most these and at least one of each.
+
+    In a pass, of `pass_s`, each variant makes a step; a round is a block for each, and one step before it.
+
+    >>> [fitting(1.0, left_s, 4, 12) for left_s in (1000.0, 30.0, 17.0, 0.0)]
+    [(4, 12), (4, 6), (2, 5), (1, 1)]
+    """
+    passes = max(0, int(left_s / pass_s))
+    steps = max(1, min(steps, passes // _FEWEST_ROUNDS - 1))
+    return steps, max(1, min(rounds, passes // (steps + 1)))
+
+
+def measure(
+    part: Part, subject: Subject, device: torch.device, *, steps: int, rounds: int, until: float
+) -> dict[str, Any]:
+    """Measure each variant alone, then all in turns: {variant: {wall_s, issue_s, counts a step, peak_bytes}}.
+
+    Ends at about `until`, by the monotonic clock of rank 0, with at most so many steps a block and rounds.
+    """
     names = list(part.variants)
     trainees = (Trainee(name, wrap, subject, device, part.dtype) for name, wrap in part.variants.items())
     alone = {name: measure_alone(trainee, device) for name, trainee in zip(names, trainees, strict=True)}
     every = {name: Trainee(name, wrap, subject, device, part.dtype) for name, wrap in part.variants.items()}
-    wall_s, issue_s = torch.zeros(2, rounds, len(names), dtype=torch.float64)
     for trainee in every.values():
         for _ in range(3):
             trainee.step()
+    idle(device)
+    start = time.monotonic()
+    for trainee in every.values():
+        trainee.step()
+    idle(device)
+    now = time.monotonic()
+    meeting = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    chosen = torch.tensor(fitting(now - start, until - now, steps, rounds), device=meeting)
+    dist.broadcast(chosen, 0)
+    steps, rounds = chosen.tolist()
+    wall_s, issue_s = torch.zeros(2, rounds, len(names), dtype=torch.float64)
     order = random.Random(0)  # the same on every rank
     for index in range(rounds):
         for which in order.sample(range(len(names)), len(names)):
@@ -232,11 +265,11 @@ def measure(part: Part, subject: Subject, device: torch.device, *, steps: int, r
             idle(device)
             wall_s[index, which] = (time.perf_counter() - start) / steps
             issue_s[index, which] = (issued - start) / steps
-    slowest = torch.stack([wall_s, issue_s]).to(device if dist.get_backend() == "nccl" else "cpu")
+    slowest = torch.stack([wall_s, issue_s]).to(meeting)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     wall_s, issue_s = slowest.cpu()
     return {
-        name: {"wall_s": wall_s[:, at].tolist(), "issue_s": issue_s[:, at].tolist(), **alone[name]}
+        name: {"steps": steps, "wall_s": wall_s[:, at].tolist(), "issue_s": issue_s[:, at].tolist(), **alone[name]}
         for at, name in enumerate(names)
     }
 
@@ -279,9 +312,10 @@ def fastest_of_torchs(times: Mapping[str, Any]) -> str:
 
 def report(title: str, times: Mapping[str, Any]) -> None:
     best = fastest_of_torchs(times)
+    rounds, steps = len(times[best]["wall_s"]), times[best]["steps"]
     print(
-        f"\n{title}\n  {'':13} {'ms a step':>10} {'to ' + best:>14} {'issue ms':>9} {'launches':>9} {'copies':>7} "
-        f"{'host syncs':>10} {'peak MB':>9}"
+        f"\n{title}, {rounds} rounds of {steps} steps\n  {'':13} {'ms a step':>10} {'to ' + best:>14} {'issue ms':>9} "
+        f"{'launches':>9} {'copies':>7} {'host syncs':>10} {'peak MB':>9}"
     )
     for name, its in times.items():
         wall, issue = (statistics.median(its[key]) * 1e3 for key in ("wall_s", "issue_s"))
@@ -340,16 +374,17 @@ def worker(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     dist.init_process_group(part.backend)
     results = []
-    for model in arguments.models:
+    for place, model in enumerate(arguments.models):
+        now = time.monotonic()
+        until = now + (arguments.until - now) / (len(arguments.models) - place)
         subject = subjects(tiny=arguments.tiny)[model]
-        times = measure(part, subject, device, steps=arguments.steps, rounds=arguments.rounds)
+        times = measure(part, subject, device, steps=arguments.steps, rounds=arguments.rounds, until=until)
         title = f"{subject.title}: {part.title}"
+        results.append({"part": name, "model": model, "title": title, "times": times})
         if dist.get_rank() == 0:
             report(title, times)
-        results.append({"part": name, "model": model, "title": title, "times": times})
+            arguments.result.write_text(json.dumps(results))  # the next model may need more memory than there is
         gc.collect()
-    if dist.get_rank() == 0:
-        arguments.result.write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -361,12 +396,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=words, default=[], help="which of one,shared,all,compression (default all)")
     parser.add_argument("--models", type=words, default=list(subjects(tiny=False)), help="gpt,resnet (default both)")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a block (default 4)")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of one block for each variant (default 12)")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a block, at most (default 4)")
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of each variant, at most (default 12)")
+    parser.add_argument("--budget-s", type=float, default=240.0, help="seconds for all parts, about (default 240)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json and gpu.png go")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script itself")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where a worker puts its figures
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # when it ends, by the monotonic clock
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no usable CUDA device here")
@@ -387,20 +424,23 @@ def main() -> int:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if arguments.device == "cuda" else "-"
     heading = (
         f"{where} x {max(1, torch.cuda.device_count())}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"NCCL {nccl}, {arguments.rounds} rounds of {arguments.steps} steps"
+        f"NCCL {nccl}"
     )
     print(heading, flush=True)
     results: list[dict[str, Any]] = []
+    first_code, end = 0, time.monotonic() + arguments.budget_s
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.parts:
-            result = Path(folder, f"{name}.json")
-            code = spawn(
-                parts(arguments.device)[name].ranks, [*sys.argv, "--parts", name, "--result", str(result)]
-            )  # the last --parts counts
+        for place, name in enumerate(arguments.parts):
+            result, now = Path(folder, f"{name}.json"), time.monotonic()
+            share_s = max(0.0, end - now) / (len(arguments.parts) - place)
+            argv = [*sys.argv, "--parts", name, "--result", str(result), "--until", str(now + share_s)]
+            # The last --parts counts. What is not over in twice its share, and what a start takes, hangs.
+            code = spawn(parts(arguments.device)[name].ranks, argv, deadline_s=2 * share_s + _START_S)
             if code:
                 print(f"part {name} ended with exit code {code}", file=sys.stderr)
-                return code
-            results += json.loads(result.read_text())
+                first_code = first_code or code
+            if result.exists():
+                results += json.loads(result.read_text())
     print()
     for result in results:
         for text, is_met in goals(result["part"], result["title"], result["times"]):
@@ -408,11 +448,12 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "gpu.json").write_text(json.dumps({"heading": heading, "results": results}, indent=1))
     try:
-        draw(results, heading, arguments.out / "gpu.png")
+        if results:
+            draw(results, heading, arguments.out / "gpu.png")
     except ImportError:
         print("no picture: matplotlib is not installed (pip install matplotlib)")
     print(f"wrote {arguments.out}/gpu.json")
-    return 0
+    return first_code
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def main() -> int:
     return spawn(arguments.ranks)
 
 
-def spawn(ranks: int, argv: Sequence[str] = sys.argv) -> int:
+def spawn(ranks: int, argv: Sequence[str] = sys.argv, *, deadline_s: float = _DEADLINE_S) -> int:
     """Start a script once for each rank; return the first exit code that is not 0, after stopping the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -262,22 +262,23 @@ def spawn(ranks: int, argv: Sequence[str] = sys.argv) -> int:
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *argv]
-    return run_all([(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)])
+    commands = [(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    return run_all(commands, deadline_s=deadline_s)
 
 
-def run_all(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
+def run_all(commands: Sequence[tuple[list[str], dict[str, str]]], *, deadline_s: float = _DEADLINE_S) -> int:
     """Run commands, with variables to add, side by side; the first exit code that is not 0 stops the others."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for argv, variables in commands:
             processes.append(subprocess.Popen(argv, env={**os.environ, **variables}))
-        end = time.monotonic() + _DEADLINE_S
+        end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             codes = [process.poll() for process in processes]
             if any(codes) or None not in codes:
                 return next((code for code in codes if code), 0)
             time.sleep(0.1)
-        print(f"not finished after {_DEADLINE_S:g} s: try fewer --rounds", file=sys.stderr)
+        print(f"not finished after {deadline_s:.0f} s: try fewer --rounds", file=sys.stderr)
         return 1
     finally:
         for process in processes:

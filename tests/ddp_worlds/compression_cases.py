@@ -255,7 +255,7 @@ class Net(nn.Module):
 
 def trained(method: Method | None, *, steps: int = 200, wrapper: Any = nn.parallel.DistributedDataParallel) -> float:
     """Train a regression; returns the mean loss of the last 20 steps on the whole batch. Replicas end equal."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         net, teacher = Net(), nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 1))
     model = wrapper(net, bucket_cap_mb=0.008)

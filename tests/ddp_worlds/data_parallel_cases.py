@@ -96,17 +96,18 @@ MODELS: dict[str, type[nn.Module]] = {
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model in float64 (or complex128) with the same values on every rank."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODELS[name]()
         return model if name == "complex" else model.to(F64)
 
 
 def batch(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    """Inputs (rows, 6) and targets (rows, 3) on the default device: the same values on any."""
+    generator, device = torch.Generator().manual_seed(step), torch.get_default_device()
     return (
-        torch.randn(rows, 6, dtype=F64, generator=generator),
-        torch.randn(rows, 3, dtype=F64, generator=generator),
+        torch.randn(rows, 6, dtype=F64, generator=generator, device="cpu").to(device),
+        torch.randn(rows, 3, dtype=F64, generator=generator, device="cpu").to(device),
     )
 
 

@@ -107,7 +107,7 @@ class Program:
 
 
 def _made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().to(F64)
 
@@ -1429,7 +1429,7 @@ def replicas_stay_bitwise_equal(modes: list[str], steps: int) -> None:
     """In float32, with an optimizer that does not forgive: AdamW, clipped."""
     rank = dist.get_rank()
     for mode in modes:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             replica = (Words() if mode == "words" else Mlp()).to(torch.bfloat16 if mode == "half" else torch.float32)
         model = ddp.DistributedDataParallel(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
+import pickle
 import warnings
 from collections.abc import Iterator
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds import exact_cases
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp
@@ -89,21 +90,18 @@ def a_plain_step_waits_for_no_device() -> None:
             for _ in range(3):
                 step()
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_is_an_error():
                 for _ in range(3):
                     step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
-def compressions_train() -> None:
+def compressions_change_nothing_in_a_world_of_one() -> None:
     with over_nccl():
         exact = _train(_model())
         for name in ("bf16", "fp16", "int8", "powersgd"):
             found = _train(ddp.DistributedDataParallel(_model(), [0], compression=name))
             for mine, theirs in zip(found, exact, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02, msg=name)
+                assert torch.equal(mine, theirs), name
 
 
 def mixed_precision_and_compile() -> None:
@@ -125,7 +123,8 @@ def mixed_precision_and_compile() -> None:
             assert torch.equal(mine, theirs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what the compiler imports
-            _train(torch.compile(ddp.DistributedDataParallel(_model(), [0])), steps=2)
+            compiled = torch.compile(ddp.DistributedDataParallel(_model(), [0]), backend="aot_eager")
+            _train(compiled, steps=2)  # inductor would need a C compiler
 
 
 def _out_of_memory(*_: object) -> None:
@@ -136,15 +135,15 @@ def one_rank_out_of_memory_ends_the_step_everywhere() -> None:
     """Two ranks over gloo on one device: one runs out of memory, both raise, and the next step is right."""
     model = ddp.DistributedDataParallel(_model(), [0])
     x = torch.ones(8, 64, device=DEVICE)
-    model(x).sum().backward()
+    model(x).square().mean().backward()
     hook = model.module.register_forward_hook(_out_of_memory) if dist.get_rank() == 1 else None
     error, text = (PeerFailedError, "rank 1") if hook is None else (torch.cuda.OutOfMemoryError, "out of memory")
     with pytest.raises(error, match=text):
-        model(x).sum().backward()
+        model(x).square().mean().backward()
     if hook is not None:
         hook.remove()
     model.zero_grad()
-    model(x).sum().backward()
+    model(x).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -152,7 +151,7 @@ def checkpoints_come_back_on_the_device(folder: str) -> None:
     with over_nccl():
         model = ddp.DistributedDataParallel(_model(), [0])
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(4, 64, device=DEVICE)).sum().backward()
+        model(torch.ones(4, 64, device=DEVICE)).square().mean().backward()
         optimizer.step()
         ddp.Checkpoint(folder).save(1, model=model, optimizer=optimizer)
         other = ddp.DistributedDataParallel(_model().apply(_forget), [0])
@@ -184,8 +183,11 @@ def horovods_collectives() -> None:
 
 def models_on_a_device_are_pickled() -> None:
     with over_nccl():
-        saved = io.BytesIO()
         model = ddp.DistributedDataParallel(_model(), [0])
-        torch.save(model.state_dict(), saved)
-        saved.seek(0)
-        model.load_state_dict(torch.load(saved, map_location=DEVICE, weights_only=True))
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        copied = pickle.loads(pickle.dumps(model))
+        assert copied._policy is not None  # it communicates
+        expected, found = _train(model), _train(copied)
+        assert all(each.device == torch.device(DEVICE) for each in found)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert not any(torch.equal(mine, before) for mine, before in zip(found, start, strict=True))

@@ -5,7 +5,6 @@ the same on the CPU. Ranks may share one device: collectives of devices are gloo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
 from ddp_worlds.parameter_server_cases import in_roles, start
 from ddp_worlds.strategy_cases import Setting, data
 from ddp_worlds.strategy_cases import build as build_for_servers
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch.nn import functional as F
 
 from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
@@ -24,16 +24,6 @@ from ddp.strategies.central_storage.strategy import CentralOptimizer
 
 CUDA = torch.device("cuda", 0)
 STEPS = 5
-
-
-@contextlib.contextmanager
-def reading_is_an_error() -> Iterator[None]:
-    """Inside, torch raises where the host would wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def central_storage_equals_that_of_the_cpu(settings: list[tuple[str, str]]) -> None:
@@ -48,7 +38,7 @@ def central_storage_equals_that_of_the_cpu(settings: list[tuple[str, str]]) -> N
                 model.step = step  # type: ignore[assignment]  # which some models read
                 x, y = (tensor.to(device) for tensor in batch(step))
                 (model(x) - y).square().mean().backward()
-                with reading_is_an_error() if device == CUDA and step and name == "mlp" else contextlib.nullcontext():
+                with waiting_is_an_error() if device == CUDA and step and name == "mlp" else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()
             states.append({key: tensor.cpu() for key, tensor in model.state_dict().items()})

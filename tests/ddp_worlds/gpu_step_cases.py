@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp
@@ -55,15 +56,12 @@ def steps_run_ahead_of_the_device() -> None:
                 _step(model, optimizer, x.bfloat16())
             torch.cuda.synchronize()
             is_over = torch.cuda.Event()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_is_an_error():
                 torch.cuda._sleep(10_000_000_000)  # cycles: some five seconds
                 is_over.record()
                 for _ in range(3):
                     _step(model, optimizer, x.bfloat16())
                 assert not is_over.query(), f"the host has waited for the device: {settings}"
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
 
 

@@ -195,7 +195,7 @@ class Branches(nn.Module):
 
 def parameters_without_gradients_are_exact() -> None:
     """Layer r + step is used by rank r alone, layer 3 by nobody."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Branches().to(F64)
     alone = copy.deepcopy(model)
@@ -218,7 +218,7 @@ def parameters_without_gradients_are_exact() -> None:
 
 def sparse_gradients_stay_sparse() -> None:
     for as_dense in (False, True):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = nn.Sequential(nn.EmbeddingBag(50, 4, mode="sum", sparse=True), nn.Linear(4, 2)).to(F64)
         alone = copy.deepcopy(model)
@@ -290,7 +290,7 @@ def grad_scaler_needs_nothing_else() -> None:
 
 def two_optimizers_share_a_backward_pass() -> None:
     """Buckets of both are complete in another order on each rank."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         models = [Branches().to(F64) for _ in range(2)]
     alone = copy.deepcopy(models)

@@ -647,7 +647,7 @@ class Broken(Mlp):
 
 
 def _built(make: type[nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().to(F64)
 

@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
 
 
 def made(name: str) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return CASES[name].model()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_worlds.nursery import Nursery
+from ddp_worlds.sync_debug import waiting_is_an_error
 
 from ddp.comm.pinned_buffer import PinnedBuffer, device_with_stream
 
@@ -23,8 +24,7 @@ def test_pinned_memory_takes_and_gives_in_the_order_of_the_stream() -> None:
     source, other = torch.zeros(1 << 10, 1 << 10, device=device), torch.zeros(1 << 20, device=device)
     assert device_with_stream([source, other]) == device
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for step in range(1, 6):
             source.fill_(step)
             buffer.start_fetching([source.t()])
@@ -35,12 +35,9 @@ def test_pinned_memory_takes_and_gives_in_the_order_of_the_stream() -> None:
             buffer.start_sending([values[:100], values[100:]], [other[:7], other[7:]])
             values.zero_()
             buffer.start_sending([torch.full((10,), 3.0)], [other[:10]])
-            torch.cuda.current_stream().synchronize()
             buffer.start_fetching([other])
             assert buffer.wait()[:10].eq(3).all()
             assert buffer.wait()[10:].eq(10 * step).all()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_central_storage(nursery: Nursery) -> None:

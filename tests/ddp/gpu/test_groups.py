@@ -14,6 +14,8 @@ from ddp_worlds.nursery import ROOT
 
 pytestmark = pytest.mark.gpu
 
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # torch itself may come by it
+
 PROGRAM = """
     import sys
     import torch
@@ -25,7 +27,7 @@ PROGRAM = """
     assert dist.group.WORLD.bound_device_id == world.device, dist.group.WORLD.bound_device_id
     torch.manual_seed(0)
     models = [ddp.DistributedDataParallel(torch.nn.Linear(8, 8).to(world.device)) for _ in range(2)]
-    controls = {model.reducer.reducer.channel.control for model in models}
+    controls = {model._policy.reducer.channel.control for model in models}
     assert len(controls) == 1
     assert (dist.group.WORLD in controls) == (sys.argv[1] != "nccl")
     for model in models:
@@ -57,7 +59,7 @@ def test_two_devices_share_a_control_group_and_the_host_goes_on(tmp_path: Path, 
     script.write_text(textwrap.dedent(PROGRAM))
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, backend],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=250,
@@ -77,11 +79,11 @@ def test_two_ranks_of_one_device_still_use_host_memory(tmp_path: Path) -> None:
         "assert ones.tolist() == [2, 2]\n"
         "print(world.device, world.backend, dist.group.WORLD.bound_device_id, flush=True)\n"
     )
-    if torch.cuda.device_count() > 1:
-        pytest.skip("needs a machine with one CUDA device")
+    if torch.cuda.device_count() > 1 or "CUDA_VISIBLE_DEVICES" in os.environ:
+        pytest.skip("needs a machine with one CUDA device, and no CUDA_VISIBLE_DEVICES")
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
-        env={**{k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=250,

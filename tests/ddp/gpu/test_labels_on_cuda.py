@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,21 +22,22 @@ pytestmark = pytest.mark.gpu
 class RaisesWhereItWaits(Callback):
     """From the second step on, whatever waits for the device is an error."""
 
-    steps = 0
+    def __init__(self, checked: ExitStack) -> None:
+        self.steps = 0
+        self._checked = checked  # a step that fails does not end
 
     def on_step_begin(self, step: int) -> None:
         if step:
-            torch.cuda.set_sync_debug_mode("error")
+            self._checked.enter_context(waiting_is_an_error())
 
     def on_step_end(self, step: int, logs: dict[str, float]) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        self._checked.close()
         self.steps += 1
 
 
 @pytest.fixture(autouse=True)
 def left_as_it_was() -> Iterator[None]:
     yield
-    torch.cuda.set_sync_debug_mode("default")
     if dist.is_initialized():
         dist.destroy_process_group()
 

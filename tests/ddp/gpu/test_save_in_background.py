@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp
@@ -22,14 +23,11 @@ def test_a_copy_is_what_the_tensors_were_in_stream_order() -> None:
     HostCopy().of(weight)  # the pinned memory is there from now on
     torch.cuda.synchronize()
     copies = HostCopy()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(20):
             weight.copy_((weight @ weight).div_(size))  # 1 again, and long enough to be still running below
         copied = copies.of({"weight": weight, "tied": tied})
         weight.zero_()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     copies.wait()
     assert copied["weight"].device.type == "cpu"
     assert copied["weight"].is_pinned()

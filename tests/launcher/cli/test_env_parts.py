@@ -91,6 +91,18 @@ def test_a_torch_that_does_not_work_is_named(stand_in: Path, code: str, said: st
     assert _asked()["backends"].startswith(f"not known: {said}")
 
 
+def test_nothing_of_the_current_folder_is_imported(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.write_text("")
+    project = tmp_path / "project"
+    (project / "torch").mkdir(parents=True)
+    (project / "json.py").write_text("raise SystemExit('the wrong json')\n")
+    (project / "torch/__init__.py").write_text("raise SystemExit('the wrong torch')\n")
+    monkeypatch.chdir(project)
+    assert _asked()["backends"] == "none"
+
+
 def test_a_torch_that_hangs_is_not_waited_for(stand_in: Path) -> None:
     marker = stand_in.with_name("pid")
     stand_in.write_text(f"import os, time\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)\n")
@@ -230,6 +242,19 @@ def test_a_machine_with_amd_s_gpus_and_rdma_is_described(tmp_path: Path) -> None
     assert (versions["Open MPI"], versions["OpenSSH"]) == (None, None)
     assert report["torch"]["backends"] == "not known: torch cannot be imported: ImportError: a stand-in"
     assert report["variables"]["HIP_VISIBLE_DEVICES"] == "1,2"
+
+
+@pytest.mark.parametrize(
+    ("built", "said"), [(None, "none: AMD's need a torch that is built for ROCm"), ("hip", "none")]
+)
+def test_why_workers_get_no_gpus_is_told(tmp_path: Path, built: str | None, said: str) -> None:
+    machine = GpuMachine(tmp_path / "machine")
+    machine.add_cpu_node()
+    machine.add_amd(1, "0000:01:00.0", product_name="MI300X")
+    env = {**LISTS, "PYTHONPATH": str(machine.built_for(built)), "HIP_VISIBLE_DEVICES": "-1" if built else None}
+    result = run_program(*machine.run_in(sys.executable, "-m", "launcher", "env", "--json"), env=env)
+    hardware = json.loads(result.stdout)["hardware"]
+    assert (hardware["GPUs"], hardware["GPUs for workers"]) == (["MI300X"], said)
 
 
 def test_nvidia_s_links_are_told(tmp_path: Path) -> None:
