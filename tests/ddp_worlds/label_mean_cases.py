@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.errors import ArgumentError, UnsupportedError
+from ddp.training import trainer
 from ddp.training.trainer import Trainer
 
 PLACES = 4  # labels of a sample
@@ -188,21 +189,40 @@ def labels_of_a_step_of_ones_own() -> None:
     def kept(x: Tensor, y: Tensor) -> Tensor:
         return y.masked_fill(x[..., 0] > 0.5, IGNORED)
 
-    class Own(Trainer):
-        def train_step(self, batch: Any) -> Tensor:
-            x, y = batch
-            penalty = sum(parameter.square().sum() for parameter in self.module.parameters())
-            return super().train_step((x, kept(x, y))) + 0.01 * penalty
+    def another(batch: list[Tensor]) -> Any:
+        return batch[0], kept(*batch)
 
-    one = Own(*made(), nn.CrossEntropyLoss(), seed=4)
-    one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+    def with_other_labels(batch: list[Tensor]) -> Any:
+        batch[1] = kept(*batch)
+        return batch
+
+    def changed_in_place(batch: list[Tensor]) -> Any:
+        batch[1].copy_(kept(*batch))
+        return batch
+
+    class Own(Trainer):
+        def __init__(self, change: Callable[[list[Tensor]], Any]) -> None:
+            super().__init__(*made(), nn.CrossEntropyLoss(), seed=4)
+            self.change = change
+
+        def train_step(self, batch: Any) -> Tensor:
+            penalty = sum(parameter.square().sum() for parameter in self.module.parameters())
+            return super().train_step(self.change(batch)) + 0.01 * penalty
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:  # batches are copied, as to a device
+        patch.setattr(trainer, "on_device", lambda batch, _: [tensor.clone() for tensor in batch])
+        for change in (another, with_other_labels, changed_in_place):
+            found.append(Own(change))
+            found[-1].fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
     net, optimizer = made()
     for rows in (rows for epoch in range(2) for rows in batches(epoch)):
         penalty = sum(parameter.square().sum() for parameter in net.parameters())
         (nn.CrossEntropyLoss()(net(x[rows]), kept(x[rows], y[rows])) + 0.01 * penalty).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert (flat(one.module) - flat(net)).abs().max() < 1e-12
+    for one in found:
+        assert (flat(one.module) - flat(net)).abs().max() < 1e-12, one.change
 
     class Twice(Trainer):
         def train_step(self, batch: Any) -> Tensor:

@@ -53,3 +53,9 @@ def test_counting_labels_on_a_device_does_not_wait_for_it() -> None:
         )
     assert weight is not None
     assert (weight.device.type, weight.dim(), weight.dtype) == ("cuda", 0, torch.float64)
+
+
+def test_no_label_of_unsigned_numbers_is_ignored_by_default() -> None:
+    weight = Loss(nn.CrossEntropyLoss()).weight(torch.tensor([0, 156, 2], dtype=torch.uint8))
+    assert weight is not None
+    assert weight.item() == 3
