@@ -74,6 +74,9 @@ def version_of(tensor: torch.Tensor) -> int:
 # Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
+# Divides many tensors, sparse ones too, with one call: (tensors, number). Without it each gradient costs a call. 1.6.
+foreach_divide: Callable[..., None] = torch._foreach_div_
+
 # Modules. These two are the bases of all of their kind. 1.0.
 AnyBatchNorm = _BatchNorm
 AnyDropout = _DropoutNd
