@@ -116,7 +116,7 @@ def collectives_of_its_own() -> dict[str, int]:
     counts = {}
     x, y = data()
     for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
-        for strategy in ("all_reduce", "central_storage"):
+        for strategy in ("all_reduce", "central_storage", "local_sgd"):
             one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
             reduce, calls = one.strategy.reduce, []
             one.strategy.reduce = lambda *given, reduce=reduce, calls=calls: calls.append(1) or reduce(*given)  # type: ignore[method-assign]
@@ -126,11 +126,11 @@ def collectives_of_its_own() -> dict[str, int]:
     return counts
 
 
-def own_steps_are_of_the_whole_mean(every: int) -> None:
-    """Replicas that step by themselves: the average of their gradients is that of the mean over all labels."""
+def own_steps_are_of_own_means(every: int, after: int) -> None:
+    """A replica that steps by itself takes the mean over its own labels; before, gradients are of that over all."""
     replicas = dist.get_world_size()
     x, y = data()
-    strategy = ddp.strategy("local_sgd", every=every)
+    strategy = ddp.strategy("local_sgd", every=every, after=after)
     one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, seed=4)
     one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
     strategy.sync()
@@ -138,14 +138,14 @@ def own_steps_are_of_the_whole_mean(every: int) -> None:
     all_of_them = [made() for _ in range(replicas)]
     steps = [rows for epoch in range(2) for rows in batches(epoch)]
     for step, rows in enumerate(steps):
-        total = max(1, int((y[rows] != IGNORED).sum()))
         for replica, (net, optimizer) in enumerate(all_of_them):
-            own = rows[replica::replicas]
+            own = rows if step < after else rows[replica::replicas]
             losses = nn.functional.cross_entropy(net(x[own]), y[own], reduction="sum")
-            (losses * replicas / total).backward()
+            (losses / max(1, int((y[own] != IGNORED).sum()))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step % 4 in (every - 1, 3):  # and at the end of each epoch, where a new round begins
+        own_steps = step % 4 + 1 - (after if step < 4 else 0)  # of this round; an epoch, of 4 steps, ends one
+        if own_steps == every or step % 4 == 3:
             mean = torch.stack([flat(net) for net, _ in all_of_them]).mean(0)
             for net, _ in all_of_them:
                 nn.utils.vector_to_parameters(mean.clone(), net.parameters())
