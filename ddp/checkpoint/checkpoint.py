@@ -144,8 +144,7 @@ class Checkpoint:
             problem = error
         what = f"save step {step}"
         told = _exchange((vars(note), _reason(lost), _reason(problem, what)), "notes before saving")
-        _raise_together([reason for _, reason, _ in told], lost)
-        self._count_last()
+        self._finish_last([reason for _, reason, _ in told], lost)
         _raise_together([reason for _, _, reason in told], problem)
         notes = [_SaveNote(**each) for each, _, _ in told]
         _require_agreement(notes)
@@ -165,12 +164,13 @@ class Checkpoint:
         """Wait until what was saved is durable. Every rank must call it; blocks.
 
         Call it at the end of training, or before a program reads the file: a process that just ends waits as well, but
-        an error is then raised on rank 0 alone, whose exit code is 1. Raises CheckpointError on every rank if rank 0
-        could not write; CollectiveError if a rank is gone.
+        an error is then raised on rank 0 alone, whose exit code is 1. One that ends with an exception waits 5 s at
+        most, since other ranks may wait for it: the newest checkpoint may be the one before then.
+
+        Raises CheckpointError on every rank if rank 0 could not write; CollectiveError if a rank is gone.
         """
         lost = background.finish()
-        _raise_together(_exchange(_reason(lost), "what each rank saved"), lost)
-        self._count_last()
+        self._finish_last(_exchange(_reason(lost), "what each rank saved"), lost)
 
     def load(
         self,
@@ -265,11 +265,12 @@ class Checkpoint:
             raise CheckpointError(str(_reason(error, f"write step {step} to {self.folder.absolute()}"))) from error
         count_checkpoint()
 
-    def _count_last(self) -> None:
-        """Count the checkpoint that rank 0 has finished: it has done so itself when it did."""
-        if self._is_uncounted:
+    def _finish_last(self, problems: Sequence[str | None], mine: Exception | None) -> None:
+        """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
+        is_uncounted, self._is_uncounted = self._is_uncounted, False
+        _raise_together(problems, mine)
+        if is_uncounted:
             count_checkpoint()
-        self._is_uncounted = False
 
     def _check_folder(self, step: int) -> None:
         """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""

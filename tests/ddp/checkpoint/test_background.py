@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_a_process_that_ends_waits_for_the_file(end: str, code: int, tmp_path: P
     done = _run(f"checkpoint.save(2)\n{end}", tmp_path)
     assert done.returncode == code, done
     assert sorted(os.listdir(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("raise ValueError('a bad batch')", 1), ("raise KeyboardInterrupt", -signal.SIGINT)]
+)
+def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(end: str, code: int, tmp_path: Path) -> None:
+    program = f"from ddp.checkpoint import background\nbackground._LONGEST_WAIT_S = 0.2\n{end}"
+    done = _run(program, tmp_path, GATE=str(tmp_path / "never"))
+    assert done.returncode == code, done
+    assert "ends before its last checkpoint is written; the one before is whole" in done.stderr
 
 
 def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(tmp_path: Path) -> None:
