@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's documentation has both
 
 from ddp.checkpoint.host_memory import HostMemory
 from ddp.comm.pinned_buffer import has_stream, recorded_event
@@ -57,7 +58,7 @@ class HostCopy:
         for memory, storage in zip(taken, storages.values(), strict=True):
             memory.copy_(_bytes_of(storage), non_blocking=memory.is_pinned())
         # torch.save writes the whole memory of a tensor, which must not be that of all others.
-        alone = [torch.from_dlpack(torch.to_dlpack(memory)) for memory in taken]
+        alone = [from_dlpack(to_dlpack(memory)) for memory in taken]
         return dict(zip(storages, alone, strict=True))
 
     def _takes(self, tensor: torch.Tensor) -> bool:
