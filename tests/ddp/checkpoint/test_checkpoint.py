@@ -340,7 +340,7 @@ def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
 # Writers that die or fail
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
