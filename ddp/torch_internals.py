@@ -166,6 +166,16 @@ AnyDropout: Any = _find("torch.nn.modules.dropout._DropoutNd") or (
     nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 )
 
+
+def _divide_each(tensors: Sequence[torch.Tensor], by: float) -> None:
+    for tensor in tensors:
+        tensor.div_(by)
+
+
+# Divides many tensors, sparse ones too, with one call: (tensors, number). Without it each gradient costs a call. 1.6.
+foreach_divide: Callable[..., None] = _find("torch._foreach_div_") or _divide_each
+
+
 # The dicts that named_parameters() and the like walk: reading them costs a tenth of that. Without them the
 # checks in each pass become slow. Since the first version.
 

@@ -140,21 +140,22 @@ class CallbackList:
             self.raise_failure(together=False)
 
     def raise_failure(self, *, together: bool) -> None:
-        """Raise DdpError for what failed here or, `together` with all others, on another replica."""
+        """Raise DdpError for what failed here or, `together` with all others, on another process."""
         failure, self._failure = self._failure, None
+        world = self._strategy.world
         code = -1
         if failure is not None:
             index, hook, step, error = failure
             code = (step * len(self._callbacks) + index) * len(_HOOKS) + _HOOKS.index(hook)
-            code = code * self._strategy.replicas + self._strategy.replica
+            code = code * world.world_size + world.rank
         if together:
             code = self._strategy.reduce("max", code)
         if failure is not None:
             raise DdpError(f"{self._what(index, hook, step)}: {type(error).__name__}: {error}") from error
-        code, replica = divmod(code, self._strategy.replicas)
+        code, rank = divmod(code, world.world_size)
         code, place = divmod(code, len(_HOOKS))
         step, index = divmod(code, len(self._callbacks))
-        raise DdpError(f"{self._what(index, _HOOKS[place], step)}, on replica {replica}: see its output")
+        raise DdpError(f"{self._what(index, _HOOKS[place], step)}, on rank {rank}: see its output")
 
     def _what(self, index: int, hook: str, step: int) -> str:
         return f"the callback {type(self._callbacks[index]).__name__} failed in {hook}, at step {step}"

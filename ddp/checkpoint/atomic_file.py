@@ -15,6 +15,8 @@ __all__ = ["make_durably", "remove_unfinished", "replacing"]
 
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
+_locked: set[int] = set()  # descriptors of temporary files that this process writes
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -22,11 +24,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     When the block is over, the file is durable (fsynced and renamed); if it raises, `path` is what it was. The folder
     must be there. The temporary file is locked as long as its writer lives: the kernel drops the lock however the
-    writer ends, so what can be locked was left by a dead one. Raises OSError where the system does.
+    writer ends, so what can be locked was left by a dead one. A process that is forked meanwhile has no part in the
+    lock. Raises OSError where the system does.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         with open(temporary, "xb") as file:
+            _locked.add(file.fileno())
             try:
                 with contextlib.suppress(OSError):  # a file system without locks: nothing unfinished is removed there
                     fcntl.flock(file, fcntl.LOCK_EX)
@@ -38,6 +42,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.replace(temporary, path)
                 break
             finally:
+                _locked.discard(file.fileno())
                 temporary.unlink(missing_ok=True)
     _fsync_folder(path.parent)
 
@@ -58,6 +63,18 @@ def make_durably(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for parent in missing:
         _fsync_folder(parent.parent)
+
+
+def _let_go() -> None:
+    """Give up the locks that a forked process shares with its parent, which may end before it."""
+    for descriptor in _locked:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, descriptor, inheritable=False)  # closed, it would be given out again under the file's object
+        os.close(nothing)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 Called by `ddp.checkpoint` on the rank that writes. What goes wrong is printed at once, and kept for `finish`. The
 process does not end before the file is there; if it could not be written and nobody has asked until then, the process
-ends with exit code 1.
+ends with exit code 1. A process that ends with an exception, for which others may wait, waits 5 s at most.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from ddp.monitoring.stall_report import end_process
+
 __all__ = ["finish", "run", "start"]
+
+_LONGEST_WAIT_S = 5.0  # after an exception
 
 _thread: threading.Thread | None = None
 _failure: Exception | None = None
@@ -24,7 +28,8 @@ def start(write: Callable[[], None]) -> None:
     """Call `write` in a thread. `finish()` comes first."""
     global _thread
     assert _thread is None
-    _thread = threading.Thread(target=_run_and_say, args=(write,), name="checkpoint")
+    # A daemon: the interpreter would wait for others without end, and before it calls what is registered at exit.
+    _thread = threading.Thread(target=_run_and_say, args=(write,), name="checkpoint", daemon=True)
     try:
         _thread.start()
     except RuntimeError:  # the interpreter ends, or there are too many threads
@@ -47,18 +52,25 @@ def _run_and_say(write: Callable[[], None]) -> None:
         print(f"ddp: {_failure}", file=sys.stderr, flush=True)
 
 
-def finish() -> Exception | None:
-    """Wait for what was started; return what it raised, once."""
+def finish(timeout_s: float | None = None) -> Exception | None:
+    """Wait for what was started; return what it raised, once. Raises TimeoutError if it takes longer."""
     global _thread, _failure
     if _thread is not None:
-        _thread.join()
+        _thread.join(timeout_s)
+        if _thread.is_alive():
+            raise TimeoutError
         _thread = None
     failure, _failure = _failure, None
     return failure
 
 
 def _at_exit() -> None:
-    failure = finish()
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a session goes on after an error
+    try:
+        failure = finish(None if error is None else _LONGEST_WAIT_S)
+    except (TimeoutError, KeyboardInterrupt) as cause:  # the thread may still run, and must not outlive the interpreter
+        print("ddp: this process ends before its last checkpoint is written; the one before is whole", file=sys.stderr)
+        end_process(error or cause)
     if failure is None:
         return
     traceback.print_exception(failure)

@@ -32,8 +32,9 @@ from torch import nn
 from ddp.checkpoint import background, rng
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.host_copy import HostCopy
+from ddp.checkpoint.host_memory import HostMemory
 from ddp.checkpoint.preemption import Warned
-from ddp.checkpoint.state import Stateful, check_plain, given_parts, off_mesh, restore_parts, wrapper_of
+from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
 from ddp.comm.objects import device_of, gather_values
 from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
@@ -73,7 +74,7 @@ class Checkpoint:
     the copy while training goes on, one at a time. Until the file is whole, the one before is the newest. An error of
     the thread is raised on every rank by their next `save`, `load` or `wait`. When SIGUSR1 has said that the job's time
     is nearly up (`due`), and with `in_background=False`, which needs no memory for a copy, `save` returns when the file
-    is durable.
+    is durable. A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one.
     """
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, in_background: bool = True) -> None:
@@ -82,6 +83,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.keep = keep
         self.in_background = in_background
+        self._memory = HostMemory()  # for copies of what is on devices; kept
         self._is_uncounted = False  # whether another rank may still write what this one has saved
         self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
@@ -125,9 +127,10 @@ class Checkpoint:
         lost = background.finish()
         problem: Exception | None = None
         content: dict[str, Any] = {}
-        copies = HostCopy()
         is_urgent = self._warned is not None and self._warned.has_acted
         note = _SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
+        # In the foreground only what lies on torch_xla's devices is copied: a file would ask for such a device again.
+        copies = HostCopy(self._memory, device_types=None if note.in_background else {"xla"})
         try:
             parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
@@ -139,13 +142,12 @@ class Checkpoint:
                 for name, part_state in content.items():
                     check_plain(part_state, name)
                 content["values"] = values
-                content = copies.of(content) if note.in_background else off_mesh(content)
+                content = copies.of(content)
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"
         told = _exchange((vars(note), _reason(lost), _reason(problem, what)), "notes before saving")
-        _raise_together([reason for _, reason, _ in told], lost)
-        self._count_last()
+        self._finish_last([reason for _, reason, _ in told], lost)
         _raise_together([reason for _, _, reason in told], problem)
         notes = [_SaveNote(**each) for each, _, _ in told]
         _require_agreement(notes)
@@ -165,12 +167,13 @@ class Checkpoint:
         """Wait until what was saved is durable. Every rank must call it; blocks.
 
         Call it at the end of training, or before a program reads the file: a process that just ends waits as well, but
-        an error is then raised on rank 0 alone, whose exit code is 1. Raises CheckpointError on every rank if rank 0
-        could not write; CollectiveError if a rank is gone.
+        an error is then raised on rank 0 alone, whose exit code is 1. One that ends with an exception waits 5 s at
+        most, since other ranks may wait for it: the newest checkpoint may be the one before then.
+
+        Raises CheckpointError on every rank if rank 0 could not write; CollectiveError if a rank is gone.
         """
         lost = background.finish()
-        _raise_together(_exchange(_reason(lost), "what each rank saved"), lost)
-        self._count_last()
+        self._finish_last(_exchange(_reason(lost), "what each rank saved"), lost)
 
     def load(
         self,
@@ -265,11 +268,12 @@ class Checkpoint:
             raise CheckpointError(str(_reason(error, f"write step {step} to {self.folder.absolute()}"))) from error
         count_checkpoint()
 
-    def _count_last(self) -> None:
-        """Count the checkpoint that rank 0 has finished: it has done so itself when it did."""
-        if self._is_uncounted:
+    def _finish_last(self, problems: Sequence[str | None], mine: Exception | None) -> None:
+        """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
+        is_uncounted, self._is_uncounted = self._is_uncounted, False
+        _raise_together(problems, mine)
+        if is_uncounted:
             count_checkpoint()
-        self._is_uncounted = False
 
     def _check_folder(self, step: int) -> None:
         """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""

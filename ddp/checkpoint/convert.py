@@ -62,25 +62,33 @@ def from_dcp(
 ) -> Path:
     """Write what a DCP folder holds as a file in the folder `checkpoints`, for `ddp.Checkpoint.load`; return its path.
 
-    What `to_dcp` made becomes the same file again. Of another program's, `parts` says under which key each of "model",
-    "optimizer", "scheduler", "scaler" and "sampler" is, "app.model" for nested ones, "" for all there is; by default
-    under their own names, the optimizer also under "optim". An optimizer's state by parameter names
-    (`get_optimizer_state_dict`) becomes one by numbers. All else goes to the checkpoint's values, and its random number
-    generators are left alone by `load`. `step` is needed where the folder has none.
+    What `to_dcp` made becomes the same file again, perhaps as another `step`. Of another program's, `parts` says under
+    which key each of "model", "optimizer", "scheduler", "scaler" and "sampler" is, "app.model" for nested ones, "" for
+    all there is; by default under their own names, the optimizer also under "optim". An optimizer's state by parameter
+    names (`get_optimizer_state_dict`) becomes one by numbers. All else goes to the checkpoint's values, and its random
+    number generators are left alone by `load`. `step` is needed where the folder has none.
 
     Raises CheckpointError if the folder cannot be read without unpickling, or lacks a part; ArgumentError for `parts`
-    that are none.
+    that are none, and for what is no step.
     """
+    if step is not None and not _is_step(step):
+        raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
     found = read_folder(Path(folder))
     form = found.pop((_FORM,), None)
-    if isinstance(form, bytes) and parts is None and step is None:
-        shape = torch.load(io.BytesIO(form), weights_only=True)
-        try:
-            content = _map_tensors(shape, lambda path, tensor: _as_before(found[path], tensor))
-        except KeyError as error:
-            raise CheckpointError(f"{folder} has no {'.'.join(map(str, error.args[0]))} any more") from None
+    if isinstance(form, bytes) and parts is None:
+        content = _ours(found, form, folder)
+        content["step"] = content.get("step") if step is None else step
     else:
-        content = _foreign(found, step, parts)
+        try:
+            content = _foreign(found, step, parts)
+        except (DdpError, Warning):
+            raise
+        except Exception as error:  # of whatever another program has put there
+            raise CheckpointError(
+                f"{folder} holds what cannot be converted: {type(error).__name__}: {error}"
+            ) from error
+    if not _is_step(content["step"]):
+        raise CheckpointError(f"{folder} says that its step is {content['step']!r}: give step=, an int, 0 or more")
     check_plain(content)
     try:
         return checkpoint_file.write(Path(checkpoints), content["step"], content)
@@ -88,7 +96,25 @@ def from_dcp(
         raise CheckpointError(f"could not write step {content['step']} to {checkpoints}: {error}") from error
 
 
+def _is_step(step: object) -> bool:
+    return type(step) is int and 0 <= step < 1 << 64  # as the file holds it
+
+
 # What to_dcp made
+
+
+def _ours(found: Mapping[KeyPath, Any], form: bytes, folder: str | PathLike[str]) -> dict[str, Any]:
+    def as_before(path: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
+        if path not in found:
+            raise CheckpointError(f"{folder} has no {'.'.join(map(str, path))} any more")
+        return _as_before(found[path], tensor)
+
+    try:
+        return dict(_map_tensors(torch.load(io.BytesIO(form), weights_only=True), as_before))
+    except DdpError:
+        raise
+    except Exception as error:  # of bytes that were changed
+        raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _map_tensors(value: Any, change: Callable[[KeyPath, torch.Tensor], Any], path: KeyPath = ()) -> Any:
@@ -210,6 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.source.is_dir():
+            for part in given.part or ():
+                if "=" not in part:
+                    raise ArgumentError(f"--part {part}: write NAME=KEY, as model=app.model; {part}= is all there is")
             parts = None if given.part is None else dict(part.partition("=")[::2] for part in given.part)
             print(from_dcp(given.source, given.target, step=given.step, parts=parts))
         else:

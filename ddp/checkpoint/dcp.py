@@ -56,18 +56,19 @@ def read_folder(folder: Path) -> dict[tuple[str | int, ...], Any]:
     Values that cannot be read safely are `Refused`. Raises CheckpointError if the folder cannot be read.
     """
     metadata = _read_metadata(folder)
-    described = metadata.state_dict_metadata
-    values: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in described.items()
-    }
     try:
+        values: dict[str, Any] = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for key, entry in metadata.state_dict_metadata.items()
+        }
         with _alone():
             load(values, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=True)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"could not read {folder}: {error}") from error
-    paths = metadata.planner_data or {}
-    return {tuple(paths.get(key, (key,))): value for key, value in values.items()}
+        paths = metadata.planner_data or {}
+        return {tuple(paths.get(key, (key,))): value for key, value in values.items()}
+    except (Exception, CheckpointException) as error:  # its fields may be of any type, and say anything
+        raise CheckpointError(f"could not read {folder}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -82,13 +83,13 @@ def _read_metadata(folder: Path) -> Metadata:
     try:
         with open(folder / _METADATA, "rb") as file:
             metadata = _Unpickler(file).load()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError("it does not describe a checkpoint of torch.distributed.checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePath(place.relative_path).is_absolute() or ".." in PurePath(place.relative_path).parts:
+                raise CheckpointError(f"it names {place.relative_path}, which is outside of the folder")
+    except Exception as error:  # a changed pickle may raise anything
         raise CheckpointError(f"{folder / _METADATA}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{folder / _METADATA} does not describe a checkpoint of torch.distributed.checkpoint")
-    for place in metadata.storage_data.values():
-        if PurePath(place.relative_path).is_absolute() or ".." in PurePath(place.relative_path).parts:
-            raise CheckpointError(f"{folder / _METADATA} names {place.relative_path}, which is outside of the folder")
     return metadata
 
 

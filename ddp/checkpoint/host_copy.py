@@ -6,15 +6,17 @@ Called by `ddp.checkpoint`. Knows neither files nor ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's documentation has both
+
+from ddp.checkpoint.host_memory import HostMemory
+from ddp.comm.pinned_buffer import has_stream, recorded_event
 
 __all__ = ["HostCopy"]
-
-_PINNABLE = frozenset({"cuda", "xpu"})  # devices that copy to pinned host memory by themselves
 
 _Copied = dict[tuple[torch.device, int, int], torch.Tensor]  # by device, address and size of the memory
 
@@ -23,27 +25,49 @@ class HostCopy:
     """Copies of values that a checkpoint may hold (`check_plain`), tensors in host memory.
 
     `of` does not wait for a device: the copy is done in the order of the current stream, and `wait`, in any thread,
-    returns when all copies are there.
+    returns when all copies are there. Copies from devices lie in `memory`, whose last user this one replaces. With
+    `device_types`, tensors on other devices are not copied, but passed on as they are.
     """
 
-    def __init__(self) -> None:
-        self._events: list[Any] = []
+    def __init__(self, memory: HostMemory | None = None, *, device_types: Collection[str] | None = None) -> None:
+        self._memory = memory or HostMemory()
+        self._memory.free()
+        self._device_types = device_types
+        self._events: list[torch.Event] = []
 
     def of(self, value: Any) -> Any:
         """Return a copy of `value`, of the same types. Tensors that share memory do so in the copy as well."""
-        copied: _Copied = {}
-        result = self._copy(value, copied)
-        for device in {device for device, *_ in copied if device.type in _PINNABLE}:
-            self._events.append(torch.get_device_module(device).current_stream(device).record_event())
-        return result
+        copied = self._from_devices(value)
+        self._events += [recorded_event(device) for device in {device for device, *_ in copied}]
+        return self._copy(value, copied)
 
     def wait(self) -> None:
         """Block until devices have finished the copies."""
         for event in self._events:
             event.synchronize()
 
+    def _from_devices(self, value: Any) -> _Copied:
+        """The memory of tensors on devices that copy beside the host, to be copied when an event comes."""
+        storages = {}
+        for tensor in _tensors(value):
+            if has_stream(tensor.device) and _is_plain(tensor) and self._takes(tensor):
+                storage = tensor.untyped_storage()
+                if storage.nbytes():
+                    storages[_key(storage)] = storage
+        taken = self._memory.take([storage.nbytes() for storage in storages.values()])
+        for memory, storage in zip(taken, storages.values(), strict=True):
+            memory.copy_(_bytes_of(storage), non_blocking=memory.is_pinned())
+        # torch.save writes the whole memory of a tensor, which must not be that of all others.
+        alone = [from_dlpack(to_dlpack(memory)) for memory in taken]
+        return dict(zip(storages, alone, strict=True))
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return self._device_types is None or tensor.device.type in self._device_types
+
     def _copy(self, value: Any, copied: _Copied) -> Any:
         if isinstance(value, torch.Tensor):
+            if not self._takes(value):
+                return value
             result = _copied_tensor(value, copied).requires_grad_(value.requires_grad)
             return nn.Parameter(result, value.requires_grad) if isinstance(value, nn.Parameter) else result
         if isinstance(value, Mapping):
@@ -56,21 +80,36 @@ class HostCopy:
         return value
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | set):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _key(storage: torch.UntypedStorage) -> tuple[torch.device, int, int]:
+    return storage.device, storage.data_ptr(), storage.nbytes()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def _copied_tensor(tensor: torch.Tensor, copied: _Copied) -> torch.Tensor:
     tensor = tensor.detach()
-    is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    if not is_plain or tensor.device.type not in {"cpu", *_PINNABLE}:
+    if not _is_plain(tensor) or not (tensor.device.type == "cpu" or has_stream(tensor.device)):
         return tensor.to("cpu", copy=True)
     # The whole memory, once: torch.save writes it so, and parameters that are tied stay tied.
     storage = tensor.untyped_storage()
-    key = (storage.device, storage.data_ptr(), storage.nbytes())
-    flat = copied.get(key)
+    flat = copied.get(_key(storage))
     if flat is None:
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pins = storage.device.type in _PINNABLE
-        flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pins)
-        flat.copy_(source, non_blocking=pins)
+        flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").copy_(_bytes_of(storage))
         if storage.nbytes():
-            copied[key] = flat
+            copied[_key(storage)] = flat
     result = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return result.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -5,7 +5,6 @@ Called by `ddp.checkpoint`.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.torch_internals import compiled_module, unwrapped
 
-__all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "off_mesh", "restore_parts", "wrapper_of"]
+__all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts", "wrapper_of"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 _NAMED_DIFFERENCES = 3
@@ -77,22 +76,6 @@ def check_plain(value: Any, name: str = "") -> None:
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which loading with weights_only refuses: save its "
             "numbers, strings, tensors, or lists and dicts of them"
         )
-
-
-def off_mesh(value: Any) -> Any:
-    """Return what `check_plain` passes with copies in host memory of the tensors that lie on torch_xla's devices.
-
-    In a file those would ask for such a device again.
-    """
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if value.device.type == "xla" else value
-    if kind in _MAPPINGS:
-        found = copy.copy(value)  # with the versions that a module's state_dict has as an attribute
-        for key, item in value.items():
-            found[key] = off_mesh(item)
-        return found
-    return kind(map(off_mesh, value)) if kind in _SEQUENCES else value
 
 
 def restore_parts(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["PinnedBuffer", "device_with_stream"]
+__all__ = ["PinnedBuffer", "device_with_stream", "has_stream", "recorded_event"]
 
 _WITH_STREAMS = frozenset({"cuda", "xpu"})
 
@@ -21,7 +21,19 @@ _WITH_STREAMS = frozenset({"cuda", "xpu"})
 def device_with_stream(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The device of all `tensors`, if it is one, and copies of pinned memory run beside the host there; else None."""
     devices = {tensor.device for tensor in tensors}
-    return devices.pop() if len(devices) == 1 and next(iter(devices)).type in _WITH_STREAMS else None
+    return devices.pop() if len(devices) == 1 and has_stream(next(iter(devices))) else None
+
+
+def has_stream(device: torch.device) -> bool:
+    """Whether the device copies to and from pinned memory beside the host."""
+    return device.type in _WITH_STREAMS
+
+
+def recorded_event(device: torch.device) -> torch.Event:
+    """An event of what the device's current stream has to do until now."""
+    event = _event(device)
+    _record(event, device)
+    return event
 
 
 class PinnedBuffer:

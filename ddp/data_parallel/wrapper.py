@@ -37,7 +37,15 @@ from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
-from ddp.torch_internals import check_join, ignored_names, is_in_join, not_traced, swap_active_ddp_module, tree_map_only
+from ddp.torch_internals import (
+    check_join,
+    foreach_divide,
+    ignored_names,
+    is_in_join,
+    not_traced,
+    swap_active_ddp_module,
+    tree_map_only,
+)
 from ddp.world import before_leaving
 
 __all__ = ["DistributedDataParallel"]
@@ -369,9 +377,9 @@ class DistributedDataParallel(TorchSurface):
         total, self._weight = self._weight, 0.0
         if not total:
             raise BackwardError("the weights of this step add up to 0, so there is no average")
-        for _, parameter in self._named_parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(total)
+        gradients = [parameter.grad for _, parameter in self._named_parameters() if parameter.grad is not None]
+        if gradients and total != 1:
+            foreach_divide(gradients, total)
 
     def join(
         self,

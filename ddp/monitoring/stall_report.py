@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, pr
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, timeout_of
 
-__all__ = ["HostWork", "Pending", "StallReport", "report_of", "waiting_for_peers"]
+__all__ = ["HostWork", "Pending", "StallReport", "end_process", "report_of", "waiting_for_peers"]
 
 _TORCHS_TIMEOUT_S = 1800.0
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
@@ -338,14 +338,19 @@ def _leave_at_once() -> None:
     if not isinstance(error, Exception | KeyboardInterrupt) or hasattr(sys, "ps1"):
         return
     if not all(work.is_completed() for work in _pending):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
-                stream.flush()
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)  # as Python does after it
-        os._exit(1)  # as after any exception
+        end_process(error)
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """End this process as Python does after `error`, but without the rest of its teardown."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
+            stream.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
 
 
 atexit.register(_leave_at_once)  # at import, so that what is registered later has run before

@@ -159,7 +159,8 @@ class Strategy(ABC):
 
         "in_backward": the model's `backward` takes the weight of its loss; "by_exchange": the replicas add up the
         weights of a step; "own": there is no mean over all, since a step is made of a replica's own gradients, or of
-        those that come first; "refused": the gradients are averaged by samples, whatever the weights are.
+        those that come first; "refused": the gradients are averaged by samples, whatever the weights are. It may change
+        from step to step, on all replicas alike.
         """
         return "by_exchange"
 

@@ -180,7 +180,7 @@ class Loss:
         """
         if not self._is_sum(targets):
             return None
-        counts: Tensor = targets != self._summed.ignore_index
+        counts: Tensor = targets.long() != self._summed.ignore_index  # -100 is 156 in uint8
         if not self.has_class_weights:
             return counts.sum().double()
         weights = self._class_weights_on(targets.device).take(torch.where(counts, targets, 0).long())

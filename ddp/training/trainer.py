@@ -68,8 +68,9 @@ class Trainer(Training):
       those of the mean over the global batch, however unequal the replicas' shares are. Weights multiply the losses,
       and do not change the divisor. torch's CrossEntropyLoss and NLLLoss of class numbers are means over the labels
       that are not `ignore_index`, by class weight; so are the gradients of a step, and the loss of an evaluation. (Of
-      one replica's labels where it steps by itself: parameter servers that do not wait for all. Those that do refuse
-      such labels.) Any other function that returns one number is taken for a mean over the samples.
+      one replica's labels where it steps by itself: "local_sgd", and parameter servers that do not wait for all. Those
+      that do refuse such labels, in the worker that has some.) Any other function that returns one number is taken for
+      a mean over the samples.
     - `metrics`: names ("accuracy", ...), functions (outputs, targets), or a dict of them, that return values of the
       samples (averaged by weight), (sum, count), or their mean. Sums over all replicas, exact.
     - `precision` "bfloat16" or "float16": forward and loss under autocast; the latter with a GradScaler.

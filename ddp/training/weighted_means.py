@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp.errors import ArgumentError, UnsupportedError
 from ddp.strategies.strategy import Strategy
+from ddp.torch_internals import version_of
 from ddp.training.losses_and_metrics import Loss, Share, targets_of
 
 __all__ = ["WeightedMeans"]
@@ -40,7 +41,8 @@ class WeightedMeans:
         self.of_batch: float | None = None  # of the labels that the loss of this batch is the mean over
         self._is_settled = self._is_open = False
         self._given: Any = None
-        self._moved: Any = None
+        self._labels: Tensor | None = None  # of the batch on the device, as long as nothing has changed them
+        self._version = 0
 
     def begin_step(self, global_batch_size: int) -> None:
         """Count in samples at first: nothing is known yet of labels."""
@@ -49,7 +51,8 @@ class WeightedMeans:
 
     def begin_batch(self, given: Any, moved: Any) -> None:
         """A batch, as the loader gives it and on the replica's device."""
-        self.of_batch, self._given, self._moved = None, given, moved
+        self.of_batch, self._given, self._labels = None, given, _labels(moved)
+        self._version = 0 if self._labels is None else version_of(self._labels)
 
     def mean(self, losses: Tensor, share: Share, batch: Any) -> Tensor:
         """Return what to differentiate of a batch's losses: its part of the mean, or a mean by itself.
@@ -59,8 +62,10 @@ class WeightedMeans:
         """
         if self.of_batch is not None:
             raise ArgumentError("train_step() of Trainer was called twice for one batch: it notes the labels of one")
-        # Read from the batch in host memory, where nothing waits for a device.
-        weight = self._loss.weight(targets_of(self._given if batch is self._moved else batch))
+        targets = targets_of(batch)
+        if self._labels is not None and self._labels is targets and version_of(targets) == self._version:
+            targets = targets_of(self._given)  # the same in host memory, where nothing waits for a device
+        weight = self._loss.weight(targets)
         if weight is None:
             return self._strategy.mean(losses, share.weights)
         amount, count = float(weight), share.labels.numel()
@@ -115,6 +120,15 @@ class WeightedMeans:
     def load(self, unit: float) -> None:
         """Go on with the unit of a training that is resumed: what compression still owes is counted in it."""
         self.unit, self._is_settled = unit, unit > 0
+
+
+def _labels(batch: Any) -> Tensor | None:
+    """The targets of a batch, where torch counts changes of them; None also for what only an own train_step takes."""
+    try:
+        targets = targets_of(batch)
+    except ArgumentError:
+        return None
+    return targets if isinstance(targets, Tensor) and not targets.is_inference() else None
 
 
 def _power_of_two(number: float) -> float:

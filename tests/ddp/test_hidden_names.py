@@ -24,6 +24,7 @@ SILENT = {
     "_storage_Use_Count": "gradients are copied into their buckets",
     "_use_count": "gradients are copied into their buckets",
     "_foreach_copy_": "tensors are copied one by one",
+    "_foreach_div_": "tensors are divided one by one",
     "_BatchNorm": "verify asks for torch's own classes",
     "_DropoutNd": "verify asks for torch's own classes",
     "_device_types": "the limit of a stall is torch's default",

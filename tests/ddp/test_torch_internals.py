@@ -158,6 +158,13 @@ def test_versions_count_changes_and_many_tensors_are_copied_at_once() -> None:
     assert all(map(torch.equal, tensors, sources))
 
 
+def test_many_tensors_are_divided_at_once() -> None:
+    dense, sparse = torch.full((2,), 6.0), torch.eye(2).mul(9).to_sparse()
+    internals.foreach_divide([dense, sparse], 3.0)
+    assert dense.tolist() == [2, 2]
+    assert torch.equal(sparse.to_dense(), torch.eye(2).mul(3))
+
+
 def test_modules_give_their_dicts() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     assert internals.submodules_of(module) == {"0": module[0]}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.checkpoint import checkpoint as checkpoint_module
 from ddp.checkpoint import file as checkpoint_file
 
 _LIMIT_S = 60.0
@@ -95,6 +96,8 @@ def one_save_after_the_other(folder: str) -> None:
 def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
     """By the next save, load or wait; and only once."""
     checkpoint = ddp.Checkpoint(folder)
+    counted: list[int] = []
+    checkpoint_module.count_checkpoint = lambda: counted.append(1)
     checkpoint.save(1)
     checkpoint.wait()
     model = nn.Linear(1, 1)
@@ -113,6 +116,7 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
         assert sorted(os.listdir(folder)) == ["step-0000000001.pt"]
     checkpoint.save(9)
     assert checkpoint.load().step == 9
+    assert counted == [1, 1]
     return told
 
 

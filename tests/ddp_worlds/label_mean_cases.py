@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.errors import ArgumentError, UnsupportedError
+from ddp.training import trainer
 from ddp.training.trainer import Trainer
 
 PLACES = 4  # labels of a sample
@@ -115,7 +116,7 @@ def collectives_of_its_own() -> dict[str, int]:
     counts = {}
     x, y = data()
     for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
-        for strategy in ("all_reduce", "central_storage"):
+        for strategy in ("all_reduce", "central_storage", "local_sgd"):
             one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
             reduce, calls = one.strategy.reduce, []
             one.strategy.reduce = lambda *given, reduce=reduce, calls=calls: calls.append(1) or reduce(*given)  # type: ignore[method-assign]
@@ -125,11 +126,11 @@ def collectives_of_its_own() -> dict[str, int]:
     return counts
 
 
-def own_steps_are_of_the_whole_mean(every: int) -> None:
-    """Replicas that step by themselves: the average of their gradients is that of the mean over all labels."""
+def own_steps_are_of_own_means(every: int, after: int) -> None:
+    """A replica that steps by itself takes the mean over its own labels; before, gradients are of that over all."""
     replicas = dist.get_world_size()
     x, y = data()
-    strategy = ddp.strategy("local_sgd", every=every)
+    strategy = ddp.strategy("local_sgd", every=every, after=after)
     one = Trainer(*made(), nn.CrossEntropyLoss(), strategy=strategy, seed=4)
     one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
     strategy.sync()
@@ -137,14 +138,14 @@ def own_steps_are_of_the_whole_mean(every: int) -> None:
     all_of_them = [made() for _ in range(replicas)]
     steps = [rows for epoch in range(2) for rows in batches(epoch)]
     for step, rows in enumerate(steps):
-        total = max(1, int((y[rows] != IGNORED).sum()))
         for replica, (net, optimizer) in enumerate(all_of_them):
-            own = rows[replica::replicas]
+            own = rows if step < after else rows[replica::replicas]
             losses = nn.functional.cross_entropy(net(x[own]), y[own], reduction="sum")
-            (losses * replicas / total).backward()
+            (losses / max(1, int((y[own] != IGNORED).sum()))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step % 4 in (every - 1, 3):  # and at the end of each epoch, where a new round begins
+        own_steps = step % 4 + 1 - (after if step < 4 else 0)  # of this round; an epoch, of 4 steps, ends one
+        if own_steps == every or step % 4 == 3:
             mean = torch.stack([flat(net) for net, _ in all_of_them]).mean(0)
             for net, _ in all_of_them:
                 nn.utils.vector_to_parameters(mean.clone(), net.parameters())
@@ -188,21 +189,40 @@ def labels_of_a_step_of_ones_own() -> None:
     def kept(x: Tensor, y: Tensor) -> Tensor:
         return y.masked_fill(x[..., 0] > 0.5, IGNORED)
 
-    class Own(Trainer):
-        def train_step(self, batch: Any) -> Tensor:
-            x, y = batch
-            penalty = sum(parameter.square().sum() for parameter in self.module.parameters())
-            return super().train_step((x, kept(x, y))) + 0.01 * penalty
+    def another(batch: list[Tensor]) -> Any:
+        return batch[0], kept(*batch)
 
-    one = Own(*made(), nn.CrossEntropyLoss(), seed=4)
-    one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
+    def with_other_labels(batch: list[Tensor]) -> Any:
+        batch[1] = kept(*batch)
+        return batch
+
+    def changed_in_place(batch: list[Tensor]) -> Any:
+        batch[1].copy_(kept(*batch))
+        return batch
+
+    class Own(Trainer):
+        def __init__(self, change: Callable[[list[Tensor]], Any]) -> None:
+            super().__init__(*made(), nn.CrossEntropyLoss(), seed=4)
+            self.change = change
+
+        def train_step(self, batch: Any) -> Tensor:
+            penalty = sum(parameter.square().sum() for parameter in self.module.parameters())
+            return super().train_step(self.change(batch)) + 0.01 * penalty
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:  # batches are copied, as to a device
+        patch.setattr(trainer, "on_device", lambda batch, _: [tensor.clone() for tensor in batch])
+        for change in (another, with_other_labels, changed_in_place):
+            found.append(Own(change))
+            found[-1].fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
     net, optimizer = made()
     for rows in (rows for epoch in range(2) for rows in batches(epoch)):
         penalty = sum(parameter.square().sum() for parameter in net.parameters())
         (nn.CrossEntropyLoss()(net(x[rows]), kept(x[rows], y[rows])) + 0.01 * penalty).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert (flat(one.module) - flat(net)).abs().max() < 1e-12
+    for one in found:
+        assert (flat(one.module) - flat(net)).abs().max() < 1e-12, one.change
 
     class Twice(Trainer):
         def train_step(self, batch: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,13 +10,17 @@ from torch import nn
 
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.strategies.local_sgd.averaging import LocalSGD
-from ddp.strategies.strategy import Strategy, join
+from ddp.strategies.strategy import Strategy, Weighting, join
 
 __all__ = ["LocalSteps"]
 
 
 class LocalSteps(Strategy):
-    """`ddp.LocalSGD` over `ddp.DistributedDataParallel`; call `sync()` before evaluating or saving."""
+    """`ddp.LocalSGD` over `ddp.DistributedDataParallel`; call `sync()` before evaluating or saving.
+
+    Under `ddp.Trainer`, the step that a replica makes by itself is that of the mean over its own labels, where the loss
+    is a mean over labels; a step of averaged gradients is that of the mean over all.
+    """
 
     name = "local_sgd"
 
@@ -38,10 +43,17 @@ class LocalSteps(Strategy):
             "nesterov": nesterov,
         }
         self._averages: list[LocalSGD] = []
+        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    @property
+    def weighting(self) -> Weighting:
+        """A replica's own in steps that it makes by itself, which wait for nobody; else over all. As of a forward."""
+        return "own" if any(model.steps_alone for model in self._models) else "by_exchange"
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapper = DistributedDataParallel(model)
         self._averages.append(LocalSGD(wrapper, optimizer, **self._options))
+        self._models.add(wrapper)
         return wrapper, optimizer
 
     def sync(self) -> None:

@@ -37,7 +37,9 @@ class Tpu(Strategy):
     All processes must compute the same. Reading a value of the devices (`.item()`, `print`) between forward and
     `optimizer.step()` is part of the program: do it in every process, not only where `is_main`. The last batch of an
     epoch may be smaller; one of another size is compiled once more. torch_xla's BatchNorm keeps the biased variance of
-    the batch in `running_var`, where torch on other devices keeps the unbiased one.
+    the batch in `running_var`, where torch on other devices keeps the unbiased one. `ddp.Trainer` reads from the
+    devices, in every batch, how many labels count, where the loss is a mean over labels: each process then waits for
+    its devices there; with `reduction="none"`, a mean over the samples, none does.
 
     Raises UnsupportedError without torch_xla, LaunchEnvironmentError if not every host of the devices runs exactly one
     process. `prepare` also raises UnsupportedError for embeddings with sparse gradients, ArgumentError for a model that

@@ -27,7 +27,7 @@ def test_an_error_on_one_replica_is_told_on_all(nursery: Nursery) -> None:
     for number, (hook, step) in enumerate(hooks.items()):
         what = f"the callback Breaks failed in {hook}, at step {step}"
         for replica in (0, 1):
-            assert told[replica][number] == f"{what}, on replica 2: see its output"
+            assert told[replica][number] == f"{what}, on rank 2: see its output"
         assert told[2][number] == f"{what}: KeyError: 'no such thing'"
 
 

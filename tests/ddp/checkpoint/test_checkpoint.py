@@ -8,8 +8,11 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import struct
+import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ from torch.utils.data import BatchSampler
 
 import ddp
 from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint.atomic_file import remove_unfinished
 
 CASES = ROOT / "tests" / "ddp_worlds" / "checkpoint_cases.py"
 
@@ -336,7 +340,7 @@ def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
 # Writers that die or fail
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
@@ -411,7 +415,8 @@ def test_hosts_without_a_shared_folder_receive_the_newest(nursery: Nursery, owne
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_each_byte_is_read_once_on_a_host(nursery: Nursery, hosts: int, tmp_path: Path) -> None:
-    elements = 1 << 20
+    elements = 1 << 23  # 64 MiB: little beside it what else a rank reads meanwhile
+    ddp.Checkpoint(tmp_path / "small", in_background=False).save(8, weights=torch.zeros(1))
     for host in range(hosts):
         checkpoint = ddp.Checkpoint(tmp_path / str(host), in_background=False)
         checkpoint.save(8, weights=torch.arange(elements))
@@ -462,6 +467,32 @@ def test_every_rank_counts_its_reduced_backward_passes_and_checkpoints(nursery: 
         path.write_bytes(bytes(24))
     nursery.run(2, "ddp_worlds.checkpoint_cases:counts_progress", folder=str(tmp_path))
     assert [struct.unpack("<QQQ", path.read_bytes()) for path in paths] == [(3, 2, 0), (3, 2, 0)]
+
+
+def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from ddp.checkpoint.atomic_file import replacing\n"
+        "with replacing(Path('step-0000000001.pt')):\n"
+        "    if os.fork():\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    print('forked', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+    )
+    words = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "forked\n"
+        assert writer.wait(60) == -signal.SIGKILL
+        assert len(os.listdir(tmp_path)) == 1
+        remove_unfinished(tmp_path, re.compile(r"step-([0-9]+)\.pt"))
+        assert os.listdir(tmp_path) == []
+        assert writer.communicate(timeout=60)[0] == ""  # the forked process ends
 
 
 def _save_steps(folder: Path, *steps: int) -> None:

@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,66 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
         from_dcp(tmp_path / "dcp", tmp_path / "ours")
 
 
+def test_a_description_with_wrong_numbers_is_refused(tmp_path: Path) -> None:
+    dcp.save({"model": build().state_dict(), "step": 1}, checkpoint_id=tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    whole = path.read_bytes()
+
+    def refused(change: Callable[[Any], None]) -> None:
+        metadata = pickle.loads(whole)
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ddp.errors.CheckpointError, match=str(tmp_path / "dcp")):
+            from_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+    def first(metadata: Any) -> Any:
+        return metadata.state_dict_metadata["model.0.weight"]
+
+    refused(lambda metadata: setattr(first(metadata), "size", torch.Size([1 << 59])))
+    refused(lambda metadata: setattr(first(metadata), "size", "large"))
+    refused(lambda metadata: setattr(first(metadata), "properties", None))
+    refused(lambda metadata: setattr(metadata, "state_dict_metadata", None))
+    refused(lambda metadata: setattr(metadata, "planner_data", {"step": 3}))
+    refused(lambda metadata: setattr(metadata, "storage_data", {1: None}))
+    refused(lambda metadata: metadata.storage_data.clear())
+
+
+def test_bytes_that_were_changed_are_refused_or_read(tmp_path: Path) -> None:
+    """Nothing else than CheckpointError comes out of a damaged description."""
+    dcp.save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    whole = path.read_bytes()
+    generator = random.Random(5)
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(whole)
+        changed[generator.randrange(len(whole))] = generator.randrange(256)
+        path.write_bytes(changed)
+        try:
+            from_dcp(tmp_path / "dcp", tmp_path / "ours")
+        except ddp.errors.CheckpointError:
+            refused += 1
+    assert refused > 50
+
+
+def test_a_folder_of_ours_becomes_another_step_with_all_that_it_holds(tmp_path: Path) -> None:
+    _saved(tmp_path / "first", best=0.5)
+    path = tmp_path / "first" / "step-0000000003.pt"
+    to_dcp(path, tmp_path / "dcp")
+    back = from_dcp(tmp_path / "dcp", tmp_path / "second", step=9)
+    before, after = (torch.load(each, weights_only=True) for each in (path, back))
+    assert _described(after) == _described({**before, "step": 9})
+
+
+@pytest.mark.parametrize("step", ["x", -1, 1 << 64, 2.0, True])
+def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(ddp.errors.ArgumentError, match="step is "):
+        from_dcp(tmp_path, tmp_path / "ours", step=step)
+    dcp.save({"model": build().state_dict(), "step": -1}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(ddp.errors.CheckpointError, match="its step is -1"):
+        from_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
 def test_a_folder_that_lacks_a_file_is_named(tmp_path: Path) -> None:
     _saved(tmp_path / "first")
     to_dcp(tmp_path / "first" / "step-0000000003.pt", tmp_path / "dcp")
@@ -234,5 +295,7 @@ def test_the_command_converts_both_ways(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(tmp_path / "dcp"), str(tmp_path / "third"), *parts]) == 0
     restored = ddp.Checkpoint(tmp_path / "third").load(model=build(), optimizer=torch.optim.AdamW(build().parameters()))
     assert restored.step == 5  # type: ignore[union-attr]
+    assert main([str(tmp_path / "dcp"), str(tmp_path / "fourth"), "--part", "model"]) == 1
+    assert "--part model: write NAME=KEY" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path / "fourth")]) == 1
     assert "nothing: " in capsys.readouterr().err

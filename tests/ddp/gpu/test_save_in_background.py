@@ -12,6 +12,7 @@ from torch import nn
 
 import ddp
 from ddp.checkpoint.host_copy import HostCopy
+from ddp.checkpoint.host_memory import HostMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -20,9 +21,10 @@ def test_a_copy_is_what_the_tensors_were_in_stream_order() -> None:
     size = 4096
     weight = torch.ones(size, size, device="cuda")
     tied = weight.t()
-    HostCopy().of(weight)  # the pinned memory is there from now on
+    memory = HostMemory()
+    HostCopy(memory).of(weight)  # the pinned memory is there from now on
     torch.cuda.synchronize()
-    copies = HostCopy()
+    copies = HostCopy(memory)
     with waiting_is_an_error():
         for _ in range(20):
             weight.copy_((weight @ weight).div_(size))  # 1 again, and long enough to be still running below

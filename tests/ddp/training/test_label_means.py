@@ -27,10 +27,12 @@ def test_labels_are_counted_without_a_collective_for_each_batch(nursery: Nursery
     counts = nursery.run(2, f"{CASES}:collectives_of_its_own")[0]
     assert counts["all_reduce mean"] == counts["all_reduce none"], "they travel with the gradients"
     assert counts["central_storage mean"] == counts["central_storage none"] + 8, "one a step, of several batches"
+    assert counts["local_sgd mean"] == counts["local_sgd none"], "a replica that steps by itself waits for nobody"
 
 
-def test_replicas_that_step_by_themselves_share_one_mean(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:own_steps_are_of_the_whole_mean", every=3)
+@pytest.mark.parametrize("after", [0, 1])
+def test_replicas_that_step_by_themselves_take_means_of_their_own(nursery: Nursery, after: int) -> None:
+    nursery.run(2, f"{CASES}:own_steps_are_of_own_means", every=3, after=after)
 
 
 def test_parameter_servers_refuse_labels_that_do_not_count(nursery: Nursery) -> None:
@@ -53,3 +55,9 @@ def test_counting_labels_on_a_device_does_not_wait_for_it() -> None:
         )
     assert weight is not None
     assert (weight.device.type, weight.dim(), weight.dtype) == ("cuda", 0, torch.float64)
+
+
+def test_no_label_of_unsigned_numbers_is_ignored_by_default() -> None:
+    weight = Loss(nn.CrossEntropyLoss()).weight(torch.tensor([0, 156, 2], dtype=torch.uint8))
+    assert weight is not None
+    assert weight.item() == 3
