@@ -261,13 +261,13 @@ class DistributedDataParallel(TorchSurface):
         if policy.reducer.is_inside_backward():
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
+        policy.reducer.report.check_in_step()  # or the end of this pass would write into buckets on their way
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
         late_hook = None
         try:
             # First what the ranks do together: where one rank alone raises after it, all have done the same.
-            policy.reducer.report.check_uninterrupted()
             policy.reducer.settle()
             root = 0
             if is_in_join(self):
