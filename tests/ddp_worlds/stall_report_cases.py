@@ -82,6 +82,23 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+def when_waiting(stall_report: StallReport, act: Callable[[], object]) -> threading.Thread:
+    """Call `act` in a thread as soon as this rank waits for a collective."""
+
+    def run() -> None:
+        until(lambda: stall_report.position().is_waiting)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def interrupt_when_waiting(stall_report: StallReport) -> threading.Thread:
+    """Send Ctrl-C as soon as this rank waits."""
+    return when_waiting(stall_report, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
 # Cases
 
 
@@ -135,11 +152,16 @@ def raises(folder: Path, size: int) -> str | None:
 
 
 def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
-    stall_report = make()
+    """Rank `who` signals itself when the others wait for it, and these wait long enough for each other's answers."""
+    stall_report = make(2.0)
+    stall_report._patience_s = lambda: 4.0
     reduce(stall_report)
     if dist.get_rank() == who:
+        until(lambda: len(list(folder.glob("waits.*"))) == size - 1)
         os.kill(os.getpid(), number)
+    thread = when_waiting(stall_report, (folder / f"waits.{os.getpid()}").touch)
     report = stall(stall_report)
+    thread.join()
     all_come(folder, "end", size - 1)
     return report
 
@@ -351,18 +373,6 @@ def on_host(folder: Path, size: int) -> str | None:
     (folder / "seen").touch()
     work.wait()
     return str(caught.value)
-
-
-def interrupt_when_waiting(stall_report: StallReport) -> threading.Thread:
-    """Send Ctrl-C as soon as this rank waits."""
-
-    def run() -> None:
-        until(lambda: stall_report.position().is_waiting)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
 
 
 def interrupted(folder: Path, size: int) -> None:

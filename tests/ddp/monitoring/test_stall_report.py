@@ -174,7 +174,7 @@ def test_a_stopped_or_killed_rank_does_not_answer_and_a_lost_store_is_said(world
             assert "ranks 0, 2: in the all-reduce of bucket 1 of 1" in report
     for ended, reasons in (
         (frozen_store, ("the store does not answer: ",)),
-        (lost_store, ("the store is gone: ", "the store failed: Connection reset by peer")),
+        (lost_store, ("the store is gone: ", "the store failed: ")),
     ):
         assert ended.codes == [-kill, 0, 0], ended.errors
         for report in ended.results[1:]:
