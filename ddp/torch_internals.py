@@ -335,12 +335,28 @@ def not_split_off() -> Iterator[None]:
         world.bound_device_id = bound  # type: ignore[union-attr]
 
 
-def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
-    """Whether gloo moves a group's host memory. Without it, small sums take gloo's ring. 2.0."""
+def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo moves a group's memory on a device, also under torch's wrapper that checks calls. 2.0.
+
+    Without it, small sums take gloo's ring, and waits for what gloo moves on a device have no limit.
+    """
     try:
-        return str(backend_of(group, torch.device("cpu")).name()) == "gloo"
+        return str(backend_of(group, device).name()) == "gloo"
     except (AttributeError, RuntimeError):
         return False
+
+
+def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether gloo moves a group's host memory."""
+    return is_by_gloo(group, torch.device("cpu"))
+
+
+def is_in_stream_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of `group` are done by the streams of `device`, in their order: futures are complete at once.
+
+    Gloo moves the memory of a device by threads of its own, as that of the host.
+    """
+    return device.type != "cpu" and not is_by_gloo(group, device)
 
 
 @_unless_lacking

@@ -74,7 +74,8 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     WORLD_SIZE (dtrain run, torchrun), else from Open MPI's or SLURM's variables; without any, the process
     is a world of one with a group of its own. Where torch has an accelerator with collectives of its own (CUDA and
     ROCm with NCCL, XPU with xccl), the device is `cuda:LOCAL_RANK` (`cuda:0` if only one is visible), made current,
-    and the backend NCCL, with gloo for CPU tensors; NCCL connects at once where each rank has a device of its own.
+    and the backend NCCL, with gloo for CPU tensors. NCCL connects at once, unless ranks of a host see one device, which
+    they may share; a user's `new_group()` of some ranks then splits the group, which all ranks must do at once.
     Otherwise the CPU and gloo. `backend="gloo"` stays on the CPU whatever there is.
 
     A second call returns the same object. A default group that already exists is used and not closed at exit.
@@ -179,13 +180,13 @@ def _chosen_devices(accelerator: str) -> list[str]:
 def _eager_device(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
     """The device that the group connects at once, or None to connect in the first collective on one.
 
-    NCCL refuses ranks that share a device. That cannot be seen where several ranks see one device, and nobody has
-    chosen it for them: such ranks may still use the group for what is in host memory.
+    NCCL refuses ranks that share a device. Where several ranks of a host see one device each, they may share it,
+    whatever has chosen it: such ranks may still use the group for what is in host memory.
     """
     if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in _words(backend):
         return None
     may_share = torch.accelerator.device_count() == 1 and placement.local_world_size > 1
-    return None if may_share and not _chosen_devices(device.type) else device
+    return None if may_share else device
 
 
 def _join(placement: Placement, backend: str, timeout_s: float | None, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.objects import control_group, device_of
+from ddp.comm.small_sum import reduce_options
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["Warned"]
@@ -28,7 +29,6 @@ class Warned:
     def __init__(self) -> None:
         self._heard = 0  # by this rank
         self._acted = 0  # on how many
-        self._group: dist.ProcessGroup | None = None  # of all ranks, for host memory
         self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
         self._before: object = None
         if threading.current_thread() is threading.main_thread():
@@ -61,14 +61,10 @@ class Warned:
                     work.wait()
                 most = int(heard)
             heard = torch.tensor([self._heard], dtype=torch.int32, device="cpu")
-            self._most = dist.all_reduce(heard, dist.ReduceOp.MAX, self._host_group(), async_op=True), heard
+            world = dist.group.WORLD
+            assert world is not None
+            control = control_group(world, device_of(world))
+            self._most = control.allreduce([heard], reduce_options(dist.ReduceOp.MAX)), heard
         warned = most > self._acted
         self._acted = max(most, self._acted)
         return warned
-
-    def _host_group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            world = dist.group.WORLD
-            assert world is not None
-            self._group = control_group(world, device_of(world))
-        return self._group

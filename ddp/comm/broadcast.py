@@ -6,8 +6,8 @@ memory of at most 250 MB; a larger one in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,11 @@ __all__ = ["BufferSync", "broadcast_tensors"]
 _CHUNK_BYTES = 250 << 20
 _ALIGN_BYTES = 16
 
-Wait = Callable[[dist.Work, str], object]
+
+class Wait(Protocol):
+    """Waits for a collective, given its name and the device whose memory it moves."""
+
+    def __call__(self, work: dist.Work, what: str, *, device: torch.device) -> object: ...
 
 
 class _Package:
@@ -39,11 +43,10 @@ class _Package:
         ]
         self.work: dist.Work | None = None
 
-    def start(self, group: dist.ProcessGroup, root: int) -> None:
+    def start(self, group: dist.ProcessGroup, root: int, wait: Wait) -> None:
         """Pack on rank `root` and start the broadcast. The staging tensor is still on its way until `finish`."""
         if group.rank() == root:
-            if self.work is not None:
-                self.work.wait()
+            self.wait(wait)
             foreach_copy(self.views, self.tensors)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -51,11 +54,16 @@ class _Package:
 
     def finish(self, group: dist.ProcessGroup, root: int, wait: Wait) -> None:
         """Wait and unpack. The root has nothing to unpack, and waits only before it packs again."""
-        if group.rank() != root and self.work is not None:
-            wait(self.work, "broadcast of buffers")
+        if group.rank() != root:
+            self.wait(wait)
             # Through .data, which has a version counter of its own: a graph of an earlier forward may have
             # saved the buffer, and its backward must not fail because of this copy.
             foreach_copy([tensor.data for tensor in self.tensors], self.views)
+
+    def wait(self, wait: Wait) -> None:
+        """Wait until the staging tensor is free, or holds what was sent."""
+        if self.work is not None:
+            wait(self.work, "broadcast of buffers", device=self.staging.device)
 
 
 def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
@@ -65,16 +73,20 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
     """
     with torch.no_grad():
         for chunk in _chunks(tensors):
-            _broadcast_chunk(group, chunk, root, lambda work, _: work.wait())
+            _broadcast_chunk(group, chunk, root, _wait_without_limit)
+
+
+def _wait_without_limit(work: dist.Work, what: str, *, device: torch.device) -> None:
+    work.wait()
 
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
     """Broadcast through staging memory that is free again afterwards."""
     package = _Package(chunk)
-    package.start(group, root)
+    package.start(group, root, wait)
     package.finish(group, root, wait)
-    if package.work is not None and group.rank() == root:
-        wait(package.work, "broadcast")
+    if group.rank() == root:
+        package.wait(wait)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -104,8 +116,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 class BufferSync:
     """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
 
-    It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` waits
-    for a collective, given its name. Up to 250 MB of buffers have staging memory of their own, so that the root does
+    It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` is
+    that of a stall report. Up to 250 MB of buffers have staging memory of their own, so that the root does
     not wait; more go through it in turn.
     """
 
@@ -134,7 +146,7 @@ class BufferSync:
                 for chunk in _chunks(buffers):
                     _broadcast_chunk(self._group, chunk, root, self._wait)
             for package in self._packages:
-                package.start(self._group, root)
+                package.start(self._group, root, self._wait)
             for package in self._packages:
                 package.finish(self._group, root, self._wait)
 

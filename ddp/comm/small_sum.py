@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from ddp.monitoring.stall_report import HostWork
 from ddp.torch_internals import is_gloo_on_host
 
-__all__ = ["SmallAdder", "add_up", "pays"]
+__all__ = ["SmallAdder", "add_up", "pays", "reduce_options"]
 
 # Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as quick, and takes no thread.
 _LEAST_RANKS = 8
@@ -69,6 +70,13 @@ def _exchange(group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
         group.send([flat], rank + inner, tag).wait()
 
 
+def reduce_options(op: Any) -> dist.AllreduceOptions:
+    """Options for a group's own `allreduce`; `op` is one of `dist.ReduceOp`."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
 class SmallAdder:
     """Starts sums over `group` of small vectors in host memory, without blocking: a `Sender`, as `Adder` is.
 
@@ -78,8 +86,7 @@ class SmallAdder:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.divisor = group.size()
         self._group = group
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
+        self._options = reduce_options(dist.ReduceOp.SUM)
 
     def start(self, flat: torch.Tensor) -> HostWork:
         """Start to replace `flat` by its sum. Every rank starts the sums of a group in the same order."""

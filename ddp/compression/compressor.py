@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CheckpointError
-from ddp.torch_internals import backend_of
 
-__all__ = ["Bucket", "Compressor", "completed", "is_in_stream_order", "mean_over_ranks", "real", "real_gradients"]
+__all__ = ["Bucket", "Compressor", "completed", "mean_over_ranks", "real", "real_gradients"]
 
 _Named = Mapping[str, torch.Tensor]
 
@@ -107,6 +106,8 @@ class Compressor(ABC):
                 "not the state of a compressor (no 'parameters'): pass what its state_dict() returned"
             )
         for key, each in held.items():
+            if not fields:
+                raise CheckpointError(f"compression {self._name} owes nothing, but its state has {key!r}")
             for field in fields:
                 if not isinstance(each, Mapping) or not isinstance(each.get(field), torch.Tensor):
                     raise CheckpointError(f"the compressor's state of {key!r} has no tensor {field!r}")
@@ -166,14 +167,6 @@ def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     )
     future.set_result(buffer)
     return future
-
-
-def is_in_stream_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of `group` are done by the streams of `device`, in their order: futures are complete at once.
-
-    Gloo moves the memory of a device by threads of its own, as that of the host.
-    """
-    return device.type != "cpu" and not isinstance(backend_of(group, device), dist.ProcessGroupGloo)
 
 
 def mean_over_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

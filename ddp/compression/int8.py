@@ -111,10 +111,10 @@ class Int8Compressor(RowCompressor):
         assert self._group is not None
         buffer, index, keys = bucket.buffer(), bucket.index(), self._keys(bucket)
         owed = self._owed.get(index)
-        if owed is not None and (tuple(owed.parts), owed.numel, owed.sent.device) == (
-            keys,
-            buffer.numel(),
-            buffer.device,
+        if (
+            owed is not None
+            and (tuple(owed.parts), owed.numel, owed.sent.device) == (keys, buffer.numel(), buffer.device)
+            and all(self._home.get(key) is owed for key in keys)  # else they have been in other buckets meanwhile
         ):
             return owed
         owed = _nothing_owed(bucket, keys, self._size, self._settings.block)

@@ -7,7 +7,8 @@ Nothing here is decided by a number that the host would have to read from a devi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,12 @@ from ddp.compression.compressor import (
     Bucket,
     Compressor,
     completed,
-    is_in_stream_order,
     mean_over_ranks,
     real_gradients,
 )
 from ddp.errors import ArgumentError, CheckpointError
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import report_of, waiting_for_peers
+from ddp.torch_internals import is_in_stream_order
 
 __all__ = ["PowerSGD", "PowerSGDCompressor"]
 
@@ -82,11 +83,12 @@ class PowerSGDCompressor(Compressor):
             return completed(buffer)
         if is_plain:
             return self._start_average(self._group, bucket)
-        with torch.no_grad(), waiting_for_peers(f"PowerSGD of bucket {bucket.index()}", self._group):
-            exchange = _Exchange(self._group, bucket, self._known_of(bucket))
+        what = f"PowerSGD of bucket {bucket.index()}"
+        with _as_stored(buffer.device), waiting_for_peers(what, self._group):
+            exchange = _Exchange(self._group, bucket, self._known_of(bucket), what)
             work = exchange.start()
             if not is_in_stream_order(self._group, buffer.device):
-                work.wait()
+                exchange.wait(work)
                 return completed(exchange.finish())
             # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
             return work.get_future().then(lambda _: exchange.finish())
@@ -98,8 +100,9 @@ class PowerSGDCompressor(Compressor):
         work = group.allreduce([buffer.div_(self._size)])
         if buffer.device.type == "cpu" or is_in_stream_order(group, buffer.device):
             return work.get_future().then(lambda _: buffer)
-        with waiting_for_peers(f"average of bucket {bucket.index()}", group):
-            work.wait()  # which lets the stream wait for what gloo copies back to the device
+        what = f"average of bucket {bucket.index()}"
+        with waiting_for_peers(what, group):  # the stream then waits for what gloo copies back to the device
+            report_of(group).wait(work, what, device=buffer.device)
         return completed(buffer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,8 +217,9 @@ class _Approximation:
 class _Exchange:
     """One bucket on its way: two sums over the ranks, the left factors with what is not compressed, the right ones."""
 
-    def __init__(self, group: dist.ProcessGroup, bucket: Bucket, known: list[_Approximation | None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, bucket: Bucket, known: list[_Approximation | None], what: str) -> None:
         self._group = group
+        self._what = what
         self._buffer = bucket.buffer()
         pairs = list(zip(real_gradients(bucket), known, strict=True))
         self._plain = [_contiguous(gradient) for gradient, each in pairs if each is None]
@@ -228,9 +232,16 @@ class _Exchange:
         self._sum = self._flat(parts)
         return self._group.allreduce([self._sum])
 
-    @torch.no_grad()
+    def wait(self, work: dist.Work) -> None:
+        """Block until a sum is there; where streams have an order, let the current one wait."""
+        report_of(self._group).wait(work, self._what, device=self._buffer.device)
+
     def finish(self) -> torch.Tensor:
         """Put the averages into the bucket's buffer, after the first sum; return it."""
+        with _as_stored(self._buffer.device):
+            return self._finish()
+
+    def _finish(self) -> torch.Tensor:
         parts = self._split(self._sum, self._shapes)
         for gradient in self._plain:
             gradient.copy_(parts.pop(0))
@@ -239,7 +250,7 @@ class _Exchange:
         lefts = list(map(_orthonormal, parts))
         rights = [known.matrix.t() @ left for (_, known), left in zip(self._compressed, lefts, strict=True)]
         total = self._flat(rights)
-        self._group.allreduce([total]).wait()  # on a device, its stream waits
+        self.wait(self._group.allreduce([total]))
         means = self._split(total, [right.shape for right in rights])
         for (gradient, known), left, right in zip(self._compressed, lefts, means, strict=True):
             known.deliver(left, right, gradient)
@@ -253,6 +264,14 @@ class _Exchange:
     def _split(flat: torch.Tensor, shapes: list[torch.Size]) -> list[torch.Tensor]:
         parts = torch.split(flat, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@contextmanager
+def _as_stored(device: torch.device) -> Iterator[None]:
+    """Compute in the dtypes of the tensors, without autograd: backward may run inside the user's autocast."""
+    knows_autocast = torch.amp.is_autocast_available(device.type)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if knows_autocast else nullcontext():
+        yield
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:

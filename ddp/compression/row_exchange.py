@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import gather_values
-from ddp.compression.compressor import completed, is_in_stream_order
+from ddp.compression.compressor import completed
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
-from ddp.torch_internals import allgather_flat, backend_of, default_store, timeout_of
+from ddp.torch_internals import allgather_flat, default_store, is_gloo_on_host, is_in_stream_order, timeout_of
 
 __all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
 
@@ -224,16 +224,18 @@ def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures
     """Enqueue all steps on the device at once: streams keep their order, so one group does. Wait where they do not."""
     send, received = rows.memory.send, rows.memory.received
     work = group.alltoall_base(received, send, [], [])
+    what = f"compressed average of {rows.label}"
+    report = report_of(group)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
             mine = rows.average(received)
-            allgather_flat(group, send.view(-1), mine).wait()
+            report.wait(allgather_flat(group, send.view(-1), mine), what, device=send.device)
             return rows.deliver(send)
 
     if not is_in_stream_order(group, send.device):
-        with waiting_for_peers(f"compressed average of {rows.label}", group):
-            work.wait()
+        with waiting_for_peers(what, group):
+            report.wait(work, what, device=send.device)
             return completed(finish())
     # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
     return work.get_future().then(lambda _: finish())
@@ -247,8 +249,7 @@ def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo
     """
     if "cpu:" not in dist.get_backend_config(group):
         return None
-    first = backend_of(group, _CPU)
-    if not isinstance(first, dist.ProcessGroupGloo):
+    if not is_gloo_on_host(group):
         raise UnsupportedError(
             f"compression needs gloo for tensors in host memory, but the group has {dist.get_backend_config(group)}"
         )

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ddp.comm.broadcast import BufferSync
+from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.backward_pass import Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.checksum import WeightChecksum
@@ -163,9 +164,7 @@ class ForwardPolicy:
         channel = self.reducer.channel
         told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # torch's stubs have two types for it
-            channel.control.allreduce([told], options).wait()
+            channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)).wait()
         any_syncs, root = told.tolist()
         return bool(any_syncs), root
 

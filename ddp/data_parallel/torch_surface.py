@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.errors import UnsupportedError
+from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
+from ddp.data_parallel.forward_policy import BufferHook
+from ddp.errors import DdpError, UnsupportedError
 from ddp.torch_internals import is_in_join
 
 __all__ = ["TorchSurface"]
@@ -31,6 +35,7 @@ class TorchSurface(TorchDistributedDataParallel):
     _policy: Any = None  # a ForwardPolicy
     _limits: BucketLimits
     _hook_name = ""
+    _buffer_hook: BufferHook | None = None
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
@@ -125,6 +130,47 @@ class TorchSurface(TorchDistributedDataParallel):
         raise UnsupportedError(
             "_register_fused_optim() is not supported: torch.distributed.optim._apply_optimizer_in_backward() is"
         )
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
+
+        `bucket` has the interface of `torch.distributed.GradBucket`, its gradients are not divided, and the future
+        that the hook returns holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
+        """
+        self._use_hook(checked_hook(state, hook))
+
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether a communication hook, or compression, reduces the gradients."""
+        return self._policy is not None and self._policy.reducer.has_hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self._use_hook(builtin_hook(comm_hook_type, self.process_group))
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: object = None
+    ) -> None:
+        """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        if self._policy is not None:
+            self._policy.buffer_hook = self._buffer_hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""
+        if getattr(self, "process_group", None) is not dist.group.WORLD:
+            raise DdpError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
+                "save its .module, and wrap that again"
+            )
+        if self.has_comm_hook:
+            warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
+        left_out = ("process_group", "_policy", "_end", "_buffer_hook")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "compression": None, "device_mesh": None}
+
+    def _use_hook(self, hook: CommHook) -> None:
+        """Let it reduce the gradients from now on."""
+        raise NotImplementedError
 
     @property
     def join_device(self) -> torch.device:

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,14 +28,14 @@ from ddp.data_parallel.arguments import (
     checked_device_ids,
     checked_group,
 )
-from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
+from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook, tensors_in
+from ddp.data_parallel.forward_policy import ForwardPolicy, JoinedRankHook, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
-from ddp.errors import ArgumentError, BackwardError, DdpError, UnsupportedError
+from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 from ddp.monitoring.progress import count_step_after
 from ddp.torch_internals import (
     check_join,
@@ -108,7 +108,6 @@ class DistributedDataParallel(TorchSurface):
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
     _end: weakref.finalize[Any, Any] | None = None
-    _buffer_hook: BufferHook | None = None
 
     def __init__(
         self,
@@ -271,13 +270,13 @@ class DistributedDataParallel(TorchSurface):
         if policy.reducer.is_inside_backward():
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
+        policy.reducer.report.check_in_step()  # or the end of this pass would write into buckets on their way
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
         late_hook = None
         try:
             # First what the ranks do together: where one rank alone raises after it, all have done the same.
-            policy.reducer.report.check_uninterrupted()
             policy.reducer.settle()
             root = 0
             if is_in_join(self):
@@ -410,22 +409,6 @@ class DistributedDataParallel(TorchSurface):
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_as_joined, equalise)
 
-    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
-
-        `bucket` has the interface of `torch.distributed.GradBucket`, its gradients are not divided, and the future
-        that the hook returns holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
-        """
-        self._use_hook(checked_hook(state, hook))
-
-    @property
-    def has_comm_hook(self) -> bool:
-        """Whether a communication hook, or compression, reduces the gradients."""
-        return self._policy is not None and self._policy.reducer.has_hook
-
-    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
-        self._use_hook(builtin_hook(comm_hook_type, self.process_group))
-
     def _use_hook(self, hook: CommHook) -> None:
         self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
         if self._policy is None:  # a world of one: the hook may still change gradients
@@ -462,27 +445,6 @@ class DistributedDataParallel(TorchSurface):
             return
         self._policy.reducer.load_plan_state(state["plan"])
         self.compression.load_state_dict(state["compression"])
-
-    def _register_buffer_comm_hook(
-        self, state: object, hook: Callable[..., Any], comm_hook_location: object = None
-    ) -> None:
-        """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
-        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
-        if self._policy is not None:
-            self._policy.buffer_hook = self._buffer_hook
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""
-        if getattr(self, "process_group", None) is not dist.group.WORLD:
-            raise DdpError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
-                "save its .module, and wrap that again"
-            )
-        if self.has_comm_hook:
-            warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
-        left_out = ("process_group", "_policy", "_end", "_buffer_hook")
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "compression": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the default group, without communication; alone where there is none."""

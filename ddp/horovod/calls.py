@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.comm.objects import control_group, device_of, gather_values, member_group
+from ddp.comm.small_sum import reduce_options
 from ddp.compression.compressors import Half
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
@@ -179,7 +180,7 @@ class Handle:
     def wait(self) -> Any:
         """Block until the ranks have agreed, and return the result. Raises as the synchronous call does.
 
-        In host memory it is there. On a device the current stream waits for it, and the host does not.
+        In host memory it is there. On a device the current stream waits for it, and the host does not, but for gloo.
         """
         if self._finish is not None:
             self._check.settle()
@@ -258,10 +259,8 @@ def start_allreduce(
             flat.div_(link.size())  # before the sum, which would overflow in float16
         flats.append((flat, indices))
         if link.size() > 1 and flat.numel():
-            options = dist.AllreduceOptions()
-            options.reduceOp = _REDUCTIONS[op]  # type: ignore[assignment]  # torch's stubs have two types for it
             sent = torch.view_as_real(flat) if flat.is_complex() else flat
-            works.append((link.allreduce([sent], options), flat.device))
+            works.append((link.allreduce([sent], reduce_options(_REDUCTIONS[op])), flat.device))
     count = link.size()
 
     def finish() -> list[Tensor]:

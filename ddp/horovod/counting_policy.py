@@ -79,7 +79,7 @@ class CountingPolicy:
 
     def settle(self) -> None:
         """Wait for what a failed pass left, between backward passes: one that still seems to run was interrupted."""
-        self._reducer.report.check_uninterrupted()
+        self._reducer.report.check_in_step()
         with self._reducer.lock:
             if self._backward is not None and current_backward() == -1:
                 self._reducer.fail("its backward pass was interrupted")
@@ -95,7 +95,7 @@ class CountingPolicy:
     def may_begin(self) -> bool:
         is_last = self._counts.waiting + 1 >= self.passes
         if self._backward is None:
-            self._reducer.report.check_uninterrupted()
+            self._reducer.report.check_in_step()
             self._reducer.settle()
             self._backward = backward = object()
             if self._counts.averages:

@@ -30,7 +30,7 @@ from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
-from ddp.torch_internals import device_types_of, timeout_of
+from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
 __all__ = ["HostWork", "Pending", "StallReport", "end_process", "report_of", "waiting_for_peers"]
 
@@ -48,7 +48,7 @@ class Pending(Protocol):
 
 
 class HostWork:
-    """A collective of host memory that a model on a device starts: whoever waits for it blocks, so within bounds."""
+    """What a model on a device waits for on the host, by gloo or a hook's future: that blocks, so within bounds."""
 
     def __init__(self, work: Pending) -> None:
         self.wait = work.wait
@@ -61,8 +61,8 @@ class StallReport:
     Every rank of the group makes its StallReport of that group in the same order; nothing blocks. `step` is set by
     the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is nine
     tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run,
-    if `wait` is not told: unless it is the CPU, waiting does not block the caller, and a stall is written to stderr
-    instead of raised.
+    if `wait` is not told: where its streams order them, waiting does not block the caller, and a stall is written to
+    stderr instead of raised.
     `kind` tells what is counted apart from the models of the group.
     """
 
@@ -82,11 +82,13 @@ class StallReport:
         self.interval_s = min(1.0, max(0.1, self.timeout_s / 10))  # between two looks at the store
         self._thread = threading.get_ident()
         self._limit = timedelta(seconds=self.timeout_s)
-        self._is_device = device is not None and device.type != "cpu"
+        # A backend that is not known is waited for as NCCL: that ends the process where a wait has a limit.
+        self._by_host = {"cpu", *(each.type for each in device_types_of(group) if is_by_gloo(group, each))}
+        self._device_type = "cpu" if device is None else device.type
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
-        self._interrupted = ""  # the collective that Ctrl-C left on its way
+        self._left = ""  # how a wait ended before its collective did, which Ctrl-C and a stall leave on its way
         self._global_ranks: Sequence[int] = range(self.size)
         self._store_thread: StoreThread | None = None
         if self.size > 1:
@@ -105,23 +107,26 @@ class StallReport:
     def wait(self, work: Pending, what: str, *, device: torch.device | None = None) -> None:
         """Wait for a collective on `device` (None: a HostWork on the CPU, others where this report says).
 
-        On the CPU, block until it has ended, or raise a CollectiveError that says where each rank is; that takes some
-        seconds more if a rank does not answer. After a stall, `work` still runs: it may be waited for again, and its
-        tensors are in use until it ends. On a device, let the current stream wait, without blocking; after a stall the
-        report is written to stderr, and then torch's watchdog ends the process, if the backend has one.
+        On the CPU, and what gloo moves on a device, block until it has ended, or raise a CollectiveError that says
+        where each rank is; that takes some seconds more if a rank does not answer. After a stall, `work` still runs: it
+        may be waited for again, and its tensors are in use until it ends. Otherwise let the current stream wait,
+        without blocking; after a stall the report is written to stderr, and then torch's watchdog ends the process, if
+        the backend has one.
         """
-        is_device = device.type != "cpu" if device is not None else self._is_device and not isinstance(work, HostWork)
-        with self._in(what, _UNBOUNDED if is_device else _BOUNDED):
-            if is_device:
-                work.wait()
-                self._newest = (work, what, monotonic())
-            else:
-                try:
+        where = self._device_type if device is None else device.type
+        is_device = where not in self._by_host and (device is not None or not isinstance(work, HostWork))
+        try:
+            with self._in(what, _UNBOUNDED if is_device else _BOUNDED):
+                if is_device:
+                    work.wait()
+                    self._newest = (work, what, monotonic())
+                else:
                     self._wait_here(work, what)
-                except KeyboardInterrupt:
-                    self._interrupted = what
-                    _keep_pending(work)
-                    raise
+        except KeyboardInterrupt:
+            if not is_device:
+                self._left = f"was interrupted in the {what}"
+                _keep_pending(work)
+            raise
 
     def _wait_here(self, work: Pending, what: str) -> None:
         deadline = monotonic() + self._limit.total_seconds()
@@ -137,18 +142,22 @@ class StallReport:
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
                 if monotonic() >= deadline:
+                    self._left = f"has waited too long in the {what}"
                     _keep_pending(work)
                     raise self.error(what, "") from error
         work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
-    def check_uninterrupted(self) -> None:
-        """Raise CollectiveError if Ctrl-C has ended a wait: its tensors may be in use, and the others may be ahead."""
-        if self._interrupted:
+    def check_in_step(self) -> None:
+        """Raise CollectiveError if a wait ended before its collective, by Ctrl-C or a stall: that may still run.
+
+        Its tensors are in use until it ends, and the others may be ahead.
+        """
+        if self._left:
             raise CollectiveError(
-                f"rank {self.rank} of {self.size} was interrupted in the {self._interrupted}, so it is not in step "
-                "with the other ranks any more: start all ranks again, from a checkpoint",
+                f"rank {self.rank} of {self.size} {self._left}, so it is not in step with the other ranks any more: "
+                "start all ranks again, from a checkpoint",
                 rank=self.rank,
-                what=self._interrupted,
+                what=self._left,
             )
 
     @contextlib.contextmanager

@@ -271,13 +271,16 @@ def test_the_accelerator_decides_on_device_and_backend(
     assert devices.current == here.device.index
 
 
-def test_a_device_that_a_launcher_has_chosen_is_connected_at_once(
-    joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("local_world_size", "is_eager"), [("2", False), ("1", True)])
+def test_ranks_of_a_host_that_see_one_device_may_share_it_whatever_has_chosen_it(
+    joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch, local_world_size: str, is_eager: bool
 ) -> None:
     monkeypatch.setattr(world.torch, "accelerator", Devices("cuda", 1))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setenv("LOCAL_RANK", "1" if local_world_size == "2" else "0")
     world.init()
-    assert joined["device_id"] == torch.device("cuda", 0)
+    assert joined.get("device_id") == (torch.device("cuda", 0) if is_eager else None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,13 +278,20 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
         for module in (preemption, objects):
             module.device_of = lambda *_: torch.device("cuda")
     seen = []
-    all_reduce = dist.all_reduce
+    control_group = preemption.control_group
 
-    def note(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        seen.append((tensor.device.type, arguments[1] is dist.group.WORLD))
-        return all_reduce(tensor, *arguments, **named)
+    used: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    dist.all_reduce = note
+    class Noted:
+        def __init__(self, *arguments: Any) -> None:
+            self.group = control_group(*arguments)
+            used.add(self)
+
+        def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
+            seen.append((tensors[0].device.type, self.group is dist.group.WORLD))
+            return self.group.allreduce(tensors, options)
+
+    preemption.control_group = Noted
     made = ddp.Checkpoint(folder)
     answers = []
     for step in range(8):
@@ -291,6 +300,8 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
     assert answers == [step in (4, 7) for step in range(8)]
     assert seen == [("cpu", has_host_group)] * 8
+    gc.collect()
+    assert not used  # a group that is kept does not end when the process leaves it
 
 
 if __name__ == "__main__":

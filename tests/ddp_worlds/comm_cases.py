@@ -67,7 +67,8 @@ def large_buffers_travel_in_turn() -> None:
         module.register_buffer(f"buffer{number}", tensor.detach())
     waited: list[str] = []
 
-    def wait(work: dist.Work, what: str) -> None:
+    def wait(work: dist.Work, what: str, *, device: torch.device) -> None:
+        assert device.type == "cpu"
         waited.append(what)
         work.wait()
 

@@ -332,6 +332,26 @@ def assert_equal_states(first: Any, second: Any) -> None:
     assert all(map(torch.equal, tensors_of(first), tensors_of(second)))
 
 
+def what_is_owed_is_paid_once_when_plans_return() -> None:
+    """A bucket of an older plan comes again, after its parameters have been in another, with one more or less."""
+    names = ("a", "p", "q")
+    parameters = {name: torch.empty(600) for name in names}
+    made = make_compression(Int8(block=64), parameters=parameters)
+    lacking = {name: torch.zeros(600, dtype=torch.float64) for name in names}
+    plans: list[list[list[str]]] = [[["a"], ["p", "q"]], [["a", "p"]], [["a"], ["p", "q"]]]
+    for step, plan in enumerate(plan for plan in plans for _ in range(3)):
+        mine = dict(zip(names, gradients(step, dist.get_rank(), [600] * 3), strict=True))
+        means = dict(zip(names, true_means(step, [600] * 3), strict=True))
+        for number, keys in enumerate(plan):
+            owners, shapes = [parameters[key] for key in keys], [(600,)] * len(keys)
+            bucket = Bucket(number, torch.cat([mine[key] for key in keys]), keys is plan[-1], shapes, owners)
+            for key, part in zip(keys, made.hook(made.state, bucket).wait().split(600), strict=True):
+                lacking[key] += means[key] - part
+    owed = made.state.state_dict()["parameters"]
+    for name in names:
+        torch.testing.assert_close(owed[name]["owed"].double(), lacking[name], rtol=1e-4, atol=1e-4)
+
+
 def what_is_owed_is_paid(method: Method, folder: str) -> None:
     """A state of any other number of ranks: what it owes is delivered or still owed after a step of zeros."""
     state = torch.load(Path(folder) / "state.0", weights_only=True)
@@ -365,6 +385,7 @@ def states_that_do_not_fit_are_errors() -> None:
         ("int8", {}, "not the state of a compressor"),
         ("int8", {"method": "int8", "buckets": []}, "not the state of a compressor"),
         ("int8", {"method": "int8", "parameters": {"a": {"owed": 3}}}, "state of 'a' has no tensor 'owed'"),
+        ("bf16", {"method": "bf16", "parameters": {"a": {}}}, "compression bf16 owes nothing, but its state has 'a'"),
         (LOW_RANK, {"method": "powersgd", "rank": 1, "parameters": {}}, "of rank 1, this has 3"),
         (LOW_RANK, {"method": "powersgd", "rank": 3, "parameters": {}}, "not the state of a compressor"),
     ):
@@ -416,6 +437,17 @@ def low_rank_takes_any_gradient() -> None:
     for _ in range(4):
         model(torch.ones(2, 8, 4, 4)).square().mean().backward()
     assert_same_bits([parameter.grad for parameter in model.parameters()])
+
+
+def low_rank_is_the_same_inside_autocast() -> None:
+    """A backward pass inside the user's autocast computes in the dtypes of the gradients."""
+    plain, inside = make_compression(LOW_RANK), make_compression(LOW_RANK)
+    for step in range(4):
+        flats = gradients(step, dist.get_rank(), [600])
+        (expected,) = reduced(plain, [flats[0].clone()], [[(30, 20)]])
+        with torch.autocast("cpu", torch.bfloat16):
+            (result,) = reduced(inside, flats, [[(30, 20)]])
+        assert torch.equal(result, expected)
 
 
 # Groups, arguments, failures

@@ -35,6 +35,7 @@ kept: object = None
 DEADLINE_S = 30.0  # less than the group's own timeout
 GROUP_TIMEOUT_S = 60.0
 STALL_S = 0.6
+DEVICE = torch.device("meta")  # of which gloo moves nothing, as of CUDA with NCCL
 
 
 def until(is_so: Callable[[], Any]) -> Any:
@@ -79,6 +80,23 @@ def is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def when_waiting(stall_report: StallReport, act: Callable[[], object]) -> threading.Thread:
+    """Call `act` in a thread as soon as this rank waits for a collective."""
+
+    def run() -> None:
+        until(lambda: stall_report.position().is_waiting)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def interrupt_when_waiting(stall_report: StallReport) -> threading.Thread:
+    """Send Ctrl-C as soon as this rank waits."""
+    return when_waiting(stall_report, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 # Cases
@@ -134,11 +152,16 @@ def raises(folder: Path, size: int) -> str | None:
 
 
 def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
-    stall_report = make()
+    """Rank `who` signals itself when the others wait for it, and these wait long enough for each other's answers."""
+    stall_report = make(2.0)
+    stall_report._patience_s = lambda: 4.0
     reduce(stall_report)
     if dist.get_rank() == who:
+        until(lambda: len(list(folder.glob("waits.*"))) == size - 1)
         os.kill(os.getpid(), number)
+    thread = when_waiting(stall_report, (folder / f"waits.{os.getpid()}").touch)
     report = stall(stall_report)
+    thread.join()
     all_come(folder, "end", size - 1)
     return report
 
@@ -330,9 +353,10 @@ class OnDevice:
 
 
 def on_host(folder: Path, size: int) -> str | None:
-    """What a model on a device waits for in host memory is bounded, as is a device's work that is not."""
-    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    """What a model on a device waits for in host memory is bounded, as is what gloo moves on a device."""
+    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
+    by_gloo = make()
     if dist.get_rank() == 1:
         until((folder / "seen").exists)
         dist.all_reduce(torch.ones(3))
@@ -340,8 +364,12 @@ def on_host(folder: Path, size: int) -> str | None:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     with pytest.raises(CollectiveError) as caught:
         stall_report.wait(HostWork(work), "step status")
-    of_the_cpu = make()
-    of_the_cpu.wait(OnDevice(work), "all-reduce", device=torch.device("cuda"))  # takes no timeout, and returns
+    by_gloo.wait(OnDevice(work), "all-reduce", device=DEVICE)  # takes no timeout, and returns
+    by_gloo.check_in_step()
+    with pytest.raises(CollectiveError, match="rank 1 is missing: "):
+        by_gloo.wait(work, "all-reduce", device=torch.device("cuda"))
+    with pytest.raises(CollectiveError, match="has waited too long in the all-reduce, so it is not in step"):
+        by_gloo.check_in_step()
     (folder / "seen").touch()
     work.wait()
     return str(caught.value)
@@ -355,17 +383,15 @@ def interrupted(folder: Path, size: int) -> None:
         dist.all_reduce(torch.ones(3))
         return
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    start = time.monotonic()
+    thread = interrupt_when_waiting(stall_report)
     with pytest.raises(KeyboardInterrupt):
         stall_report.wait(work, "all-reduce of bucket 1 of 1")
-    assert time.monotonic() - start < DEADLINE_S
-    timer.join()
+    assert not work.is_completed()
+    thread.join()
     with pytest.raises(
         CollectiveError, match="was interrupted in the all-reduce of bucket 1 of 1, so it is not in step"
     ):
-        stall_report.check_uninterrupted()
+        stall_report.check_in_step()
     (folder / "seen").touch()
     work.wait()
 
@@ -380,12 +406,11 @@ def interrupted_in_a_step(folder: Path, size: int) -> str | None:
         until(lambda: is_gone(other))
         return None
     (folder / f"first.{os.getpid()}").touch()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    thread = interrupt_when_waiting(model.reducer.reducer.report)
     try:
         loss.backward()
     except KeyboardInterrupt:
-        timer.join()
+        thread.join()
         with pytest.raises(CollectiveError, match="was interrupted in the "):
             model(torch.ones(1, 2))
         (folder / "seen").touch()
@@ -393,8 +418,39 @@ def interrupted_in_a_step(folder: Path, size: int) -> str | None:
     raise AssertionError
 
 
+def goes_on_after_an_end(folder: Path, size: int, by_stall: bool) -> list[float]:
+    """Rank 0 leaves a step by Ctrl-C or a stall and calls forward; rank 1 is late and gets the average all the same."""
+    model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=DEADLINE_S)
+    rank, stall_report = dist.get_rank(), model.reducer.reducer.report
+    model(torch.ones(1, 2)).sum().backward()  # after which the ranks agree on an order
+    model.zero_grad()
+    if by_stall:
+        stall_report._limit = timedelta(seconds=STALL_S)
+    loss = model(torch.full((1, 2), 1.0 + rank)).sum()
+    if rank == 0:
+        if by_stall:
+            with pytest.raises(CollectiveError, match="rank 1 is missing: "):
+                loss.backward()
+        else:
+            thread = interrupt_when_waiting(stall_report)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            thread.join()
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="so it is not in step with the other ranks any more"):
+                model(torch.ones(1, 2))
+        (folder / "seen").touch()  # rank 1 has not sent yet: a late one would get zeros if these had been written
+        until((folder / "averaged").exists)
+        return []
+    until((folder / "seen").exists)
+    loss.backward()
+    (folder / "averaged").touch()
+    gradient: list[float] = model.module.weight.grad.view(-1).tolist()
+    return gradient
+
+
 def on_device(folder: Path, size: int) -> None:
-    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=torch.device("cuda"))
+    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)

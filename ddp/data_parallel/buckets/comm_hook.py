@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.errors import ArgumentError
+from ddp.monitoring.stall_report import HostWork
 from ddp.torch_internals import AnyFuture
 
 __all__ = ["CommHook", "GradBucket", "HookSender", "builtin_hook", "checked_hook"]
@@ -129,7 +130,7 @@ class HookSender:
         self._bucket = bucket
         self._numel = numel
 
-    def start(self, flat: torch.Tensor) -> _HookWork:
+    def start(self, flat: torch.Tensor) -> HostWork:
         buffer = flat[: self._numel]
         bucket = copy.copy(self._bucket)
         bucket.set_buffer(buffer)
@@ -139,7 +140,7 @@ class HookSender:
                 f"the communication hook {self._hook.call!r} returned {type(future).__name__}: "
                 "it must return a torch.futures.Future of one tensor"
             )
-        return _HookWork(future, buffer)
+        return HostWork(_HookWork(future, buffer))
 
 
 def checked_hook(state: object, hook: Callable[[Any, Any], _Future]) -> CommHook:

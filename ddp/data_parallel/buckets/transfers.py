@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
@@ -52,8 +53,7 @@ class Adder:
         is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
         self.divisor = 1 if is_average else group.size()
         self._group = group
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM  # type: ignore[assignment]  # torch's stubs have two types for it
+        self._options = reduce_options(dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM)
 
     def start(self, flat: torch.Tensor) -> Pending:
         return self._group.allreduce([flat], self._options)

@@ -31,6 +31,8 @@ def test_one_reduction_is_as_exact_as_its_numbers(nursery: Nursery, world_size: 
         (2, "infinite_and_nan_reach_all_ranks_and_go_again"),
         (2, "states_that_do_not_fit_are_errors"),
         (2, "low_rank_takes_any_gradient"),
+        (2, "low_rank_is_the_same_inside_autocast"),
+        (2, "what_is_owed_is_paid_once_when_plans_return"),
         (3, "groups_and_arguments"),
     ],
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_worlds.compression_cases import Bucket
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddp.compression import compressor, row_compressor
+from ddp.compression import row_compressor
 from ddp.compression.compressor import Compressor
 from ddp.compression.compressors import Half, Int8, PowerSGD
 from ddp.compression.row_exchange import RowExchange
@@ -30,7 +30,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     in_order = SimpleNamespace(_pipeline=None, leave=lambda: None)
     in_order.start = lambda group, rows: RowExchange.start(in_order, group, rows)  # type: ignore[arg-type]
     monkeypatch.setattr(row_compressor, "open_exchange", lambda _: in_order)
-    monkeypatch.setattr(compressor, "backend_of", lambda *_: None)
     try:
         yield dist.group.WORLD
     finally:

@@ -35,7 +35,8 @@ PROGRAM = """
         expected = sum(range(world.world_size)) / world.world_size
         assert model.module.weight.grad[0, 0].item() == expected
     mine = torch.full((1000,), float(world.rank), device=world.device)
-    hvd.allreduce(mine, op="sum")  # makes what the first call makes
+    hvd.allreduce(mine, op="sum")  # make what the first calls make, and load their kernels
+    hvd.allgather(mine)
     torch.cuda.synchronize()
     busy = torch.cuda.Event()
     torch.cuda.set_sync_debug_mode("error")
@@ -68,8 +69,9 @@ def test_two_devices_share_a_control_group_and_the_host_goes_on(tmp_path: Path, 
     assert result.stdout.count("well") == 2
 
 
-def test_two_ranks_of_one_device_still_use_host_memory(tmp_path: Path) -> None:
-    """ddp.init() does not connect NCCL where one visible device may be shared."""
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_two_ranks_of_one_device_still_use_host_memory(tmp_path: Path, chosen: str | None) -> None:
+    """ddp.init() does not connect NCCL where one visible device may be shared, also if CUDA_VISIBLE_DEVICES is set."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, ddp\n"
@@ -81,9 +83,10 @@ def test_two_ranks_of_one_device_still_use_host_memory(tmp_path: Path) -> None:
     )
     if torch.cuda.device_count() > 1 or "CUDA_VISIBLE_DEVICES" in os.environ:
         pytest.skip("needs a machine with one CUDA device, and no CUDA_VISIBLE_DEVICES")
+    env = {**{k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, "PYTHONPATH": PYTHONPATH}
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        env=env if chosen is None else {**env, "CUDA_VISIBLE_DEVICES": chosen},
         capture_output=True,
         text=True,
         timeout=250,
