@@ -1,0 +1,341 @@
+"""Workers forked from a process with their packages imported: what they find is what a start by exec gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testbed import REPOSITORY
+from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
+
+from launcher.agent.workers.preload import find_preloads
+
+# What a process can find out about itself. numpy stands for a package that takes long to import.
+LOOK = """
+import numpy
+import json, os, random, resource, signal, sys, threading, warnings
+import faulthandler, gc, locale, multiprocessing, pickle
+
+
+class OfMain:
+    pass
+
+
+def field(name):
+    return next(line.split(":", 1)[1].split() for line in open("/proc/self/status") if line.startswith(name))
+
+
+def environ():
+    text = open("/proc/self/environ").read()
+    return dict(line.split("=", 1) for line in text.split("\\0") if line)
+
+
+def files():
+    names = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sorted(os.readlink(name).split(":")[0].partition("dtrain-")[0] for name in names if os.path.exists(name))
+
+
+ones = numpy.ones((300, 300))
+look = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
+    "executable": sys.executable, "main": [__name__, __file__, __spec__ and __spec__.name, __package__],
+    "globals": sorted(name for name in globals() if name.startswith("__")),
+    "pickled": pickle.loads(pickle.dumps(OfMain())).__class__.__module__,
+    "filters": [str(each) for each in warnings.filters],
+    "threads": [thread.name for thread in threading.enumerate()], "tasks": len(os.listdir("/proc/self/task")),
+    "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals() - {9, 19, 32, 33})
+                if "object at" not in str(signal.getsignal(number))},
+    "blocked": field("SigBlk"), "ignored": field("SigIgn"), "caught": field("SigCgt"),
+    "limits": [resource.getrlimit(number) for number in range(16) if number != 10],
+    "nice": os.getpriority(os.PRIO_PROCESS, 0), "cores": sorted(os.sched_getaffinity(0)), "umask": os.umask(0o22),
+    "cwd": os.getcwd(), "is_leader": os.getsid(0) == os.getpid() == os.getpgid(0),
+    "streams": [(each.encoding, each.errors, each.line_buffering, each.write_through, each.isatty(), each.name)
+                for each in (sys.stdin, sys.stdout, sys.stderr)],
+    "stdin": sys.stdin.read(), "files": files(), "faulthandler": faulthandler.is_enabled(),
+    "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug()], "locale": locale.setlocale(locale.LC_ALL),
+    "comm": open("/proc/self/comm").read(), "cmdline": open("/proc/self/cmdline").read().split("\\0"),
+    "environ": {name: value for name, value in os.environ.items() if name != "DTRAIN_AGENT"},
+    "same_environ": environ() == dict(os.environ),
+    "tracing": [sys.gettrace() is None, sys.getprofile() is None, sys.getrecursionlimit(), sys.getswitchinterval()],
+    "method": multiprocessing.get_start_method(allow_none=True), "hook": sys.excepthook is sys.__excepthook__,
+    "blas": float((ones @ ones).sum()),
+}
+secret = {"random": random.random(), "numpy": float(numpy.random.rand()),
+          "authkey": multiprocessing.current_process().authkey.hex()}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, secret]))
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def look(folder: Path, method: str, *argv: object) -> list[list[Any]]:
+    """What each of two workers finds: itself, and what must be its alone."""
+    out = folder / method
+    result = run_dtrain(
+        "run", "--start-method", method, "--nproc-per-node", "2", "--run-id", "r", "--export", f"OUT={out}", *argv,
+        cwd=folder,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1)]
+
+
+VARYING = {"OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY"}
+
+
+@pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
+def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    write(tmp_path, "look.py", LOOK)
+    forked, started = look(tmp_path, "fork", *argv), look(tmp_path, "exec", *argv)
+    for (mine, _), (theirs, _) in zip(forked, started, strict=True):
+        for each in (mine, theirs):
+            assert set(each["environ"]) >= VARYING
+            each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
+        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
+    (_, first), (_, second) = forked
+    assert all(first[key] != second[key] for key in first), "workers share what must be random"
+
+
+def run_verbose(folder: Path, *argv: object) -> Result:
+    """What a run of two workers said, with how they were started."""
+    return run_dtrain("run", "-v", "--nproc-per-node", "2", *argv, cwd=folder)
+
+
+FORKED = "dtrain: 2 workers were forked from processes that had imported their packages\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "reason"),
+    [
+        ("import numpy", ["--start-method", "exec"], "--start-method is exec"),
+        ("import json", [], "the script imports only the standard library"),
+        ("import os; os.environ['A'] = 'b'; import numpy", [], "no installed package before it does anything"),
+        ("import mine; import numpy", [], "no installed package before it does anything"),
+        ("import nowhere, numpy", [], "no installed package before it does anything"),
+    ],
+    ids=["told", "standard library", "variables", "own module with effects", "missing module"],
+)
+def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options: list[str], reason: str) -> None:
+    write(tmp_path, "mine.py", "print('imported')")
+    result = run_verbose(tmp_path, *options, write(tmp_path, "script.py", script))
+    assert "workers were started by exec: " in result.stderr, result
+    assert reason in result.stderr
+    assert FORKED not in result.stderr
+
+
+PACKAGES = {
+    "reads_rank": ("import os; rank = os.environ.get('RANK')", "reads RANK when it is imported"),
+    "reads_all": ("import os; kept = dict(os.environ)", "reads all variables when it is imported"),
+    "threaded": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "the imports left 1 threads running",
+    ),
+    "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
+    "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "the imports left a process running"),
+    "broken": ("raise ValueError('broken')", "broken cannot be imported (ValueError)"),
+    "leaving": ("raise SystemExit(3)", "leaving cannot be imported (SystemExit)"),
+    "killing": (
+        "import os, sys; 'fork_server' in sys.argv[0] and os.kill(os.getpid(), 9)",
+        "its process has ended",
+    ),
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules count as installed."""
+    folder = tmp_path / "lib" / "site-packages"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_that_make_a_fork_unsafe_are_imported_by_each_worker(
+    installed: Path, tmp_path: Path, package: str
+) -> None:
+    source, reason = PACKAGES[package]
+    write(installed, f"{package}.py", source)
+    script = write(tmp_path, "script.py", f"import {package}\nprint('ran')")
+    result = run_verbose(tmp_path, script)
+    assert reason in result.stderr, result
+    assert FORKED not in result.stderr
+
+
+def test_what_an_import_prints_each_worker_prints(installed: Path, tmp_path: Path) -> None:
+    source = "import sys, warnings; print('out'); print('err', file=sys.stderr); warnings.warn('old')"
+    write(installed, "talks.py", source)
+    script = write(tmp_path, "script.py", "import talks\nprint('ran')")
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr
+    for rank in (0, 1):
+        lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if f":{rank}]" in line]
+        assert lines == ["out", "ran"]
+        assert result.stderr.count(f":{rank}] err") == 1
+        assert len(re.findall(rf":{rank}\] .*UserWarning: old", result.stderr)) == 1
+
+
+def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    write(tmp_path, "own/__init__.py", "from .model import VALUE")
+    write(tmp_path, "own/model.py", "import os\nimport heavy\nVALUE = 1\npid = -VALUE")
+    write(tmp_path, "script.py", "import os\nimport own.model, heavy\nprint(own.model.pid, heavy.pid)")
+    result = run_verbose(tmp_path, "script.py")
+    assert FORKED in result.stderr, result
+    (seen,) = {line.partition("] ")[2] for line in result.stdout.splitlines()}
+    assert seen.startswith("-1 ")  # and one process imported heavy for both
+
+
+@pytest.mark.parametrize(
+    ("text", "imports"),
+    [
+        ('"""Doc."""\nfrom __future__ import annotations\nimport a, os\nfrom b.c import d', ["a", "b.c"]),
+        ("X = 1\nY: int = -X\ndef f(): import a\nimport b", ["b"]),
+        ("try:\n    import a\nexcept ImportError:\n    a = None\nimport b", ["b"]),
+        ("if X:\n    import a\nelse:\n    b = 1\nimport b", ["b"]),
+        ("import a\nprint()\nimport b", ["a"]),
+        ("import a\nx.y = 1\nimport b", ["a"]),
+        ("import a\nX = f()\nimport b", ["a"]),
+        ("import a\nX[0] = 1\nimport b", ["a"]),
+        ("import a\nfor x in y: pass\nimport b", ["a"]),
+        ("import a\nif f(): pass\nimport b", ["a"]),
+        ("import tensorflow, a", ["a"]),
+        ("import a\nfrom . import c\nimport b", ["a"]),
+        ("import a\nimport", []),
+    ],
+)
+def test_reading_ends_at_what_may_have_an_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, imports: list[str]
+) -> None:
+    folder = tmp_path / "site-packages"
+    for name in ("a.py", "b/__init__.py", "b/c.py"):
+        write(folder, name, "raise AssertionError('it was imported')")
+    monkeypatch.syspath_prepend(str(folder))
+    script = write(tmp_path, "script.py", text)
+    found = find_preloads("script", str(script), str(REPOSITORY))
+    assert [module for module, _ in found.imports] == imports
+
+
+def test_a_restart_forks_again_and_reads_the_script_anew(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, sys, heavy
+        print("imported by", heavy.pid, "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                text = open(__file__).read()
+                open(__file__, "w").write(text + "\\nprint('a new line')\\n")
+            raise SystemExit(3)
+        """,
+    )
+    result = run_verbose(tmp_path, "--max-restarts", "1", script)
+    assert result.returncode == 0, result.stderr
+    assert len(set(re.findall("imported by ([0-9]+)", result.stdout))) == 1
+    assert result.stdout.count("a new line") == 2
+
+
+def test_a_killed_fork_server_costs_nothing_but_time(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, signal, heavy
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                os.kill(heavy.pid, signal.SIGKILL)
+            raise SystemExit(3)
+        print("imported here", heavy.pid == os.getpid())
+        """,
+    )
+    result = run_verbose(tmp_path, "--max-restarts", "1", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("imported here True") == 2
+    assert re.search("workers were started by exec: its process (has ended|does not answer)", result.stderr)
+
+
+def test_the_store_is_forked_too(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, psutil, torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        agent = psutil.Process(os.getppid())
+        if dist.get_rank() == 0:
+            shown = [child.cmdline() for child in agent.children()]
+            print("store", [each[2:] for each in shown if "launcher.agent.store_process" in each])
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr, result
+    assert "'module', 'launcher.agent.store_process']]" in result.stdout
+
+
+def test_exceptions_exit_codes_and_signals_are_reported_alike(tmp_path: Path) -> None:
+    endings = {
+        "raise ValueError('wrong')": "ValueError: wrong", "sys.exit(7)": "code 7", "os._exit(9)": "code 9",
+        "os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV", "os.abort()": "SIGABRT",
+    }  # fmt: skip
+    for ending, said in endings.items():
+        script = write(tmp_path, "script.py", f"import numpy, os, sys, signal\n{ending}\n")
+        forked, started = (
+            run_dtrain("run", "--start-method", method, script, cwd=tmp_path) for method in ("fork", "exec")
+        )
+        assert forked.returncode == started.returncode
+        assert said in forked.stderr, forked
+        frames = [re.findall(r"^\[.*?\] +File .*", each.stderr, re.MULTILINE) for each in (forked, started)]
+        own = [[frame for frame in each if "/launcher/agent/" not in frame] for each in frames]
+        assert own[0] == own[1]
+        assert own[0] or "exit" in ending
+
+
+def test_children_of_every_kind_work_in_a_forked_worker(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import multiprocessing, os, sys
+        import numpy
+
+        def work(x):
+            return x * x
+
+        if __name__ == "__main__":
+            for method in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    print(method, pool.map(work, [1, 2, 3]), flush=True)
+        """,
+    )
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr, result
+    for method in ("fork", "spawn", "forkserver"):
+        assert result.stdout.count(f"{method} [1, 4, 9]") == 2
+
+
+def test_nothing_is_left_when_dtrain_is_killed(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    source = "import os, time, heavy\nopen(f'pid-{heavy.pid}', 'w')\ntime.sleep(100)"
+    script = write(tmp_path, "script.py", source)
+    with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "the workers run")
+        server = int(next(tmp_path.glob("pid-*")).name.partition("-")[2])
+        assert psutil.pid_exists(server)
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(server), "the fork server has ended")
