@@ -148,16 +148,19 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> None:
 
 
 def _import(module: str, names: Sequence[str]) -> None:
+    failed = ""
     try:
         imported = importlib.import_module(module)
         for name in names:
             if name != "*" and not hasattr(imported, name):
                 importlib.import_module(f"{module}.{name}")
     except BaseException as error:  # the script will meet it itself, and say so
-        raise _UnfitError(f"{module} cannot be imported ({type(error).__name__})") from None
+        failed = type(error).__name__
     if _Environ.seen:
         read = _ALL_VARIABLES if _ALL_VARIABLES in _Environ.seen else min(_Environ.seen)
         raise _UnfitError(f"{module} reads {read} when it is imported")
+    if failed:
+        raise _UnfitError(f"{module} cannot be imported ({failed})")
 
 
 def _check(open_before: set[str]) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
+import threading
+import zipapp
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from testbed import REPOSITORY
-from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
+from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.require import require
 
+from launcher.agent.evidence import find_py_spy
 from launcher.agent.workers.preload import find_preloads
 
 # What a process can find out about itself. numpy stands for a package that takes long to import.
@@ -55,7 +62,8 @@ look = {
     "limits": [resource.getrlimit(number) for number in range(16) if number != 10],
     "nice": os.getpriority(os.PRIO_PROCESS, 0), "cores": sorted(os.sched_getaffinity(0)), "umask": os.umask(0o22),
     "cwd": os.getcwd(), "is_leader": os.getsid(0) == os.getpid() == os.getpgid(0),
-    "streams": [(each.encoding, each.errors, each.line_buffering, each.write_through, each.isatty(), each.name)
+    "streams": [(each.encoding, each.errors, each.line_buffering, each.write_through, each.isatty(), each.name,
+                 each.seekable())
                 for each in (sys.stdin, sys.stdout, sys.stderr)],
     "stdin": sys.stdin.read(), "files": files(), "faulthandler": faulthandler.is_enabled(),
     "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug()], "locale": locale.setlocale(locale.LC_ALL),
@@ -64,6 +72,9 @@ look = {
     "same_environ": environ() == dict(os.environ),
     "tracing": [sys.gettrace() is None, sys.getprofile() is None, sys.getrecursionlimit(), sys.getswitchinterval()],
     "method": multiprocessing.get_start_method(allow_none=True), "hook": sys.excepthook is sys.__excepthook__,
+    "thread": threading.main_thread().native_id == os.getpid(),
+    "kernel": [open(f"/proc/self/{name}").read() for name in ("coredump_filter", "oom_score_adj", "timerslack_ns")],
+    "numpy.random": "numpy.random" in sys.modules,
     "blas": float((ones @ ones).sum()),
 }
 secret = {"random": random.random(), "numpy": float(numpy.random.rand()),
@@ -80,9 +91,10 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def look(folder: Path, method: str, *argv: object) -> list[list[Any]]:
-    """What each of two workers finds: itself, and what must be its alone."""
+    """What each of two workers finds: itself, and what must be its alone. The user has set what a process inherits."""
     out = folder / method
-    result = run_dtrain(
+    result = run_program(
+        "sh", "-c", 'umask 27; ulimit -n 400 -c 0; exec nice -n 3 "$@"', "-", sys.executable, "-m", "launcher",
         "run", "--start-method", method, "--nproc-per-node", "2", "--run-id", "r", "--export", f"OUT={out}", *argv,
         cwd=folder,
     )  # fmt: skip
@@ -106,6 +118,46 @@ def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[st
     assert all(first[key] != second[key] for key in first), "workers share what must be random"
 
 
+MATHS = """
+import numpy, torch
+import json, os
+
+torch.set_printoptions(precision=20)
+torch.manual_seed(1)
+one, rest = torch.rand(200, 200), torch.rand(500, 500)
+look = {
+    "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), os.environ["OMP_NUM_THREADS"]],
+    "torch": [(one @ one).double().sum().item(), rest.exp().sum().item()], "lapack": torch.linalg.det(one).item(),
+    "numpy": [float((each @ each).sum()) for each in (one.double().numpy(), rest.numpy())],
+    "tasks": len(os.listdir("/proc/self/task")),
+}
+secret = {}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, secret]))
+"""
+TORCH_SEED = """
+import torch
+import json, os
+
+secret = {"seed": torch.initial_seed(), "first": float(torch.rand(1))}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([{}, secret]))
+"""
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_mathematics_with_threads_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    write(tmp_path, "look.py", MATHS)
+    forked, started = look(tmp_path, "fork", "look.py"), look(tmp_path, "exec", "look.py")
+    assert forked == started
+    assert forked[0][0]["threads"][2] == str(threads)
+
+
+def test_each_forked_worker_has_random_states_of_torch_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "look.py", TORCH_SEED)
+    (_, first), (_, second) = look(tmp_path, "fork", "look.py")
+    assert all(first[key] != second[key] for key in first)
+
+
 def run_verbose(folder: Path, *argv: object) -> Result:
     """What a run of two workers said, with how they were started."""
     return run_dtrain("run", "-v", "--nproc-per-node", "2", *argv, cwd=folder)
@@ -122,8 +174,11 @@ FORKED = "dtrain: 2 workers were forked from processes that had imported their p
         ("import os; os.environ['A'] = 'b'; import numpy", [], "no installed package before it does anything"),
         ("import mine; import numpy", [], "no installed package before it does anything"),
         ("import nowhere, numpy", [], "no installed package before it does anything"),
+        ("import numpy", ["--numa-binding", "node"], "--numa-binding, for libraries look at their processors"),
+        ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
+        ("import numpy", ["-m", "cProfile"], "no installed package before it does anything"),
     ],
-    ids=["told", "standard library", "variables", "own module with effects", "missing module"],
+    ids=["told", "stdlib", "variables", "own effects", "missing module", "numa", "program", "profiler"],
 )
 def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options: list[str], reason: str) -> None:
     write(tmp_path, "mine.py", "print('imported')")
@@ -131,6 +186,131 @@ def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options
     assert "workers were started by exec: " in result.stderr, result
     assert reason in result.stderr
     assert FORKED not in result.stderr
+
+
+def test_fork_says_without_being_asked_why_it_is_not_done(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "import json")
+    result = run_dtrain("run", "--start-method", "fork", script, cwd=tmp_path)
+    assert result.stderr.startswith("dtrain: workers were started by exec: the script imports only the standard")
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "pipe"])
+def test_a_script_that_is_no_plain_file_runs_as_ever(tmp_path: Path, kind: str) -> None:
+    script = write(tmp_path, "app/__main__.py", "import numpy\nprint('ran')").parent
+    if kind == "archive":
+        script = Path(zipapp.create_archive(script, tmp_path / "app.pyz") or tmp_path / "app.pyz")
+    if kind == "pipe":
+        script = tmp_path / "pipe"
+        os.mkfifo(script)
+        threading.Thread(target=script.write_text, args=("import numpy\nprint('ran')",), daemon=True).start()
+    result = run_dtrain("run", "-v", script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "ran\n" in result.stdout
+    assert "workers were started by exec: the script" in result.stderr
+
+
+def test_a_script_of_another_role_is_started_by_exec(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    script = write(tmp_path, "script.py", "import heavy, os\nprint('mine', heavy.pid == os.getpid())")
+    other = write(tmp_path, "other.py", "import heavy, os\nprint('other', heavy.pid == os.getpid())")
+    result = run_verbose(tmp_path, "--role", f"other:1:{other}", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("mine False") == 2, result
+    assert result.stdout.count("other True") == 1
+    assert "workers were started by exec: it runs another program than most" in result.stderr
+
+
+def test_simulated_hosts_have_a_fork_server_each(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid(); cores = os.sched_getaffinity(0)")
+    script = write(
+        tmp_path, "script.py", "import heavy, os\nprint('by', heavy.pid, heavy.cores == os.sched_getaffinity(0))"
+    )
+    result = run_verbose(tmp_path, "--simulate", "--nnodes", "2", script)
+    assert "4 workers were forked" in result.stderr, result
+    assert len(set(re.findall("by ([0-9]+) True", result.stdout))) == 2
+
+
+def test_a_package_that_the_scripts_folder_hides_is_not_imported_before(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import evaluating")
+    write(installed, "evaluating.py", "whose = 'installed'")
+    write(tmp_path, "evaluating.py", "whose = 'own'")
+    script = write(tmp_path, "script.py", "import heavy\nprint(heavy.evaluating.whose)")
+    result = run_verbose(tmp_path, script)
+    assert result.stdout.count("own\n") == 2, result
+    assert "a module of the script's folder is named evaluating" in result.stderr
+    safe = run_dtrain("run", "-v", script, cwd=tmp_path, env={"PYTHONSAFEPATH": "1"})
+    if sys.version_info >= (3, 11):
+        assert "installed\n" in safe.stdout, safe
+        assert "1 workers were forked" in safe.stderr
+
+
+def test_a_tracer_is_in_every_worker(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "")
+    write(installed, "sitecustomize.py", "import sys; sys.settrace(lambda *_: None)")
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", "import heavy, sys\nprint(sys.gettrace())"))
+    assert result.stdout.count("<function <lambda>") == 2, result
+    assert "a tracer or profiler runs in it" in result.stderr
+
+
+def test_imports_that_take_too_long_are_not_waited_for(installed: Path, tmp_path: Path) -> None:
+    write(installed, "slow.py", "import sys, time; 'fork_server' in sys.argv[0] and time.sleep(200)")
+    script = write(tmp_path, "script.py", "import slow\nprint('ran')")
+    result = run_verbose(tmp_path, "--start-timeout-s", "24", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ran\n") == 2
+    assert "workers were started by exec: the imports of its process take too long" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("victim", "signum"),
+    [("dtrain", signal.SIGINT), ("dtrain", signal.SIGKILL), ("agent", signal.SIGKILL), ("guard", signal.SIGKILL)],
+)
+def test_nothing_is_left_of_a_run_that_ends_during_the_imports(
+    installed: Path, tmp_path: Path, victim: str, signum: signal.Signals
+) -> None:
+    write(installed, "slow.py", "import os, time; open(f'pid-{os.getpid()}', 'w'); time.sleep(200)")
+    script = write(tmp_path, "script.py", "import slow\nopen('ran', 'w')")
+    with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it imports")
+        server = psutil.Process(int(next(tmp_path.glob("pid-*")).name.partition("-")[2]))
+        agent = server.ppid()
+        pids = {"dtrain": process.pid, "agent": agent, "guard": psutil.Process(agent).ppid()}
+        os.kill(pids[victim], signum)
+        wait_until(lambda: not server.is_running(), "the fork server has ended")
+        assert process.wait(100) != 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_a_forked_worker_hangs_is_shown(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import numpy, os, time
+        def hang():
+            open(f"pid-{os.getpid()}", "w")
+            time.sleep(1000)
+        hang()
+        """,
+    )
+    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--grace-s", "1", script)
+    assert FORKED in result.stderr, result
+    assert f"{script}:5 in hang" in result.stderr
+    assert "fork_server.py" not in result.stderr
+
+
+def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
+    program = find_py_spy()
+    require(program, "py-spy", "pip install py-spy")
+    source = "import numpy, os, time\ndef hang():\n    open(f'pid-{os.getpid()}', 'w')\n    time.sleep(1000)\nhang()"
+    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path):
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it runs")
+        pid = next(tmp_path.glob("pid-*")).name.partition("-")[2]
+        dump = subprocess.run([str(program), "dump", "--pid", pid], capture_output=True, text=True, check=False)
+    if "ermission" in dump.stderr:
+        pytest.skip("py-spy may not look into another process here")
+    assert re.search(r"hang \(.*script.py:[34]\)", dump.stdout), dump
+    assert "bootstrap.py script" in dump.stdout  # the command of a worker
 
 
 PACKAGES = {
@@ -143,6 +323,7 @@ PACKAGES = {
     "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
     "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "the imports left a process running"),
     "broken": ("raise ValueError('broken')", "broken cannot be imported (ValueError)"),
+    "reads_to_seed": ("import os, random; random.seed(os.environ['LOCAL_RANK'])", "reads LOCAL_RANK when"),
     "leaving": ("raise SystemExit(3)", "leaving cannot be imported (SystemExit)"),
     "killing": (
         "import os, sys; 'fork_server' in sys.argv[0] and os.kill(os.getpid(), 9)",
@@ -173,14 +354,20 @@ def test_packages_that_make_a_fork_unsafe_are_imported_by_each_worker(
 
 
 def test_what_an_import_prints_each_worker_prints(installed: Path, tmp_path: Path) -> None:
-    source = "import sys, warnings; print('out'); print('err', file=sys.stderr); warnings.warn('old')"
+    source = """
+        import atexit, sys, warnings
+        atexit.register(print, "end")
+        print("out")
+        print("err", file=sys.stderr)
+        warnings.warn("old")
+    """
     write(installed, "talks.py", source)
     script = write(tmp_path, "script.py", "import talks\nprint('ran')")
     result = run_verbose(tmp_path, script)
     assert FORKED in result.stderr
     for rank in (0, 1):
         lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if f":{rank}]" in line]
-        assert lines == ["out", "ran"]
+        assert lines == ["out", "ran", "end"]
         assert result.stderr.count(f":{rank}] err") == 1
         assert len(re.findall(rf":{rank}\] .*UserWarning: old", result.stderr)) == 1
 
@@ -247,16 +434,19 @@ def test_a_restart_forks_again_and_reads_the_script_anew(installed: Path, tmp_pa
     assert result.stdout.count("a new line") == 2
 
 
-def test_a_killed_fork_server_costs_nothing_but_time(installed: Path, tmp_path: Path) -> None:
-    write(installed, "heavy.py", "import os; pid = os.getpid()")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_fork_server_that_fails_costs_nothing_but_time(
+    installed: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
+    write(installed, "heavy.py", f"import os; pid = os.getpid(); signum = {int(signum)}")
     script = write(
         tmp_path,
         "script.py",
         """
-        import os, signal, heavy
+        import os, heavy
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if os.environ["RANK"] == "0":
-                os.kill(heavy.pid, signal.SIGKILL)
+                os.kill(heavy.pid, heavy.signum)
             raise SystemExit(3)
         print("imported here", heavy.pid == os.getpid())
         """,
@@ -290,13 +480,15 @@ def test_the_store_is_forked_too(tmp_path: Path) -> None:
 
 def test_exceptions_exit_codes_and_signals_are_reported_alike(tmp_path: Path) -> None:
     endings = {
-        "raise ValueError('wrong')": "ValueError: wrong", "sys.exit(7)": "code 7", "os._exit(9)": "code 9",
+        "raise ValueError('wrong')": "ValueError: wrong", "int('wrong')": "ValueError: invalid literal",
+        "sys.exit(7)": "code 7", "os._exit(9)": "code 9",
         "os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV", "os.abort()": "SIGABRT",
     }  # fmt: skip
     for ending, said in endings.items():
         script = write(tmp_path, "script.py", f"import numpy, os, sys, signal\n{ending}\n")
+        command = [script] if "raise" not in ending else ["-m", "script"]
         forked, started = (
-            run_dtrain("run", "--start-method", method, script, cwd=tmp_path) for method in ("fork", "exec")
+            run_dtrain("run", "--start-method", method, *command, cwd=tmp_path) for method in ("fork", "exec")
         )
         assert forked.returncode == started.returncode
         assert said in forked.stderr, forked
