@@ -43,8 +43,12 @@ bootstrap = _load("bootstrap")  # which takes this folder out of sys.path
 preload = _load("preload")
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
+_SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
 _ADOPTED_WITHIN_S = 10.0
 _ALL_VARIABLES = "all variables"
+
+
+_set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
 
 
 class _UnfitError(Exception):
@@ -69,8 +73,7 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
 
 
 def main() -> None:
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM sends them to every process of a step
-        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
     control = socket.socket(fileno=os.dup(0))
     _open_streams()
     kind, target, names = sys.argv[1:]
@@ -133,6 +136,7 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> None:
     found = preload.find_preloads(kind, target, os.path.abspath(__file__).rpartition("/launcher/")[0])
     if not found.imports:
         raise _UnfitError("the script imports no installed package before it does anything")
+    variables = dict(os.environ)
     kept, os.environ.__class__ = os.environ.__class__, _Environ
     try:
         for module, names in found.imports:
@@ -142,6 +146,8 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> None:
     finally:
         os.environ.__class__ = kept
         printed.end()
+    changed = {name for name, _ in variables.items() ^ os.environ.items()}
+    _set_by_imports.update((name, os.environ.get(name)) for name in changed)
     _check(open_before)
     if hidden := preload.find_hidden(preload.folder_of(kind, target)):
         raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
@@ -271,13 +277,17 @@ def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
         os._exit(1)
     os.close(go)
     os.setsid()
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
     os.environ.clear()
     os.environ.update(order["env"])
+    for name, value in _set_by_imports.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     os.chdir(order["cwd"])
     _show_as(order["argv"], order["env"])
     sys.argv = order["argv"][2:]

@@ -372,6 +372,32 @@ def test_what_an_import_prints_each_worker_prints(installed: Path, tmp_path: Pat
         assert len(re.findall(rf":{rank}\] .*UserWarning: old", result.stderr)) == 1
 
 
+def test_what_an_import_does_to_its_process_each_worker_has(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        import faulthandler, os, signal
+        os.environ["MADE"] = "1"
+        os.environ["CHANGED"] += "b"
+        del os.environ["GONE"]
+        signal.signal(signal.SIGUSR1, print)
+        faulthandler.register(signal.SIGUSR2)
+    """
+    write(installed, "heavy.py", source)
+    monkeypatch.setenv("CHANGED", "a")
+    monkeypatch.setenv("GONE", "1")
+    text = """
+        import heavy
+        import os, signal
+        print([os.environ.get(name) for name in ("MADE", "CHANGED", "GONE")], signal.getsignal(signal.SIGUSR1) is print)
+        os.kill(os.getpid(), signal.SIGUSR2)
+    """
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", text))
+    assert FORKED in result.stderr, result
+    assert result.stdout.count("['1', 'ab', None] True") == 2
+    assert result.stderr.count('script.py", line 5 in <module>') == 2
+
+
 def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "import os; pid = os.getpid()")
     write(tmp_path, "own/__init__.py", "from .model import VALUE")
