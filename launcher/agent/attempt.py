@@ -234,6 +234,8 @@ class Attempt:
         )
         if not self._writer.holding:
             self._watch_pipes(worker)
+        if not by_exec and self._store is not None and self._fork_server.has_torch:
+            self._store.serve()  # a forked worker does not import torch, which is what would wake the store
         return True
 
     def _cores(self, message: StartWorker) -> tuple[int, ...]:

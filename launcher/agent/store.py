@@ -121,10 +121,10 @@ class RendezvousStore:
         self.address, self.port = self.listening.getsockname()[:2]
         self._process = process
         self._selector = selector
-        selector.register(self.listening, selectors.EVENT_READ, self._start)
+        selector.register(self.listening, selectors.EVENT_READ, self.serve)
 
-    def _start(self) -> None:
-        """Hand the socket to the store's process."""
+    def serve(self) -> None:
+        """Hand the socket to the store's process, if that was not done."""
         if self.listening is not None:  # else it was closed since the selector looked
             self._process.serve(self.listening)
             self._stop_listening(self.listening)
