@@ -524,6 +524,20 @@ def test_exceptions_exit_codes_and_signals_are_reported_alike(tmp_path: Path) ->
         assert own[0] or "exit" in ending
 
 
+def test_what_c_libraries_hold_back_is_written_at_exit(tmp_path: Path) -> None:
+    text = """
+        import numpy
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.printf(b"held back\\n")
+        raise SystemExit(5)
+    """
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", text))
+    assert FORKED in result.stderr, result
+    assert result.stdout.count("held back") == 2
+    assert result.returncode == 5
+
+
 def test_children_of_every_kind_work_in_a_forked_worker(tmp_path: Path) -> None:
     script = write(
         tmp_path,
