@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 
-PROTOCOL = 7
+PROTOCOL = 8
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -68,6 +68,10 @@ class Prepare(Command):
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
     interfaces: list[str]  # the network interfaces of which the first that is up is to be used; empty: by the routes
+    through: str = ""  # as in StartWorker; what the workers are likely to run
+    target: str = ""
+    workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
+    start_method: str = "auto"  # auto, fork or exec
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class StartWorker(Command):
     numa_binding: str = ""  # bind it to processors near its GPU: which of them
     gpu: str = ""  # the id of its first GPU; empty if it has none
     local_world_size: int = 1  # how many workers of its role the host has
+    wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class Started(Report):
     rank: int
     pid: int
     time: float
+    by_exec: str = ""  # why it was not forked from a process with its packages imported; empty: it was
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ HEAVY = {"torch", "numpy", "ddp"}
 FAT = {"asyncio", "click", "http", "multiprocessing", "paramiko", "psutil", "pynvml", "rich", "ssl", "unittest"}
 LAUNCHER, DDP = modules("launcher"), modules("ddp")
 STORE = "launcher.agent.store_process"  # runs in a process of its own
+FORK_SERVER = "launcher.agent.workers.fork_server"
 # Top down: each imports only what stands behind it. Packages inside of a package have lines of their own.
 ORDERS = {
     "launcher": [
@@ -55,8 +56,9 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     tuple(TopologicalSorter(graph(package)).static_order())  # raises CycleError with the circle
 
 
-def test_nothing_of_the_launcher_imports_the_store() -> None:
-    assert [name for name, imported in graph("launcher").items() if STORE in imported] == []
+@pytest.mark.parametrize("program", [STORE, FORK_SERVER])
+def test_nothing_of_the_launcher_imports_these_programs(program: str) -> None:
+    assert [name for name, imported in graph("launcher").items() if program in imported] == []
 
 
 def _loaded(statement: str) -> set[str]:
@@ -78,7 +80,7 @@ def test_the_agent_s_imports_are_lean() -> None:
 
 
 def test_a_worker_s_first_code_imports_nothing_of_the_launcher() -> None:
-    assert not any(name.startswith("launcher") for name in imports(ROOT / "launcher/agent/bootstrap.py"))
+    assert not any(name.startswith("launcher") for name in imports(ROOT / "launcher/agent/workers/bootstrap.py"))
 
 
 def test_the_command_line_and_the_controller_are_quick_to_load() -> None:

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -24,7 +25,9 @@ _SIZE_BYTES = 24
 _STEPS, _CHECKPOINTS, _RESTART_POLICY = 0, 1, 2
 
 
-def _mapped() -> memoryview | None:
+@cache
+def _counters() -> memoryview | None:
+    """The mapped file. Looked for at first use, not at import: a forked worker has its own variable by then."""
     path = os.environ.get(_VARIABLE)
     if not path or sys.byteorder != "little":
         return None
@@ -38,20 +41,19 @@ def _mapped() -> memoryview | None:
         return None
 
 
-_counters = _mapped()
 _is_queued = False  # for the end of the backward pass that runs
 
 
 def count_step() -> None:
     """Count one backward pass whose gradients are in place."""
-    if _counters is not None:
-        _counters[_STEPS] += 1
+    if (counters := _counters()) is not None:
+        counters[_STEPS] += 1
 
 
 def count_checkpoint() -> None:
     """Count one checkpoint that is durable."""
-    if _counters is not None:
-        _counters[_CHECKPOINTS] += 1
+    if (counters := _counters()) is not None:
+        counters[_CHECKPOINTS] += 1
 
 
 def set_restart_policy(kind: int) -> None:
@@ -65,14 +67,14 @@ def set_restart_policy(kind: int) -> None:
         raise ValueError(
             f"set_restart_policy({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for"
         )
-    if _counters is not None:
-        _counters[_RESTART_POLICY] = kind
+    if (counters := _counters()) is not None:
+        counters[_RESTART_POLICY] = kind
 
 
 def count_step_after(outputs: Iterable[torch.Tensor]) -> None:
     """Count one step at the end of each backward pass through any of `outputs`, what a forward returned."""
     global _is_queued
-    if _counters is None:
+    if _counters() is None:
         return
     _is_queued = False
     for output in outputs:

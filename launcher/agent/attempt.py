@@ -12,14 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.worker import Files, Worker
-from launcher.agent.worker_restarts import WorkerRestarts
+from launcher.agent.workers.warm_start import ForkServer
+from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
+from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt"]
 
-BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 READ_BYTES = 1 << 16
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
@@ -60,6 +59,7 @@ class Attempt:
         selector: selectors.BaseSelector,
         writer: StreamWriter,
         store_process: StoreProcess,
+        fork_server: ForkServer,
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
@@ -67,6 +67,8 @@ class Attempt:
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self._workdir = prepared.workdir
         self._orders: dict[int, StartWorker] = {}
+        self._waiting: list[StartWorker] = []  # for the fork server's imports
+        self._fork_server = fork_server
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
@@ -148,9 +150,13 @@ class Attempt:
         return None if store is None else store.close(keep_process=keep_process)
 
     def start(self, message: StartWorker) -> None:
-        """Start a worker, and report that."""
+        """Start a worker, and report that; once the fork server has its imports done, if there is one."""
         self._orders[message.rank] = message
-        self._start(message, restart_policy=0)
+        if message.through and self._fork_server.is_loading:
+            self._fork_server.wait_s(message.wait_s)
+            self._waiting.append(message)
+        else:
+            self._start(message, restart_policy=0)
 
     def restart(self, message: RestartWorker) -> None:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
@@ -159,7 +165,9 @@ class Attempt:
             self.worker_restarts.take(message)
 
     def go_on(self) -> None:
-        """Go on with those that are to be started again."""
+        """Go on with those that wait to be started, and those that are to be started again."""
+        while self._waiting and not self._fork_server.is_loading:
+            self._start(self._waiting.pop(0), restart_policy=0)
         for order, left in self.worker_restarts.step():
             old = self.workers[order.rank]
             if left:
@@ -192,29 +200,42 @@ class Attempt:
         threads = message.defaults.get("OMP_NUM_THREADS")
         if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
+        by_exec = self._fork_server.why_not_for(message, {**env, **self._run_tag.variables}, cores)
         if self._memory is None:
             from launcher.machine.oom import OomWatch  # only where workers are started
 
             self._memory = OomWatch()
+        make = partial(
+            Worker,
+            message.rank,
+            argv,
+            env,
+            cwd=self._workdir,
+            files=files,
+            run_tag=self._run_tag,
+            cores=cores,
+            restart_policy=restart_policy,
+        )
         try:
-            worker = Worker(
-                message.rank,
-                argv,
-                env,
-                cwd=self._workdir,
-                files=files,
-                run_tag=self._run_tag,
-                cores=cores,
-                restart_policy=restart_policy,
-            )
+            try:
+                worker = make(start=spawn if by_exec else self._fork_server.fork)
+            except OSError as error:
+                if by_exec:
+                    raise
+                by_exec = f"it cannot be forked: {error}"
+                worker = make(start=spawn)
         except OSError as error:
             reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
             self._never_started(message.rank, reason, restart_policy)
             return False
         self.workers[message.rank] = worker
-        self._writer.send(Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began))
+        self._writer.send(
+            Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
+        )
         if not self._writer.holding:
             self._watch_pipes(worker)
+        if not by_exec and self._store is not None and self._fork_server.has_torch:
+            self._store.serve()  # a forked worker does not import torch, which is what would wake the store
         return True
 
     def _cores(self, message: StartWorker) -> tuple[int, ...]:

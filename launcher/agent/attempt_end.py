@@ -9,6 +9,7 @@ from functools import partial
 from launcher.agent.attempt import Attempt
 from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
+from launcher.agent.workers.warm_start import ForkServer
 from launcher.machine.processes import Sweep
 
 __all__ = ["AttemptEnd"]
@@ -23,12 +24,20 @@ class AttemptEnd:
     """
 
     def __init__(
-        self, attempt: Attempt | None, run_tag: RunTag, store_process: StoreProcess, *, signum: int, kill_at: float
+        self,
+        attempt: Attempt | None,
+        run_tag: RunTag,
+        store_process: StoreProcess,
+        fork_server: ForkServer,
+        *,
+        signum: int,
+        kill_at: float,
     ) -> None:
-        self.final = False  # no attempt follows: the store's process is ended as well
+        self.final = False  # no attempt follows: the store's process and the fork server are ended as well
         self._attempt = attempt
         self._run_tag = run_tag
         self._store_process = store_process
+        self._fork_server = fork_server
         self._kill_at = kill_at
         self._killed_at: float | None = None
         self._sweep: Sweep | None = None
@@ -73,15 +82,16 @@ class AttemptEnd:
         return self._done
 
     def _begin_sweep(self, now: float, *, stuck: bool) -> None:
-        killed = None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)
+        killed = [None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)]
         if self.final:
-            killed = self._store_process.kill() or killed
-        kept = self._store_process.pid
-        spare = [pid for pid in (os.getppid(), killed, kept) if pid is not None]
+            killed.append(self._store_process.kill())
+            killed.append(self._fork_server.kill())
+        kept = [self._store_process.pid, self._fork_server.pid]
+        spare = [pid for pid in (os.getppid(), *killed, *kept) if pid is not None]
         self._sweep = Sweep(
             partial(self._run_tag.members, ancestor=os.getpid(), spare=spare),
             grace_s=max(0.0, self._kill_at - now),
             kill_wait_s=1.0 if stuck else KILL_WAIT_S,
-            adopted=kept is None,
+            adopted=not any(kept),
             kill_all=self._run_tag.kill_group,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from launcher.agent.attempt import Attempt
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.worker import spawn
+from launcher.agent.workers.warm_start import PROGRAM
+from launcher.agent.workers.worker import BOOTSTRAP, spawn
 from launcher.protocol import Collect, Collected, Evidence
 
 __all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
@@ -33,8 +35,11 @@ MAX_BYTES = 64 << 10
 SPAWNS_PER_STEP = 4  # each takes 2 ms or so
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
-# How the last line of a worker's main thread begins; it ends with `in <module>`.
-_LAST_LINE = f'  File "{Path(__file__).with_name("bootstrap.py")}", line '.encode()
+# The last line of a worker's main thread, started by exec or forked.
+_LAST_LINE = re.compile(
+    rf'^  File "({re.escape(str(BOOTSTRAP))}|{re.escape(str(PROGRAM))})", line \d+ in <module>\n\Z'.encode(),
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -193,8 +198,7 @@ class _Look:
         if size > self._size:
             self._size, self._grew = size, now
             self._stack = _read_end(self._subject.stack_file, self._began_at)
-            last = self._stack.rpartition(_LAST_LINE)[2]
-            if last.endswith(b" in <module>\n") and last.count(b"\n") == 1:
+            if _LAST_LINE.search(self._stack):
                 self.asked = False
         elif self._stack and now - self._grew > QUIET_S:
             self.asked = False

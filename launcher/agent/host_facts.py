@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from launcher.machine.limits import room_for_workers
 from launcher.machine.network import choose_address
 from launcher.protocol import Facts, Prepare
 
-__all__ = ["find_facts", "find_resources"]
+__all__ = ["find_cores", "find_facts", "find_resources", "likely_workers"]
 
 
 def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
@@ -52,7 +53,7 @@ def find_resources(part: int, parts: int) -> Facts:
         gpus = devices.find_gpus(os.environ)
     except UsageError as error:
         problems.append(str(error))
-    cores, limit = devices.divide(devices.cores(), _cpu_limit(), part, parts)
+    cores, limit = find_cores(part, parts)
     room, room_limit = room_for_workers(parts)
     return Facts(
         gpus=list(devices.share(gpus.ids, part, parts)),
@@ -66,6 +67,16 @@ def find_resources(part: int, parts: int) -> Facts:
         room=room,
         room_limit=room_limit,
     )
+
+
+def likely_workers(said: str, facts: Facts) -> int:
+    """Return how many workers this host is going to have, by what Prepare says of them."""
+    return _slots(said, len(facts.gpus), facts.cpu_limit) or len(facts.gpus) or 1
+
+
+def find_cores(part: int, parts: int) -> tuple[Sequence[int], int]:
+    """Return the processors of this machine, or with --simulate of a part of it, and how many may be busy at a time."""
+    return devices.divide(devices.cores(), _cpu_limit(), part, parts)
 
 
 def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:

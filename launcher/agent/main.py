@@ -23,12 +23,13 @@ from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.guard import guard, reap
-from launcher.agent.host_facts import find_facts
+from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.warm_start import ForkServer
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
@@ -94,7 +95,8 @@ class Agent:
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
         self._folder = ""  # for the workers' files, once it is made
-        self._store_process = StoreProcess()
+        self._fork_server = ForkServer(run_tag, self._selector)
+        self._store_process = StoreProcess(self._fork_server)
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: processes.Suspension | None = None
@@ -150,7 +152,7 @@ class Agent:
 
     def _pause_s(self) -> float:
         now = time.monotonic()
-        pauses = [self._next_heartbeat - now, self._lease.end - now]
+        pauses = [self._next_heartbeat - now, self._lease.end - now, self._fork_server.pause_s(now)]
         pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work]
         if self._attempt_end is not None and self._leftovers is None:
             pauses.append(self._attempt_end.pause_s(now))
@@ -174,6 +176,7 @@ class Agent:
         if self._suspension is not None:
             self._suspension.step()
         self._evidence_round.step()
+        self._fork_server.step(now)
         if self._attempt is not None:
             self._attempt.report()
             if self._attempt_end is None and self._suspension is None and now < self._lease.end:
@@ -206,6 +209,8 @@ class Agent:
             return
         wait_statuses = reap()
         self._evidence_round.reaped(wait_statuses)
+        if self._fork_server.pid in wait_statuses:
+            self._fork_server.ended()
         store = self._store_process.pid
         last_words = self._store_process.ended(wait_statuses[store]) if store in wait_statuses else None
         if self._attempt is not None:
@@ -270,8 +275,13 @@ class Agent:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
             self._run_tag.cgroup.make()
+        is_counted = self._prepared.workers.isdigit()
+        if is_counted:  # as early as can be: what it imports takes seconds
+            self._fork_server.prepare(self._prepared, int(self._prepared.workers))
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
         facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
+        if not is_counted:
+            self._fork_server.prepare(self._prepared, likely_workers(self._prepared.workers, facts))
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
         self._lease.renew(time.monotonic())  # first, so that it never begins later than the controller knows
@@ -291,6 +301,7 @@ class Agent:
                 selector=self._selector,
                 writer=self._writer,
                 store_process=self._store_process,
+                fork_server=self._fork_server,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._address(message))
@@ -321,7 +332,7 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        spare = [pid for pid in (self._guard, self._store_process.pid) if pid is not None]
+        spare = [pid for pid in (self._guard, self._store_process.pid, self._fork_server.pid) if pid is not None]
         return self._run_tag.members(ancestor=os.getpid(), spare=spare)
 
     def _end_attempt(self, message: EndAttempt) -> None:
@@ -350,7 +361,12 @@ class Agent:
             self._attempt_end.hurry(signum, self._kill_at(signum))
         else:
             self._attempt_end = AttemptEnd(
-                self._attempt, self._run_tag, self._store_process, signum=signum, kill_at=self._kill_at(signum)
+                self._attempt,
+                self._run_tag,
+                self._store_process,
+                self._fork_server,
+                signum=signum,
+                kill_at=self._kill_at(signum),
             )
         self._attempt_end.final = self._reason is not None
         self._go_on()  # after the signal, which is then the first thing that they see
@@ -369,6 +385,7 @@ class Agent:
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
             self._store_process.kill()  # if it was to be kept when the ending began
+            self._fork_server.kill()
             self._writer.send(Bye(swept=swept, left=self._left, reason=self._reason))
             self._done = True
 

@@ -49,11 +49,12 @@ class RunTag:
         self._workers = (self._workers + 1) % (1 << _WORKER_BITS)
         return self._workers
 
-    def put_on(self, worker: int = 0) -> None:
-        """Mark this process, between fork and exec, in the two other ways, as the worker of that number."""
-        processes.set_tag_number(self._tag_number(worker))
+    def put_on(self, worker: int = 0, pid: int = 0) -> None:
+        """Mark a process in the two other ways as the worker of that number: this one, between fork and exec, or a
+        child that waits."""
+        processes.set_tag_number(self._tag_number(worker), pid)
         if self.cgroup is not None:
-            self.cgroup.enter()
+            self.cgroup.take(pid)
 
     def _tag_number(self, worker: int) -> int:
         return self._number << _WORKER_BITS | worker  # 60 bits are what a resource limit can hold

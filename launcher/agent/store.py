@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 
-from launcher.agent.worker import spawn
+from launcher.agent.workers.warm_start import ForkServer
+from launcher.agent.workers.worker import BOOTSTRAP
 from launcher.errors import StoreError
 
 __all__ = ["RendezvousStore", "StoreProcess", "holder"]
@@ -26,10 +27,11 @@ _BACKLOG = 4096  # every rank's first connection waits here while the store impo
 class StoreProcess:
     """The process of store_process.py, kept for the stores of later attempts: it has torch's extension imported.
 
-    Owned by the agent. `pid` is None while there is none.
+    Owned by the agent. `pid` is None while there is none. It is forked from `fork_server` if that has torch imported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self.pid: int | None = None
         self._control: socket.socket | None = None
         self._complaints: int | None = None  # the read end of its stderr
@@ -85,8 +87,8 @@ class StoreProcess:
         self._control.settimeout(RELEASE_S)
         self._complaints, complaints_write = os.pipe()
         try:
-            self.pid = spawn(
-                [sys.executable, "-m", "launcher.agent.store_process"],
+            self.pid = self._fork_server.fork_or_spawn(
+                [sys.executable, "-u", str(BOOTSTRAP), "module", "launcher.agent.store_process"],
                 {**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd="/",
                 stdin=theirs.fileno(),
@@ -119,10 +121,10 @@ class RendezvousStore:
         self.address, self.port = self.listening.getsockname()[:2]
         self._process = process
         self._selector = selector
-        selector.register(self.listening, selectors.EVENT_READ, self._start)
+        selector.register(self.listening, selectors.EVENT_READ, self.serve)
 
-    def _start(self) -> None:
-        """Hand the socket to the store's process."""
+    def serve(self) -> None:
+        """Hand the socket to the store's process, if that was not done."""
         if self.listening is not None:  # else it was closed since the selector looked
             self._process.serve(self.listening)
             self._stop_listening(self.listening)

@@ -56,6 +56,10 @@ def _tcp_store() -> Callable[..., Any]:
     takes a third of that (measured with torch 2.13). Where it needs more than its own libraries, as the CUDA builds
     from PyPI do, everything is imported.
     """
+    if "torch" in sys.modules:  # forked from a process that has it
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore
     before = set(sys.modules)
     try:
         return _from_extension()

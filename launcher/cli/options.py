@@ -20,7 +20,7 @@ from click.core import ParameterSource
 
 from launcher.errors import UsageError
 from launcher.machine.numa import MODES
-from launcher.placement.job_spec import JobSpec, parse_nnodes
+from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
 __all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
 
@@ -145,6 +145,13 @@ class Options:
         "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
     )
     numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
+    start_method: str = _option(
+        "Fork workers from a process that has imported their packages, where that is safe, or start each by exec; "
+        "fork: say why where it is not safe.",
+        type=click.Choice([*START_METHODS, *TORCHRUN_START_METHODS]),
+        default=JobSpec.start_method,
+        show_default=True,
+    )
     requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
     ssh_config: str | None = _option(
         "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
@@ -174,7 +181,6 @@ class Options:
     shutdown_timeout: float | None = _torchrun_word()
     signals_to_handle: str | None = _torchrun_word()
     monitor_interval: str | None = _torchrun_word(no_meaning="the end of a worker is noticed at once")
-    start_method: str | None = _torchrun_word(no_meaning="workers are programs of their own")
     event_log_handler: str | None = _torchrun_word(no_meaning="see --error-json for how a run ended")
     logs_specs: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir")
     local_addr: str | None = _torchrun_word(

@@ -150,6 +150,11 @@ def _report_end(
     if verbosity.verbose:
         ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
         verbosity.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
+        if outcome.forked:
+            verbosity.say(f"{outcome.forked} workers were forked from processes that had imported their packages")
+    if verbosity.verbose or spec.start_method == "fork":
+        for reason in outcome.by_exec:
+            verbosity.say(f"workers were started by exec: {reason}")
     ranks = request.output_filter.ranks
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))

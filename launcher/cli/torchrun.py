@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.cli.options import Options
 from launcher.errors import UsageError
+from launcher.placement.job_spec import TORCHRUN_START_METHODS, JobSpec
 
 __all__ = ["defaults", "translate"]
 
@@ -42,6 +43,9 @@ def translate(options: Options) -> tuple[dict[str, Any], list[str]]:
         changed: dict[str, Any] = {"nnodes": (1, 1), "node_rank": None, "rdzv_endpoint": None, "rdzv_backend": None}
     else:
         changed = _rendezvous(options, notices)
+    if options.start_method in TORCHRUN_START_METHODS:
+        notices.append(f"--start-method has no meaning here as {options.start_method}; see dtrain run --help")
+        changed["start_method"] = JobSpec.start_method
     if options.shutdown_timeout is not None:
         changed["grace_s"] = options.shutdown_timeout
     if options.rdzv_id not in (None, "none") and not options.run_id:

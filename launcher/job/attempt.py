@@ -29,6 +29,8 @@ class AttemptState:
         self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
         self.started: set[int] = set()
+        self.forked = 0
+        self.by_exec: dict[str, None] = {}  # why workers were not forked, each reason once
         self.stopped: set[int] = set()  # ranks that ended because they were stopped
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.secondary_failures: list[Failure] = []  # after that
@@ -72,6 +74,10 @@ class AttemptState:
 
     def take_start(self, started: Started, now: float) -> None:
         self.started.add(started.rank)
+        if started.by_exec:
+            self.by_exec[started.by_exec] = None
+        else:
+            self.forked += 1
         self.made_progress(now)
 
     def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:

@@ -151,8 +151,10 @@ class Lifecycle:
             attempt.ports_wanted.discard(host)
         if attempt.store is None or attempt.ports_wanted:
             return []
+        wait_s = 0.5 * max(0.0, self.timers.at(Timer.PHASE) - now)  # the other half is for imports of their own
+        known = (self.spec, attempt.placement, attempt.store, attempt.ports)
         try:
-            starts = [*start_workers(self.spec, attempt.placement, attempt.store, attempt.ports, run_key=self._run_key)]
+            starts = [*start_workers(*known, run_key=self._run_key, wait_s=wait_s)]
         except PlacementError as error:
             return self.stop(now, error=error)
         self.phase = Phase.RUNNING  # the time for the start goes on

@@ -12,7 +12,7 @@ from launcher.job.events import Send
 from launcher.job.host_state import HostState
 from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
-from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import Placement
 from launcher.protocol import (
     PROTOCOL,
@@ -55,7 +55,20 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[
         part=host.part,
         parts=host.parts,
         interfaces=list(spec.interfaces),
+        through=_through(command),
+        target=command.target,
+        workers=_likely_workers(spec, host),
+        start_method=spec.start_method,
     )
+
+
+def _likely_workers(spec: JobSpec, host: Host) -> str:
+    by_gpu = f":{spec.gpus_per_proc}" if spec.gpus_per_proc and spec.nproc in ("gpu", "auto") else ""
+    return f"{spec.nproc}{by_gpu}" if spec.nproc is not None else str(host.slots or "")
+
+
+def _through(command: WorkerCommand) -> str:
+    return "" if command.kind is CommandKind.PROGRAM else command.kind.value
 
 
 def open_store(spec: JobSpec, states: Sequence[HostState], attempt: int) -> OpenStore:
@@ -104,9 +117,18 @@ def _another(state: HostState, states: Sequence[HostState]) -> str:
 
 
 def start_workers(
-    spec: JobSpec, placement: Placement, store: StoreOpened, ports: Mapping[str, PortsReserved], *, run_key: str
+    spec: JobSpec,
+    placement: Placement,
+    store: StoreOpened,
+    ports: Mapping[str, PortsReserved],
+    *,
+    run_key: str,
+    wait_s: float,
 ) -> Iterator[Send]:
-    """Yield the orders to start each worker, for the agent of its host. Raises PlacementError."""
+    """Yield the orders to start each worker, for the agent of its host, which may wait so long for imports.
+
+    Raises PlacementError.
+    """
     addresses = _addresses(spec, placement, ports)
     roles = roles_in_order(placement)
     prefixes = shared_prefixes(spec.env_for, placement, addresses)
@@ -123,7 +145,7 @@ def start_workers(
         start = StartWorker(
             rank=worker.rank,
             attempt=store.attempt,
-            through="" if command.kind is CommandKind.PROGRAM else command.kind.value,
+            through=_through(command),
             argv=[command.target, *args],
             env={**env, **for_others},
             defaults=worker_defaults(worker),
@@ -131,6 +153,7 @@ def start_workers(
             numa_binding=spec.numa_binding if worker.rank < placement.ordinary else "",
             gpu=worker.gpus[0] if worker.gpus else "",
             local_world_size=worker.local_world_size,
+            wait_s=wait_s,
         )
         yield Send(worker.host, start)
 

@@ -45,6 +45,8 @@ class Outcome:
     preempted: bool = False  # it ended to make room, and is to be started again
     left_out: tuple[Failure, ...] = ()  # processes of the last attempt that the others went on without
     worker_restarts: int = 0  # of single processes, in all attempts
+    forked: int = 0  # workers of the last attempt that had their packages imported before they began
+    by_exec: tuple[str, ...] = ()  # why others were not forked
 
 
 def fails_by_itself(cause: Failure) -> bool:
@@ -100,6 +102,8 @@ def build_outcome(
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
         unchecked=tuple((state.name, _why_unchecked(state, now)) for state in unchecked),
         duration_s=now - began,
+        forked=0 if attempt is None else attempt.forked,
+        by_exec=() if attempt is None else tuple(attempt.by_exec),
     )
 
 

@@ -48,9 +48,9 @@ class Cgroup:
         except OSError:  # no right to, or too many
             return
 
-    def enter(self) -> None:
-        """Move this process into it; called between fork and exec."""
-        _write(f"{self.path}/cgroup.procs", "0")
+    def take(self, pid: int = 0) -> None:
+        """Move a process into it; by default this one, which calls it between fork and exec."""
+        _write(f"{self.path}/cgroup.procs", str(pid))
 
     def pids(self) -> set[int]:
         """Return the members, those of nested groups too. One that only other pid namespaces see is left out."""

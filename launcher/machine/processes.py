@@ -64,16 +64,16 @@ def restore_file_limit() -> None:
 _file_limit: tuple[int, int] | None = None
 
 
-def set_tag_number(number: int) -> None:
-    """Give this process and all that it will ever start a number that they cannot lose by accident.
+def set_tag_number(number: int, pid: int = 0) -> None:
+    """Give this process, or a child of it, and all that it will ever start a number that they cannot lose by accident.
 
     It is the soft limit of a resource that no kernel counts any more, which goes through every fork and exec. A
     cleared environment, a session of its own or another parent do not change it, and it needs no right to set.
     """
     try:
-        _, hard = resource.getrlimit(_RLIMIT_LOCKS)
+        _, hard = resource.prlimit(pid, _RLIMIT_LOCKS)
         if hard == resource.RLIM_INFINITY:
-            resource.setrlimit(_RLIMIT_LOCKS, (number, hard))
+            resource.prlimit(pid, _RLIMIT_LOCKS, (number, hard))
     except (OSError, ValueError):  # a kernel that is none of Linux's own
         return
 

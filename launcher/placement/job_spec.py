@@ -15,6 +15,8 @@ from launcher.hosts.host import Host
 from launcher.placement.roles import Roles
 
 __all__ = [
+    "START_METHODS",
+    "TORCHRUN_START_METHODS",
     "CommandKind",
     "JobSpec",
     "SshOptions",
@@ -68,6 +70,10 @@ def command_of_words(words: Sequence[str]) -> WorkerCommand:
     return WorkerCommand(kind, words[0], tuple(words[1:]))
 
 
+START_METHODS = ("auto", "fork", "exec")
+TORCHRUN_START_METHODS = ("spawn", "forkserver")  # beside fork; not how it starts programs
+
+
 @dataclass(frozen=True)
 class SshOptions:
     """How remote hosts are reached; None and 0 mean OpenSSH's own defaults."""
@@ -108,6 +114,7 @@ class JobSpec:
     last_call_s: float | None = None  # for hosts on their way once enough are ready; None: as job/gathering.py has it
     signals: tuple[str, ...] = SIGNALS  # that end a run, or show stacks
     numa_binding: str = ""  # one of numa.MODES
+    start_method: str = "auto"  # one of START_METHODS
     hosts_script: str | None = None  # a program that says which hosts there are now
     first_attempt: int = 0  # how often the job was started before
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved

@@ -201,7 +201,7 @@ def is_silent_about_what_all_see(folder: str) -> int:
 def counts_progress(folder: str) -> None:
     """Three reduced passes, one that only accumulates, two checkpoints."""
     os.environ["DTRAIN_PROGRESS_FILE"] = str(Path(folder) / str(dist.get_rank()))
-    progress._counters = progress._mapped()
+    progress._counters.cache_clear()
     model = ddp.DistributedDataParallel(_linear())
     for _ in range(3):
         with model.no_sync():

@@ -25,12 +25,13 @@ def group_of_one() -> Iterator[None]:
 
 
 @pytest.fixture
-def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "progress"
     path.write_bytes(bytes(24))
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(path))
-    monkeypatch.setattr(progress, "_counters", progress._mapped())
-    return path
+    progress._counters.cache_clear()
+    yield path
+    progress._counters.cache_clear()
 
 
 def _read(path: Path) -> tuple[int, int]:
@@ -73,12 +74,12 @@ def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monke
     elif kind == "unwritable":
         path = Path("/proc/version")  # not even for root
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(path))
-    monkeypatch.setattr(progress, "_counters", progress._mapped())
+    progress._counters.cache_clear()
     progress.count_step()
     progress.count_checkpoint()
     progress.count_step_after([])
     progress.set_restart_policy(1)
-    assert progress._counters is None
+    assert progress._counters() is None
 
 
 def test_another_process_sees_a_step_at_once(counters: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
 
-BOOTSTRAP = REPOSITORY / "launcher/agent/bootstrap.py"
+BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -281,7 +281,9 @@ def test_bootstrap_compiles_on_the_oldest_python() -> None:
 
     source = BOOTSTRAP.read_text()
     ast.parse(source, feature_version=(3, 10))
-    assert subprocess.run([sys.executable, "-c", "import launcher.agent.bootstrap"], check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", "import launcher.agent.workers.bootstrap"], check=False).returncode == 0
+    )
 
 
 def test_exception_that_cannot_be_shown_is_still_the_cause(tmp_path: Path) -> None:

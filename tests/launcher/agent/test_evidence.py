@@ -22,7 +22,7 @@ from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
 from launcher.output.stacks import rank_position
 from launcher.protocol import Evidence
 
-BOOTSTRAP = REPOSITORY / "launcher/agent/bootstrap.py"
+BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"
 LIMIT_S = 60.0  # only those that never answer take it
 
 

@@ -74,6 +74,9 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             part=0,
             parts=1,
             interfaces=[],
+            through="script",
+            target="train.py",
+            workers="2",
         ),
     )
     assert drive.say("a", drive.facts("a")) == []

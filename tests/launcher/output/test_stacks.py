@@ -178,7 +178,7 @@ def test_name_that_is_not_ascii_is_shown_as_it_is() -> None:
         "/usr/lib64/python3.12/socket.py",
         "<frozen importlib._bootstrap>",
         str(DDP / "reducer.py"),
-        str(REPOSITORY / "launcher/agent/bootstrap.py"),
+        str(REPOSITORY / "launcher/agent/workers/bootstrap.py"),
     ],
 )
 def test_library_is_not_the_users_own(library: str) -> None:

@@ -1,6 +1,6 @@
 """The first code of a Python worker: runs the script or module as `__main__`, as plain python would.
 
-Started by the agent as `python -u .../launcher/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
+Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
 launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
 it writes the error files for an exception that nobody caught, has a crash print where it happened, and wakes the
 rendezvous store when torch is about to be imported.
@@ -196,7 +196,7 @@ def _position(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}", ""
     frames = traceback.extract_tb(error.__traceback__, limit=-1000)
-    ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    ours = os.path.abspath(__file__).rpartition("/launcher/")[0]
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
     installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from launcher.agent.run_tag import RunTag
-from launcher.agent.worker import Worker
+from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol import RestartWorker
 

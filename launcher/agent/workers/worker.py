@@ -12,14 +12,16 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import Exited
 
-__all__ = ["Files", "Worker", "spawn"]
+__all__ = ["BOOTSTRAP", "Files", "Worker", "spawn"]
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
 _PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, restart_policy; see ddp/monitoring/progress.py
 _ALONE = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
@@ -108,8 +110,12 @@ class Worker:
         run_tag: RunTag,
         cores: Sequence[int] = (),
         restart_policy: int = 0,
+        start: Callable[..., int] = spawn,
     ) -> None:
-        """`restart_policy` is that of the worker whose place it takes, until it says its own."""
+        """`restart_policy` is that of the worker whose place it takes, until it says its own.
+
+        `start` is `spawn`, or does the same in another way. Raises OSError.
+        """
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
@@ -126,7 +132,7 @@ class Worker:
         self.began = time.monotonic()
         variables = {**files.variables, **run_tag.variables}
         try:
-            self.pid = spawn(
+            self.pid = start(
                 argv,
                 {**env, **variables},
                 cwd=cwd,

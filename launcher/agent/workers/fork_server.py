@@ -1,0 +1,365 @@
+"""The fork server: a process that has imported what a script needs, and from which the workers of a host are forked.
+
+Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES`, in the
+workers' working directory, with the variables that they share; NAMES are how the names of others begin. Its standard
+input is a socket to the agent. It says whether it is fit to be forked from, and if not, why; then, for every request,
+it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
+beside the descriptors of the new process's streams. It ends with its input, or with the agent.
+
+A process forked here must be what a started one is (bootstrap.py), so this one keeps its hands off: it imports, and
+nothing else. What importing printed is printed again by each worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def _load(name: str) -> ModuleType:
+    """Load a module of this folder in such a way that the script can neither find it nor miss one of the same name."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"dtrain {name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bootstrap = _load("bootstrap")  # which takes this folder out of sys.path
+preload = _load("preload")
+
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
+_SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
+_ADOPTED_WITHIN_S = 10.0
+_ALL_VARIABLES = "all variables"
+
+
+_set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
+
+
+class _UnfitError(Exception):
+    """This process must not be forked: why."""
+
+
+class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it takes no arguments when run
+    """os.environ while packages are imported: notes when one reads what differs between workers."""
+
+    per_worker: tuple[str, ...] = ()
+    seen: set[str] = set()  # noqa: RUF012  # one set for the one object there is
+
+    def __getitem__(self, name: str) -> str:
+        if name.startswith(self.per_worker):
+            self.seen.add(name)
+        value: str = super().__getitem__(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        self.seen.add(_ALL_VARIABLES)
+        yield from super().__iter__()
+
+
+def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
+    control = socket.socket(fileno=os.dup(0))
+    _open_streams()
+    kind, target, names = sys.argv[1:]
+    _Environ.per_worker = tuple(names.split(","))
+    printed = _Printed()
+    try:
+        _import_packages(kind, target, printed)
+        answer = {"reason": "", "has_torch": "torch" in sys.modules}
+    except _UnfitError as error:
+        answer = {"reason": str(error), "has_torch": False}
+    control.send(json.dumps(answer).encode())
+    gc.collect()
+    gc.freeze()
+    while True:
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 8)
+        if not word:
+            os._exit(0)
+        request, *streams, go = descriptors
+        if _fork(request, streams, go, control):
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    printed.repeat()
+    bootstrap.main()
+
+
+def _open_streams() -> None:
+    """Make sys.stdin, stdout and stderr anew, on what a worker's are: they know whether they can be sought."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    pipe = os.pipe()
+    streams = (("stdin", 0, nothing), ("stdout", 1, pipe[1]), ("stderr", 2, pipe[1]))
+    for name, descriptor, file in streams:
+        before = getattr(sys, name)
+        kept = os.dup(descriptor)
+        os.dup2(file, descriptor)
+        raw = open(descriptor, before.mode + "b", buffering=-1 if name == "stdin" else 0, closefd=False)  # noqa: SIM115
+        (raw.raw if name == "stdin" else raw).name = before.name
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=before.encoding,
+            errors=before.errors,
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        stream.mode = before.mode  # type: ignore[misc]  # as the interpreter does
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        if name != "stdin":
+            os.dup2(kept, descriptor)
+        os.close(kept)
+    for descriptor in (nothing, *pipe):
+        os.close(descriptor)
+
+
+def _import_packages(kind: str, target: str, printed: _Printed) -> None:
+    """Import what the script does, as it would. Raises _UnfitError if workers cannot be forked then."""
+    if sys.gettrace() is not None or sys.getprofile() is not None or _is_monitored():
+        raise _UnfitError("a tracer or profiler runs in it")
+    open_before = _open_files()
+    found = preload.find_preloads(kind, target, os.path.abspath(__file__).rpartition("/launcher/")[0])
+    if not found.imports:
+        raise _UnfitError("the script imports no installed package before it does anything")
+    variables = dict(os.environ)
+    kept, os.environ.__class__ = os.environ.__class__, _Environ
+    try:
+        for module, names in found.imports:
+            _import(module, names)
+        if found.uses_optimizer and not found.sets_torch and "torch" in sys.modules:
+            _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
+    finally:
+        os.environ.__class__ = kept
+        printed.end()
+    changed = {name for name, _ in variables.items() ^ os.environ.items()}
+    _set_by_imports.update((name, os.environ.get(name)) for name in changed)
+    _check(open_before)
+    if hidden := preload.find_hidden(preload.folder_of(kind, target)):
+        raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
+
+
+def _import(module: str, names: Sequence[str]) -> None:
+    failed = ""
+    try:
+        imported = importlib.import_module(module)
+        for name in names:
+            if name != "*" and not hasattr(imported, name):
+                importlib.import_module(f"{module}.{name}")
+    except BaseException as error:  # the script will meet it itself, and say so
+        failed = type(error).__name__
+    if _Environ.seen:
+        read = _ALL_VARIABLES if _ALL_VARIABLES in _Environ.seen else min(_Environ.seen)
+        raise _UnfitError(f"{module} reads {read} when it is imported")
+    if failed:
+        raise _UnfitError(f"{module} cannot be imported ({failed})")
+
+
+def _check(open_before: set[str]) -> None:
+    """Raise _UnfitError unless this process has one thread, no child, no new open file and no CUDA context."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise _UnfitError("CUDA is in use after the imports")
+    if opened := sorted(_open_files() - open_before):
+        raise _UnfitError(f"the imports left {opened[0]} open")
+    # NumPy's OpenBLAS ends its threads before a fork and starts them again when they are needed. So a first fork, of
+    # a process that ends at once, leaves the threads that would not end.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise _UnfitError(f"the imports left {threads - 1} threads running")
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return
+    raise _UnfitError("the imports left a process running")
+
+
+def _is_monitored() -> bool:
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    return monitoring is not None and any(monitoring.get_tool(tool) is not None for tool in range(6))
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # of the listing itself
+            continue
+    return found - {os.devnull, "/dev/urandom", "/dev/random"}
+
+
+class _Printed:
+    """What is written to standard output and error from now on, kept for the workers."""
+
+    def __init__(self) -> None:
+        self._streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+        self._texts: dict[int, bytes] = {}
+        for descriptor in self._streams:
+            file = os.memfd_create("printed")
+            os.dup2(file, descriptor)
+            os.close(file)
+
+    def end(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, stream in self._streams.items():
+            self._texts[descriptor] = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            os.dup2(stream, descriptor)
+            os.close(stream)
+
+    def repeat(self) -> None:
+        for descriptor, text in self._texts.items():
+            while text:
+                text = text[os.write(descriptor, text) :]
+
+
+def _fork(request: int, streams: Sequence[int], go: int, control: socket.socket) -> bool:
+    """Fork a process that will be the agent's child. Returns True there, once the agent has said that it may go on.
+
+    Between the two stands a process that ends at once: its child is adopted by the agent, which is a subreaper.
+    """
+    passed_read, passed_write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.write(passed_write, f"-{error.errno}".encode())
+            os._exit(1)
+        if pid:
+            os.write(passed_write, str(pid).encode())
+            os._exit(0)
+        os.close(passed_read)
+        os.close(passed_write)
+        control.close()
+        _become(_read_json(request), streams, go)
+        os.close(request)
+        return True
+    os.close(passed_write)
+    with os.fdopen(passed_read, "rb") as passed:
+        pid = int(passed.read() or b"-11")
+    os.waitpid(between, 0)
+    control.send(json.dumps({"pid": pid}).encode())
+    return False
+
+
+def _read_json(descriptor: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    return found
+
+
+def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
+    """Make a worker of this process: what its start by exec would give it."""
+    agent = order["agent"]
+    limit = time.monotonic() + _ADOPTED_WITHIN_S
+    while os.getppid() != agent and time.monotonic() < limit:
+        time.sleep(0.0002)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent or not os.read(go, 1):
+        os._exit(1)
+    os.close(go)
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream, descriptor)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    for name, value in _set_by_imports.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.chdir(order["cwd"])
+    _show_as(order["argv"], order["env"])
+    sys.argv = order["argv"][2:]
+    sys.orig_argv[:] = order["argv"]
+    _renew_secrets()
+    if "LD_PRELOAD" not in os.environ:  # a profiler may write at exit what it found
+        _skip_destructors()
+
+
+def _renew_secrets() -> None:
+    """Give this process random states of its own, as the start of an interpreter does. `random` does so itself."""
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    if (process := sys.modules.get("multiprocessing.process")) is not None:
+        process.current_process().authkey = os.urandom(32)
+
+
+def _skip_destructors() -> None:
+    """Have exit() leave out what the libraries loaded so far registered for it, as the destructors of torch's tables.
+
+    They would copy 40 MB of shared memory in each worker, for half of the time that its end takes (torch 2.13). What is
+    registered later is called, and the streams of C are flushed.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # the GNU C library
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's struct prctl_mm_map."""
+
+    _fields_ = [  # as ctypes wants it
+        *((name, ctypes.c_uint64) for name in (
+            "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack", "arg_start",
+            "arg_end", "env_start", "env_end", "auxv",
+        )),
+        ("auxv_size", ctypes.c_uint32), ("exe_fd", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+_shown: list[Any] = []  # the memory that /proc/PID/cmdline and environ are read from
+
+
+def _show_as(argv: Sequence[str], env: dict[str, str]) -> None:
+    """Have ps, and who reads /proc/PID/environ, see this command and these variables.
+
+    A kernel that cannot do that leaves it: the process is then seen with the fork server's.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    number = {name: int(fields[at - 3]) for name, at in (
+        ("start_code", 26), ("end_code", 27), ("start_stack", 28), ("start_data", 45), ("end_data", 46),
+        ("start_brk", 47),
+    )}  # fmt: skip
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    words = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    memory = ctypes.create_string_buffer(words + variables, len(words) + len(variables))
+    start = ctypes.addressof(memory)
+    end = start + len(words)
+    described = _MemoryMap(
+        **number, brk=libc.sbrk(0), arg_start=start, arg_end=end, env_start=end, env_end=end + len(variables),
+        exe_fd=0xFFFFFFFF,
+    )  # fmt: skip
+    size = ctypes.c_ulong(ctypes.sizeof(described))
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(described), size, 0) == 0:
+        _shown.append(memory)
+
+
+if __name__ == "__main__":
+    main()

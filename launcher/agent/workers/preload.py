@@ -1,0 +1,202 @@
+"""What a script imports from installed packages before it does anything else, found by reading its source.
+
+Nothing of the script runs here. Its top-level statements are read in order, and those of the user's own modules that
+it imports, where they are imported. Reading ends at the first statement that could have an effect, such as a call or
+a change of os.environ: what is imported after that may depend on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+__all__ = ["Found", "find_hidden", "find_preloads", "folder_of"]
+
+# They start threads, connect to something or read the worker's rank when they are imported.
+_NEVER = {
+    "cupy", "deepspeed", "grpc", "horovod", "jax", "jaxlib", "keras", "lightning", "lightning_fabric",
+    "lightning_utilities", "mpi4py", "pycuda", "pyspark", "pytorch_lightning", "ray", "tensorflow", "torch_xla",
+    "torchmetrics", "wandb",
+}  # fmt: skip
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+
+
+class Found:
+    """What to import: `(module, names)` in order, as in `import module` or `from module import names`."""
+
+    def __init__(self) -> None:
+        self.imports: list[tuple[str, tuple[str, ...]]] = []
+        self.uses_optimizer = False
+        self.sets_torch = False  # it names variables of torch, which may be changed before torch reads them
+
+
+class _EffectError(Exception):
+    """A statement that could have an effect: what follows is not read."""
+
+
+def find_preloads(kind: str, target: str, own_root: str) -> Found:
+    """Read a script, or the module that `python -m` would run, from the working directory.
+
+    `own_root` is the folder of dtrain's own packages, which count as installed wherever they are.
+    """
+    found = Found()
+    reader = _Reader(found, folder_of(kind, target), own_root)
+    try:
+        if kind == "script":
+            reader.read(target, package="")
+        else:
+            reader.read_module(target)
+            reader.read_module(f"{target}.__main__")
+    except _EffectError:
+        return found
+    return found
+
+
+def folder_of(kind: str, target: str) -> list[str]:
+    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none."""
+    if getattr(sys.flags, "safe_path", False):
+        return []
+    return [os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()]
+
+
+def find_hidden(folder: Sequence[str]) -> str:
+    """Return the name of an imported module that is not what the script would import; empty if there is none.
+
+    `folder` is as `folder_of` returns it.
+    """
+    inside = {name.partition(".")[0] for path in folder for name in os.listdir(path)}
+    for name in sorted(inside & sys.modules.keys() - {"__main__"}):
+        spec, known = _find(name, [*folder]), getattr(sys.modules[name], "__spec__", None)
+        if spec is not None and spec.origin is not None and spec.origin != getattr(known, "origin", None):
+            return name
+    return ""
+
+
+class _Reader:
+    def __init__(self, found: Found, folder: list[str], own_root: str) -> None:
+        self._found = found
+        self._folder = folder  # where the script's own modules are looked for first
+        paths = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
+        installed = [os.path.realpath(path) for path in (*paths, os.path.join(own_root, "ddp"))]
+        self._installed = tuple(path + os.sep for path in installed)
+        self._seen: set[str] = set()
+
+    def read(self, path: str, package: str) -> None:
+        """Read one file of the user's. Raises _EffectError at a statement after which nothing more is to be read."""
+        full = os.path.realpath(path)
+        if full in self._seen:
+            return
+        self._seen.add(full)
+        try:
+            with open(full, "rb") as file:
+                source = file.read()
+            tree = ast.parse(source, full)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            raise _EffectError from None
+        self._found.uses_optimizer |= b"optim" in source
+        self._found.sets_torch |= b"TORCH" in source
+        for statement in tree.body:
+            self._read_statement(statement, package)
+
+    def _read_statement(self, statement: ast.stmt, package: str) -> None:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                self._import(alias.name, ())
+        elif isinstance(statement, ast.ImportFrom):
+            self._import(_absolute(statement, package), tuple(alias.name for alias in statement.names))
+        elif not _is_harmless(statement):
+            raise _EffectError
+
+    def read_module(self, name: str) -> bool:
+        """Read a module of the user's, its packages first; of an installed one read nothing, and return False."""
+        parts = name.split(".")
+        path: list[str] | None = None
+        for count in range(1, len(parts) + 1):
+            spec = _find(parts[count - 1], [*self._folder, *sys.path] if count == 1 else path)
+            if spec is None:
+                raise _EffectError  # an import hook may know it, or the script will fail
+            if spec.origin is None:
+                return True  # a namespace package: there is no file to read or to import
+            if self._is_installed(spec.origin):
+                return False
+            package = ".".join(parts[:count] if spec.submodule_search_locations is not None else parts[: count - 1])
+            self.read(spec.origin, package)
+            path = list(spec.submodule_search_locations or ())
+            if not path:
+                break
+        return True
+
+    def _is_installed(self, origin: str) -> bool:
+        path = os.path.realpath(origin)
+        return path.startswith(self._installed) or any(part in path for part in _INSTALLED)
+
+    def _import(self, module: str, names: tuple[str, ...]) -> None:
+        top = module.partition(".")[0]
+        if top in sys.stdlib_module_names or top in _NEVER:
+            return
+        if not self.read_module(module):
+            self._found.imports.append((module, names))
+            return
+        for name in names:  # some of them may be modules
+            spec = _find(name, self._locations(module))
+            if spec is not None and spec.origin is not None:
+                self.read(spec.origin, module)
+
+    def _locations(self, module: str) -> list[str]:
+        path = [*self._folder, *sys.path]
+        for part in module.split("."):
+            spec = _find(part, path)
+            path = list(spec.submodule_search_locations or ()) if spec is not None else []
+        return path
+
+
+def _find(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, path)
+    except (ImportError, ValueError):
+        return None
+
+
+def _absolute(statement: ast.ImportFrom, package: str) -> str:
+    if not statement.level:
+        return statement.module or ""
+    parts = package.split(".")
+    if not package or statement.level > len(parts):
+        raise _EffectError  # it will fail
+    base = ".".join(parts[: len(parts) - statement.level + 1])
+    return f"{base}.{statement.module}" if statement.module else base
+
+
+def _is_harmless(statement: ast.stmt) -> bool:
+    """Whether no import after this statement can depend on it."""
+    if isinstance(statement, _DEFINITIONS) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    ):
+        return True
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return all(isinstance(target, ast.Name) for target in targets) and not _calls(statement.value)
+    if isinstance(statement, ast.If):
+        return not _calls(statement.test) and all(map(_is_optional, (*statement.body, *statement.orelse)))
+    if isinstance(statement, ast.Try):
+        handled = (inner for handler in statement.handlers for inner in handler.body)
+        return all(map(_is_optional, (*statement.body, *handled, *statement.orelse, *statement.finalbody)))
+    return False
+
+
+def _is_optional(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Import | ast.ImportFrom) or _is_harmless(statement)
+
+
+def _calls(value: ast.expr | None) -> bool:
+    return value is not None and any(_nodes_with_effects(value))
+
+
+def _nodes_with_effects(value: ast.expr) -> Iterator[ast.AST]:
+    effects = (ast.Call, ast.Await, ast.NamedExpr, ast.Subscript, ast.Yield, ast.YieldFrom)
+    return (node for node in ast.walk(value) if isinstance(node, effects))

@@ -1,0 +1,573 @@
+"""Workers forked from a process with their packages imported: what they find is what a start by exec gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import zipapp
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testbed import REPOSITORY
+from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.require import require
+
+from launcher.agent.evidence import find_py_spy
+from launcher.agent.workers.preload import find_preloads
+
+# What a process can find out about itself. numpy stands for a package that takes long to import.
+LOOK = """
+import numpy
+import json, os, random, resource, signal, sys, threading, warnings
+import faulthandler, gc, locale, multiprocessing, pickle
+
+
+class OfMain:
+    pass
+
+
+def field(name):
+    return next(line.split(":", 1)[1].split() for line in open("/proc/self/status") if line.startswith(name))
+
+
+def environ():
+    text = open("/proc/self/environ").read()
+    return dict(line.split("=", 1) for line in text.split("\\0") if line)
+
+
+def files():
+    names = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sorted(os.readlink(name).split(":")[0].partition("dtrain-")[0] for name in names if os.path.exists(name))
+
+
+ones = numpy.ones((300, 300))
+look = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
+    "executable": sys.executable, "main": [__name__, __file__, __spec__ and __spec__.name, __package__],
+    "globals": sorted(name for name in globals() if name.startswith("__")),
+    "pickled": pickle.loads(pickle.dumps(OfMain())).__class__.__module__,
+    "filters": [str(each) for each in warnings.filters],
+    "threads": [thread.name for thread in threading.enumerate()], "tasks": len(os.listdir("/proc/self/task")),
+    "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals() - {9, 19, 32, 33})
+                if "object at" not in str(signal.getsignal(number))},
+    "blocked": field("SigBlk"), "ignored": field("SigIgn"), "caught": field("SigCgt"),
+    "limits": [resource.getrlimit(number) for number in range(16) if number != 10],
+    "nice": os.getpriority(os.PRIO_PROCESS, 0), "cores": sorted(os.sched_getaffinity(0)), "umask": os.umask(0o22),
+    "cwd": os.getcwd(), "is_leader": os.getsid(0) == os.getpid() == os.getpgid(0),
+    "streams": [(each.encoding, each.errors, each.line_buffering, each.write_through, each.isatty(), each.name,
+                 each.seekable())
+                for each in (sys.stdin, sys.stdout, sys.stderr)],
+    "stdin": sys.stdin.read(), "files": files(), "faulthandler": faulthandler.is_enabled(),
+    "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug()], "locale": locale.setlocale(locale.LC_ALL),
+    "comm": open("/proc/self/comm").read(), "cmdline": open("/proc/self/cmdline").read().split("\\0"),
+    "environ": {name: value for name, value in os.environ.items() if name != "DTRAIN_AGENT"},
+    "same_environ": environ() == dict(os.environ),
+    "tracing": [sys.gettrace() is None, sys.getprofile() is None, sys.getrecursionlimit(), sys.getswitchinterval()],
+    "method": multiprocessing.get_start_method(allow_none=True), "hook": sys.excepthook is sys.__excepthook__,
+    "thread": threading.main_thread().native_id == os.getpid(),
+    "kernel": [open(f"/proc/self/{name}").read() for name in ("coredump_filter", "oom_score_adj", "timerslack_ns")],
+    "numpy.random": "numpy.random" in sys.modules,
+    "blas": float((ones @ ones).sum()),
+}
+secret = {"random": random.random(), "numpy": float(numpy.random.rand()),
+          "authkey": multiprocessing.current_process().authkey.hex()}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, secret]))
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def look(folder: Path, method: str, *argv: object) -> list[list[Any]]:
+    """What each of two workers finds: itself, and what must be its alone. The user has set what a process inherits."""
+    out = folder / method
+    result = run_program(
+        "sh", "-c", 'umask 27; ulimit -n 400 -c 0; exec nice -n 3 "$@"', "-", sys.executable, "-m", "launcher",
+        "run", "--start-method", method, "--nproc-per-node", "2", "--run-id", "r", "--export", f"OUT={out}", *argv,
+        cwd=folder,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1)]
+
+
+VARYING = {"OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY"}
+
+
+@pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
+def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    write(tmp_path, "look.py", LOOK)
+    forked, started = look(tmp_path, "fork", *argv), look(tmp_path, "exec", *argv)
+    for (mine, _), (theirs, _) in zip(forked, started, strict=True):
+        for each in (mine, theirs):
+            assert set(each["environ"]) >= VARYING
+            each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
+        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
+    (_, first), (_, second) = forked
+    assert all(first[key] != second[key] for key in first), "workers share what must be random"
+
+
+MATHS = """
+import numpy, torch
+import json, os
+
+torch.set_printoptions(precision=20)
+torch.manual_seed(1)
+one, rest = torch.rand(200, 200), torch.rand(500, 500)
+look = {
+    "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), os.environ["OMP_NUM_THREADS"]],
+    "torch": [(one @ one).double().sum().item(), rest.exp().sum().item()], "lapack": torch.linalg.det(one).item(),
+    "numpy": [float((each @ each).sum()) for each in (one.double().numpy(), rest.numpy())],
+    "tasks": len(os.listdir("/proc/self/task")),
+}
+secret = {}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, secret]))
+"""
+TORCH_SEED = """
+import torch
+import json, os
+
+secret = {"seed": torch.initial_seed(), "first": float(torch.rand(1))}
+open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([{}, secret]))
+"""
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_mathematics_with_threads_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    write(tmp_path, "look.py", MATHS)
+    forked, started = look(tmp_path, "fork", "look.py"), look(tmp_path, "exec", "look.py")
+    assert forked == started
+    assert forked[0][0]["threads"][2] == str(threads)
+
+
+def test_each_forked_worker_has_random_states_of_torch_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "look.py", TORCH_SEED)
+    (_, first), (_, second) = look(tmp_path, "fork", "look.py")
+    assert all(first[key] != second[key] for key in first)
+
+
+def run_verbose(folder: Path, *argv: object) -> Result:
+    """What a run of two workers said, with how they were started."""
+    return run_dtrain("run", "-v", "--nproc-per-node", "2", *argv, cwd=folder)
+
+
+FORKED = "dtrain: 2 workers were forked from processes that had imported their packages\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "reason"),
+    [
+        ("import numpy", ["--start-method", "exec"], "--start-method is exec"),
+        ("import json", [], "the script imports only the standard library"),
+        ("import os; os.environ['A'] = 'b'; import numpy", [], "no installed package before it does anything"),
+        ("import mine; import numpy", [], "no installed package before it does anything"),
+        ("import nowhere, numpy", [], "no installed package before it does anything"),
+        ("import numpy", ["--numa-binding", "node"], "--numa-binding, for libraries look at their processors"),
+        ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
+        ("import numpy", ["-m", "cProfile"], "no installed package before it does anything"),
+    ],
+    ids=["told", "stdlib", "variables", "own effects", "missing module", "numa", "program", "profiler"],
+)
+def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options: list[str], reason: str) -> None:
+    write(tmp_path, "mine.py", "print('imported')")
+    result = run_verbose(tmp_path, *options, write(tmp_path, "script.py", script))
+    assert "workers were started by exec: " in result.stderr, result
+    assert reason in result.stderr
+    assert FORKED not in result.stderr
+
+
+def test_fork_says_without_being_asked_why_it_is_not_done(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "import json")
+    result = run_dtrain("run", "--start-method", "fork", script, cwd=tmp_path)
+    assert result.stderr.startswith("dtrain: workers were started by exec: the script imports only the standard")
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "pipe"])
+def test_a_script_that_is_no_plain_file_runs_as_ever(tmp_path: Path, kind: str) -> None:
+    script = write(tmp_path, "app/__main__.py", "import numpy\nprint('ran')").parent
+    if kind == "archive":
+        script = Path(zipapp.create_archive(script, tmp_path / "app.pyz") or tmp_path / "app.pyz")
+    if kind == "pipe":
+        script = tmp_path / "pipe"
+        os.mkfifo(script)
+        threading.Thread(target=script.write_text, args=("import numpy\nprint('ran')",), daemon=True).start()
+    result = run_dtrain("run", "-v", script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "ran\n" in result.stdout
+    assert "workers were started by exec: the script" in result.stderr
+
+
+def test_a_script_of_another_role_is_started_by_exec(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    script = write(tmp_path, "script.py", "import heavy, os\nprint('mine', heavy.pid == os.getpid())")
+    other = write(tmp_path, "other.py", "import heavy, os\nprint('other', heavy.pid == os.getpid())")
+    result = run_verbose(tmp_path, "--role", f"other:1:{other}", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("mine False") == 2, result
+    assert result.stdout.count("other True") == 1
+    assert "workers were started by exec: it runs another program than most" in result.stderr
+
+
+def test_simulated_hosts_have_a_fork_server_each(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid(); cores = os.sched_getaffinity(0)")
+    script = write(
+        tmp_path, "script.py", "import heavy, os\nprint('by', heavy.pid, heavy.cores == os.sched_getaffinity(0))"
+    )
+    result = run_verbose(tmp_path, "--simulate", "--nnodes", "2", script)
+    assert "4 workers were forked" in result.stderr, result
+    assert len(set(re.findall("by ([0-9]+) True", result.stdout))) == 2
+
+
+def test_a_package_that_the_scripts_folder_hides_is_not_imported_before(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import evaluating")
+    write(installed, "evaluating.py", "whose = 'installed'")
+    write(tmp_path, "evaluating.py", "whose = 'own'")
+    script = write(tmp_path, "script.py", "import heavy\nprint(heavy.evaluating.whose)")
+    result = run_verbose(tmp_path, script)
+    assert result.stdout.count("own\n") == 2, result
+    assert "a module of the script's folder is named evaluating" in result.stderr
+    safe = run_dtrain("run", "-v", script, cwd=tmp_path, env={"PYTHONSAFEPATH": "1"})
+    if sys.version_info >= (3, 11):
+        assert "installed\n" in safe.stdout, safe
+        assert "1 workers were forked" in safe.stderr
+
+
+def test_a_tracer_is_in_every_worker(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "")
+    write(installed, "sitecustomize.py", "import sys; sys.settrace(lambda *_: None)")
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", "import heavy, sys\nprint(sys.gettrace())"))
+    assert result.stdout.count("<function <lambda>") == 2, result
+    assert "a tracer or profiler runs in it" in result.stderr
+
+
+def test_imports_that_take_too_long_are_not_waited_for(installed: Path, tmp_path: Path) -> None:
+    write(installed, "slow.py", "import sys, time; 'fork_server' in sys.argv[0] and time.sleep(200)")
+    script = write(tmp_path, "script.py", "import slow\nprint('ran')")
+    result = run_verbose(tmp_path, "--start-timeout-s", "24", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ran\n") == 2
+    assert "workers were started by exec: the imports of its process take too long" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("victim", "signum"),
+    [("dtrain", signal.SIGINT), ("dtrain", signal.SIGKILL), ("agent", signal.SIGKILL), ("guard", signal.SIGKILL)],
+)
+def test_nothing_is_left_of_a_run_that_ends_during_the_imports(
+    installed: Path, tmp_path: Path, victim: str, signum: signal.Signals
+) -> None:
+    write(installed, "slow.py", "import os, time; open(f'pid-{os.getpid()}', 'w'); time.sleep(200)")
+    script = write(tmp_path, "script.py", "import slow\nopen('ran', 'w')")
+    with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it imports")
+        server = psutil.Process(int(next(tmp_path.glob("pid-*")).name.partition("-")[2]))
+        agent = server.ppid()
+        pids = {"dtrain": process.pid, "agent": agent, "guard": psutil.Process(agent).ppid()}
+        os.kill(pids[victim], signum)
+        wait_until(lambda: not server.is_running(), "the fork server has ended")
+        assert process.wait(100) != 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_a_forked_worker_hangs_is_shown(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import numpy, os, time
+        def hang():
+            open(f"pid-{os.getpid()}", "w")
+            time.sleep(1000)
+        hang()
+        """,
+    )
+    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--grace-s", "1", script)
+    assert FORKED in result.stderr, result
+    assert f"{script}:5 in hang" in result.stderr
+    assert "fork_server.py" not in result.stderr
+
+
+def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
+    program = find_py_spy()
+    require(program, "py-spy", "pip install py-spy")
+    source = "import numpy, os, time\ndef hang():\n    open(f'pid-{os.getpid()}', 'w')\n    time.sleep(1000)\nhang()"
+    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path):
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it runs")
+        pid = next(tmp_path.glob("pid-*")).name.partition("-")[2]
+        dump = subprocess.run([str(program), "dump", "--pid", pid], capture_output=True, text=True, check=False)
+    if "ermission" in dump.stderr:
+        pytest.skip("py-spy may not look into another process here")
+    assert re.search(r"hang \(.*script.py:[34]\)", dump.stdout), dump
+    assert "bootstrap.py script" in dump.stdout  # the command of a worker
+
+
+PACKAGES = {
+    "reads_rank": ("import os; rank = os.environ.get('RANK')", "reads RANK when it is imported"),
+    "reads_all": ("import os; kept = dict(os.environ)", "reads all variables when it is imported"),
+    "threaded": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "the imports left 1 threads running",
+    ),
+    "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
+    "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "the imports left a process running"),
+    "broken": ("raise ValueError('broken')", "broken cannot be imported (ValueError)"),
+    "reads_to_seed": ("import os, random; random.seed(os.environ['LOCAL_RANK'])", "reads LOCAL_RANK when"),
+    "leaving": ("raise SystemExit(3)", "leaving cannot be imported (SystemExit)"),
+    "killing": (
+        "import os, sys; 'fork_server' in sys.argv[0] and os.kill(os.getpid(), 9)",
+        "its process has ended",
+    ),
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules count as installed."""
+    folder = tmp_path / "lib" / "site-packages"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_that_make_a_fork_unsafe_are_imported_by_each_worker(
+    installed: Path, tmp_path: Path, package: str
+) -> None:
+    source, reason = PACKAGES[package]
+    write(installed, f"{package}.py", source)
+    script = write(tmp_path, "script.py", f"import {package}\nprint('ran')")
+    result = run_verbose(tmp_path, script)
+    assert reason in result.stderr, result
+    assert FORKED not in result.stderr
+
+
+def test_what_an_import_prints_each_worker_prints(installed: Path, tmp_path: Path) -> None:
+    source = """
+        import atexit, sys, warnings
+        atexit.register(print, "end")
+        print("out")
+        print("err", file=sys.stderr)
+        warnings.warn("old")
+    """
+    write(installed, "talks.py", source)
+    script = write(tmp_path, "script.py", "import talks\nprint('ran')")
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr
+    for rank in (0, 1):
+        lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if f":{rank}]" in line]
+        assert lines == ["out", "ran", "end"]
+        assert result.stderr.count(f":{rank}] err") == 1
+        assert len(re.findall(rf":{rank}\] .*UserWarning: old", result.stderr)) == 1
+
+
+def test_what_an_import_does_to_its_process_each_worker_has(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        import faulthandler, os, signal
+        os.environ["MADE"] = "1"
+        os.environ["CHANGED"] += "b"
+        del os.environ["GONE"]
+        signal.signal(signal.SIGUSR1, print)
+        faulthandler.register(signal.SIGUSR2)
+    """
+    write(installed, "heavy.py", source)
+    monkeypatch.setenv("CHANGED", "a")
+    monkeypatch.setenv("GONE", "1")
+    text = """
+        import heavy
+        import os, signal
+        print([os.environ.get(name) for name in ("MADE", "CHANGED", "GONE")], signal.getsignal(signal.SIGUSR1) is print)
+        os.kill(os.getpid(), signal.SIGUSR2)
+    """
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", text))
+    assert FORKED in result.stderr, result
+    assert result.stdout.count("['1', 'ab', None] True") == 2
+    assert result.stderr.count('script.py", line 5 in <module>') == 2
+
+
+def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    write(tmp_path, "own/__init__.py", "from .model import VALUE")
+    write(tmp_path, "own/model.py", "import os\nimport heavy\nVALUE = 1\npid = -VALUE")
+    write(tmp_path, "script.py", "import os\nimport own.model, heavy\nprint(own.model.pid, heavy.pid)")
+    result = run_verbose(tmp_path, "script.py")
+    assert FORKED in result.stderr, result
+    (seen,) = {line.partition("] ")[2] for line in result.stdout.splitlines()}
+    assert seen.startswith("-1 ")  # and one process imported heavy for both
+
+
+@pytest.mark.parametrize(
+    ("text", "imports"),
+    [
+        ('"""Doc."""\nfrom __future__ import annotations\nimport a, os\nfrom b.c import d', ["a", "b.c"]),
+        ("X = 1\nY: int = -X\ndef f(): import a\nimport b", ["b"]),
+        ("try:\n    import a\nexcept ImportError:\n    a = None\nimport b", ["b"]),
+        ("if X:\n    import a\nelse:\n    b = 1\nimport b", ["b"]),
+        ("import a\nprint()\nimport b", ["a"]),
+        ("import a\nx.y = 1\nimport b", ["a"]),
+        ("import a\nX = f()\nimport b", ["a"]),
+        ("import a\nX[0] = 1\nimport b", ["a"]),
+        ("import a\nfor x in y: pass\nimport b", ["a"]),
+        ("import a\nif f(): pass\nimport b", ["a"]),
+        ("import tensorflow, a", ["a"]),
+        ("import a\nfrom . import c\nimport b", ["a"]),
+        ("import a\nimport", []),
+    ],
+)
+def test_reading_ends_at_what_may_have_an_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, imports: list[str]
+) -> None:
+    folder = tmp_path / "site-packages"
+    for name in ("a.py", "b/__init__.py", "b/c.py"):
+        write(folder, name, "raise AssertionError('it was imported')")
+    monkeypatch.syspath_prepend(str(folder))
+    script = write(tmp_path, "script.py", text)
+    found = find_preloads("script", str(script), str(REPOSITORY))
+    assert [module for module, _ in found.imports] == imports
+
+
+def test_a_restart_forks_again_and_reads_the_script_anew(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, sys, heavy
+        print("imported by", heavy.pid, "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                text = open(__file__).read()
+                open(__file__, "w").write(text + "\\nprint('a new line')\\n")
+            raise SystemExit(3)
+        """,
+    )
+    result = run_verbose(tmp_path, "--max-restarts", "1", script)
+    assert result.returncode == 0, result.stderr
+    assert len(set(re.findall("imported by ([0-9]+)", result.stdout))) == 1
+    assert result.stdout.count("a new line") == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_fork_server_that_fails_costs_nothing_but_time(
+    installed: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
+    write(installed, "heavy.py", f"import os; pid = os.getpid(); signum = {int(signum)}")
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, heavy
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                os.kill(heavy.pid, heavy.signum)
+            raise SystemExit(3)
+        print("imported here", heavy.pid == os.getpid())
+        """,
+    )
+    result = run_verbose(tmp_path, "--max-restarts", "1", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("imported here True") == 2
+    assert re.search("workers were started by exec: its process (has ended|does not answer)", result.stderr)
+
+
+def test_the_store_is_forked_too(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import os, psutil, torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        agent = psutil.Process(os.getppid())
+        if dist.get_rank() == 0:
+            shown = [child.cmdline() for child in agent.children()]
+            print("store", [each[2:] for each in shown if "launcher.agent.store_process" in each])
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr, result
+    assert "'module', 'launcher.agent.store_process']]" in result.stdout
+
+
+def test_exceptions_exit_codes_and_signals_are_reported_alike(tmp_path: Path) -> None:
+    endings = {
+        "raise ValueError('wrong')": "ValueError: wrong", "int('wrong')": "ValueError: invalid literal",
+        "sys.exit(7)": "code 7", "os._exit(9)": "code 9",
+        "os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV", "os.abort()": "SIGABRT",
+    }  # fmt: skip
+    for ending, said in endings.items():
+        script = write(tmp_path, "script.py", f"import numpy, os, sys, signal\n{ending}\n")
+        command = [script] if "raise" not in ending else ["-m", "script"]
+        forked, started = (
+            run_dtrain("run", "--start-method", method, *command, cwd=tmp_path) for method in ("fork", "exec")
+        )
+        assert forked.returncode == started.returncode
+        assert said in forked.stderr, forked
+        frames = [re.findall(r"^\[.*?\] +File .*", each.stderr, re.MULTILINE) for each in (forked, started)]
+        own = [[frame for frame in each if "/launcher/agent/" not in frame] for each in frames]
+        assert own[0] == own[1]
+        assert own[0] or "exit" in ending
+
+
+def test_what_c_libraries_hold_back_is_written_at_exit(tmp_path: Path) -> None:
+    text = """
+        import numpy
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        libc.fopen.restype = ctypes.c_void_p
+        file = libc.fopen(os.environ["RANK"].encode(), b"w")
+        libc.fputs(b"held back", ctypes.c_void_p(file))
+    """
+    result = run_verbose(tmp_path, write(tmp_path, "script.py", text))
+    assert FORKED in result.stderr, result
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["held back"] * 2
+
+
+def test_children_of_every_kind_work_in_a_forked_worker(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "script.py",
+        """
+        import multiprocessing, os, sys
+        import numpy
+
+        def work(x):
+            return x * x
+
+        if __name__ == "__main__":
+            for method in ("fork", "spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    print(method, pool.map(work, [1, 2, 3]), flush=True)
+        """,
+    )
+    result = run_verbose(tmp_path, script)
+    assert FORKED in result.stderr, result
+    for method in ("fork", "spawn", "forkserver"):
+        assert result.stdout.count(f"{method} [1, 4, 9]") == 2
+
+
+def test_nothing_is_left_when_dtrain_is_killed(installed: Path, tmp_path: Path) -> None:
+    write(installed, "heavy.py", "import os; pid = os.getpid()")
+    source = "import os, time, heavy\nopen(f'pid-{heavy.pid}', 'w')\ntime.sleep(100)"
+    script = write(tmp_path, "script.py", source)
+    with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
+        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "the workers run")
+        server = int(next(tmp_path.glob("pid-*")).name.partition("-")[2])
+        assert psutil.pid_exists(server)
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(server), "the fork server has ended")
