@@ -34,7 +34,7 @@ from ddp.comm.objects import gather_values
 from ddp.compression.compressor import completed
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
-from ddp.torch_internals import allgather_flat, default_store, is_gloo_on_host, is_in_stream_order, timeout_of
+from ddp.torch_internals import allgather_flat, backend_of, default_store, is_in_stream_order, timeout_of
 
 __all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
 
@@ -249,7 +249,7 @@ def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo
     """
     if "cpu:" not in dist.get_backend_config(group):
         return None
-    if not is_gloo_on_host(group):
+    if backend_of(group, _CPU).name() != "gloo":
         raise UnsupportedError(
             f"compression needs gloo for tensors in host memory, but the group has {dist.get_backend_config(group)}"
         )

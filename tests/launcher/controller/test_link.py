@@ -201,8 +201,10 @@ def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
         ended.put(read_all(stream))
         stream.end()
 
+    before = set(psutil.Process().children())  # other tests may have left zombies, which have a name too
+
     def sleeping() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if child.name() == "sleep"]  # of zombies too
+        return [child for child in psutil.Process().children() if child not in before and child.name() == "sleep"]
 
     threads = [threading.Thread(target=connect, args=(name,), daemon=True) for name in ("n1", "n2")]
     for thread in threads:
