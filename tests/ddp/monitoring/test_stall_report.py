@@ -240,7 +240,7 @@ def test_what_blocks_without_a_work_is_reported_while_it_does(worlds: Worlds) ->
 )
 def test_a_rank_that_leaves_before_or_between_steps_is_named(worlds: Worlds, case: str, where: str, why: str) -> None:
     ended = worlds.run(case, 2, "file")
-    assert ended.codes == [0, 0]
+    assert ended.codes == [0, 0], ended.errors
     assert ended.results[0].startswith(f"rank 1 is missing: {where} failed on rank 0 of 2 after ")
     assert f"rank 1: {why}" in ended.results[0]
     if case == "wraps_alone":
