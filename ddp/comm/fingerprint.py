@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+
+from ddp.comm.pinned_buffer import PinnedBuffer
 
 __all__ = ["PendingFingerprints", "fingerprints", "start_fingerprints"]
 
@@ -31,40 +33,32 @@ def start_fingerprints(tensors: Mapping[str, torch.Tensor]) -> PendingFingerprin
         names, sums = found.setdefault(device, ([], []))
         names += [name for name, _ in batch]
         sums.append(_weighted([part for _, part in batch], _weights(device)))
-    return PendingFingerprints(tensors, [(names, _HostCopy(torch.cat(sums))) for names, sums in found.values()])
+    return PendingFingerprints(tensors, [(names, _fetched(torch.cat(sums))) for names, sums in found.values()])
 
 
 class PendingFingerprints:
     """The sums of pieces of tensors, on their way from each device; `of` has the names of the tensors."""
 
-    def __init__(self, of: Iterable[str], pieces: Sequence[tuple[Sequence[str], _HostCopy]]) -> None:
+    def __init__(self, of: Iterable[str], pieces: Sequence[tuple[Sequence[str], Callable[[], torch.Tensor]]]) -> None:
         self._names = list(of)
         self._pieces = pieces
 
     def read(self) -> dict[str, int]:
         """Wait until they are in host memory."""
         found = dict.fromkeys(self._names, 0)
-        for names, sums in self._pieces:
-            for name, piece in zip(names, sums.wait().tolist(), strict=True):
+        for names, wait in self._pieces:
+            for name, piece in zip(names, wait().tolist(), strict=True):
                 found[name] = (found[name] * _HASH_FACTOR + piece) % (1 << 64)
         return found
 
 
-class _HostCopy:
-    """A tensor on its way to pinned host memory: the host waits where it reads, and not before."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy, self._event = tensor, None
-        if tensor.device.type != "cpu":
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._copy.copy_(tensor, non_blocking=True)
-            self._event = torch.Event(tensor.device)
-            self._event.record(torch.accelerator.current_stream(tensor.device))
-
-    def wait(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
+def _fetched(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying to host memory; return what waits for the copy."""
+    if sums.device.type == "cpu":
+        return lambda: sums
+    buffer = PinnedBuffer(len(sums), sums.dtype, sums.device)
+    buffer.start_fetching([sums])
+    return buffer.wait
 
 
 @functools.cache

@@ -160,16 +160,20 @@ def weights_are_compared_with_one_late_wait() -> None:
     with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
         waits: list[str] = []
 
-        class Copy:  # pinned memory is of a device that is there
-            def __init__(self, tensor: torch.Tensor) -> None:
-                assert isinstance(tensor, FakeTensor)
-                self._numel = tensor.numel()
+        class Buffer:  # pinned memory is of a device that is there
+            def __init__(self, numel: int, *_: object) -> None:
+                self._numel = numel
+
+            def start_fetching(self, tensors: list[torch.Tensor]) -> None:
+                (sums,) = tensors
+                assert isinstance(sums, FakeTensor)
+                assert sums.numel() == self._numel
 
             def wait(self) -> torch.Tensor:
                 waits.append([call for call in device.calls if not call.startswith("prim")][-1])
                 return torch.zeros(self._numel, dtype=torch.int64)
 
-        patch.setattr(fingerprint, "_HostCopy", Copy)
+        patch.setattr(fingerprint, "PinnedBuffer", Buffer)
         drawn = torch.empty(1 << 18, dtype=torch.int64, device="pretend:0")
         patch.setattr(fingerprint, "_weights", lambda _: drawn)  # which are copied to the device once
         model = wrapped(Net(), weight_checksum=True)
