@@ -27,7 +27,7 @@ from launcher.agent.workers.preload import find_preloads
 LOOK = """
 import numpy
 import json, os, random, resource, signal, sys, threading, warnings
-import faulthandler, gc, locale, multiprocessing, pickle
+import ctypes, faulthandler, gc, locale, multiprocessing, pickle
 
 
 class OfMain:
@@ -74,6 +74,8 @@ look = {
     "method": multiprocessing.get_start_method(allow_none=True), "hook": sys.excepthook is sys.__excepthook__,
     "thread": threading.main_thread().native_id == os.getpid(),
     "kernel": [open(f"/proc/self/{name}").read() for name in ("coredump_filter", "oom_score_adj", "timerslack_ns")],
+    "dumps_core": ctypes.CDLL(None).prctl(3, 0, 0, 0, 0),
+    "preloaded": "libBrokenLocale" in open("/proc/self/maps").read(),
     "numpy.random": "numpy.random" in sys.modules,
     "blas": float((ones @ ones).sum()),
 }
@@ -90,13 +92,13 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def look(folder: Path, method: str, *argv: object) -> list[list[Any]]:
+def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[list[Any]]:
     """What each of two workers finds: itself, and what must be its alone. The user has set what a process inherits."""
     out = folder / method
     result = run_program(
         "sh", "-c", 'umask 27; ulimit -n 400 -c 0; exec nice -n 3 "$@"', "-", sys.executable, "-m", "launcher",
         "run", "--start-method", method, "--nproc-per-node", "2", "--run-id", "r", "--export", f"OUT={out}", *argv,
-        cwd=folder,
+        cwd=folder, env={"LD_PRELOAD": preloaded or None},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1)]
@@ -106,9 +108,11 @@ VARYING = {"OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FIL
 
 
 @pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
-def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("preloaded", ["", "libBrokenLocale.so.1"], ids=["", "LD_PRELOAD"])
+def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[str, ...], preloaded: str) -> None:
     write(tmp_path, "look.py", LOOK)
-    forked, started = look(tmp_path, "fork", *argv), look(tmp_path, "exec", *argv)
+    forked, started = (look(tmp_path, method, *argv, preloaded=preloaded) for method in ("fork", "exec"))
+    assert forked[0][0]["preloaded"] == bool(preloaded)
     for (mine, _), (theirs, _) in zip(forked, started, strict=True):
         for each in (mine, theirs):
             assert set(each["environ"]) >= VARYING
