@@ -6,7 +6,7 @@ A collective of b bytes takes latency + b * seconds per byte (Hockney 1994, "The
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["CompressionCost", "LinkCost", "fit"]
 
@@ -30,6 +30,11 @@ class LinkCost:
         """Seconds from the start of an all-reduce of `nbytes` to its end, if every rank starts it at once."""
         return self.latency_s + nbytes * self.seconds_per_byte
 
+    def corrected(self, collectives: int, nbytes: int, seconds: float) -> LinkCost:
+        """The same with a bandwidth by which `collectives` of `nbytes` in all take `seconds`, one after another."""
+        left_s = seconds - collectives * self.latency_s
+        return replace(self, seconds_per_byte=left_s / nbytes) if left_s > 0 and nbytes else self
+
     @property
     def ring_bytes_per_s(self) -> float:
         """Bytes that each rank sends in a second if the all-reduce is a ring: 2 (n-1)/n of the tensor."""
@@ -42,9 +47,8 @@ class LinkCost:
 class CompressionCost:
     """What it costs to send a bucket compressed, in seconds for each byte of it before it is compressed.
 
-    `wire_ratio`: bytes on the wire by bytes of the bucket. `before_s_per_byte` is spent in the thread of backward,
-    before the bucket leaves; `after_s_per_byte` between its collectives and after them, beside backward. `collectives`
-    follow each other for one bucket.
+    `wire_ratio`: bytes on the wire by bytes of the bucket. `before_s_per_byte` is spent before the bucket leaves,
+    `after_s_per_byte` between its collectives and after them. `collectives` follow each other for one bucket.
     """
 
     name: str

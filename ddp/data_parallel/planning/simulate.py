@@ -3,6 +3,7 @@
 The model: gradients become ready at their measured times. A bucket leaves when its last gradient is ready and all
 buckets before it have left; the last one leaves at the end of backward, since it carries the step status. The
 collectives of a group go one after another. While one is on its way, computing is slower by the link's `contention`.
+Compressing takes its time from backward, before a bucket leaves and after it has arrived.
 """
 
 from __future__ import annotations
@@ -70,19 +71,21 @@ def simulate(
     ready_of = {gradient.index: gradient.ready_s for gradient in record.gradients}
     clock = _Clock(cost.contention)
     times: list[BucketTime] = []
-    wire_s = 0.0
+    wire_s = after_s = 0.0
     for position, bucket in enumerate(buckets):
         is_last = position == len(buckets) - 1
         needs_s = max((ready_of.get(index, record.backward_s) for index in bucket.indices), default=record.backward_s)
         clock.compute_until(record.backward_s if is_last else needs_s)
         ready_s = clock.now_s
-        lasts_s, after_s = cost.collective_s(bucket.nbytes), 0.0
+        lasts_s = cost.collective_s(bucket.nbytes)
+        clock.delay(after_s)  # of the bucket before
+        after_s = 0.0
         if compression is not None and bucket.indices:
             clock.delay(bucket.nbytes * compression.before_s_per_byte)
             after_s = bucket.nbytes * compression.after_s_per_byte
             lasts_s = compression.collectives * cost.latency_s
             lasts_s += bucket.nbytes * compression.wire_ratio * cost.seconds_per_byte
-        start_s = clock.send(lasts_s, after_s)
+        start_s = clock.send(lasts_s)
         times.append(BucketTime(bucket, ready_s, start_s, start_s + lasts_s + after_s))
         wire_s += lasts_s
     clock.compute_until(record.backward_s)
@@ -121,8 +124,8 @@ class _Clock:
         """Do so much that is not backward's own."""
         self.now_s += seconds
 
-    def send(self, wire_s: float, after_s: float) -> float:
-        """Start a collective as soon as the link is free; return when that is. `after_s`: work beside the next one."""
+    def send(self, wire_s: float) -> float:
+        """Start a collective as soon as the link is free; return when that is."""
         start_s = max(self.now_s, self._busy_until_s)
-        self._busy_until_s = start_s + max(wire_s, after_s)
+        self._busy_until_s = start_s + wire_s
         return start_s
