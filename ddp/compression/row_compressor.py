@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, Compressor, completed
+from ddp.compression.compressor import Bucket, Compressor, Rehearsal, RehearsalGroup, completed
 from ddp.compression.row_exchange import BucketRows, RowExchange, RowMemory, open_exchange
 
-__all__ = ["Rehearsal", "RowCompressor"]
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """Seconds of this rank before its rows leave and for the rows that come; `wire_bytes`: of the rows that leave."""
-
-    before_s: float
-    after_s: float
-    wire_bytes: int
+__all__ = ["RowCompressor"]
 
 
 class _NoExchange:
@@ -56,7 +46,9 @@ class RowCompressor(Compressor):
 
     def __init__(self, group: dist.ProcessGroup, name: str, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, name, parameters)
-        self._exchange: RowExchange | _NoExchange | None = open_exchange(group)
+        self._exchange: RowExchange | _NoExchange | None = (
+            _NoExchange() if isinstance(group, RehearsalGroup) else open_exchange(group)
+        )
         self._memories: dict[int, RowMemory] = {}
         self._free: list[torch.Tensor] = []
 

@@ -36,6 +36,7 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.double_backward import GraphKeeper
+from ddp.data_parallel.explaining.explain import Explained
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
@@ -151,6 +152,10 @@ class Reducer:
         self._repeated = self._schedule.load_plan_state(state)
         if self.planner is not None:
             self.planner.keep_buckets()
+
+    def explained(self, compression: str | None) -> Explained:
+        """What is known of the model's steps. Raises DdpError if that is too little."""
+        return Explained.of(self._schedule, self.planner, self.channel.group, self.members, compression)
 
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index."""

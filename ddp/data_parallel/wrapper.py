@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from ddp.data_parallel.arguments import (
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.explaining.scaling_report import ScalingReport
+from ddp.data_parallel.explaining.step_report import StepReport
 from ddp.data_parallel.forward_policy import ForwardPolicy, JoinedRankHook, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
@@ -423,6 +425,52 @@ class DistributedDataParallel(TorchSurface):
         """What the first steps showed, and what was decided by it; None before that, and where nothing is measured."""
         planner = None if self._policy is None else self._policy.reducer.planner
         return None if planner is None else planner.measurement
+
+    @overload
+    def explain(self) -> StepReport: ...
+    @overload
+    def explain(
+        self,
+        *,
+        hosts: int,
+        gpus: int = 1,
+        gbit: float | None = None,
+        latency_us: float | None = None,
+        local_gbyte_s: float | None = None,
+    ) -> ScalingReport: ...
+    def explain(
+        self,
+        *,
+        hosts: int | None = None,
+        gpus: int = 1,
+        gbit: float | None = None,
+        latency_us: float | None = None,
+        local_gbyte_s: float | None = None,
+    ) -> StepReport | ScalingReport:
+        """Say where the time of a step goes, and what other buckets, compression or LocalSGD would change.
+
+        Print what it returns: one screen; `as_dict()` has the same for programs. Call it after some 10 steps, on any
+        rank: it communicates nothing, reads what the ranks agreed on in their first steps and this rank's last 200, and
+        compresses some MB for the cost of that, which takes some 0.1 s. Everything that is not said to be measured is
+        simulated: within 15 % where the link is what a step waits for.
+
+        With `hosts`, the step as it would be on 1 to `hosts` x `gpus` ranks, by models of the backend's all-reduce, as
+        a table with bars, `plot(path)` and `as_dict()`; and what published speed-ups would need of the network, of
+        overlap and of the ranks' spread. `gbit`: what the network of a host carries, in Gbit/s (the bytes of TCP: on
+        Ethernet some 5 % less than its name); by default as measured, where this world has several hosts.
+        `latency_us` of a message between hosts, and `local_gbyte_s` that ranks of a host exchange: as measured.
+
+        Raises DdpError before enough steps, UnsupportedError where nothing is measured (a world of one, devices,
+        `measure=False`, fixed bucket sizes) or a communication hook is not ours, and ArgumentError.
+        """
+        if self._policy is None:
+            raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
+        reducer = self._policy.reducer
+        method = None if self.compression is None else self.compression.name
+        explained = reducer.explained(method)
+        if hosts is None and (gpus, gbit, latency_us, local_gbyte_s) == (1, None, None, None):
+            return explained.report()
+        return explained.scaling(hosts, gpus, gbit, latency_us, local_gbyte_s)
 
     def _use_hook(self, hook: CommHook) -> None:
         if self._measuring.among and self.compression is None:

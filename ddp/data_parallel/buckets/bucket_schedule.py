@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class BucketSchedule:
         self._members = members
         self._sparse = [members[index] for index in sorted(sparse)]
         self.limits = self._first_limits = limits
+        self.waited_s = 0.0  # for what is on its way, in this pass
         self._as_views = as_views
         self._own_status = own_status
         self._hook: CommHook | None = None
@@ -155,6 +157,7 @@ class BucketSchedule:
 
     def begin(self) -> None:
         """Prepare for the gradients of a backward pass."""
+        self.waited_s = 0.0
         for transfer in self._transfers:
             transfer.begin()
 
@@ -214,6 +217,7 @@ class BucketSchedule:
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
+        began = perf_counter()
         for position, transfer in enumerate(transfers, 1):
             assert transfer.work is not None
             what = (
@@ -222,6 +226,7 @@ class BucketSchedule:
                 else "step status at the end of backward"
             )
             self._channel.report.wait(transfer.work, what)
+        self.waited_s += perf_counter() - began
 
     def deliver(self, factor: float) -> None:
         """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""

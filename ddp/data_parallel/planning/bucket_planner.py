@@ -20,6 +20,7 @@ from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.planning.choose import Choice, choose
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.measure_link import agree
+from ddp.data_parallel.planning.recent_steps import RecentSteps
 from ddp.data_parallel.planning.simulate import buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
 from ddp.data_parallel.planning.step_timer import StepTimer, StepTimes
@@ -69,11 +70,12 @@ class BucketPlanner:
     ) -> None:
         self.timer: StepTimer | None = StepTimer()
         self.measurement: Measurement | None = None
+        self.recent = RecentSteps()  # since the decision
         self._channel = channel
         self._link = link
         self._replans = replans
         self._compressions = compressions
-        self._compressed_limits = compressed_limits
+        self.compressed_limits = compressed_limits
         self._compress = compress
         self.restart()
 
@@ -100,6 +102,7 @@ class BucketPlanner:
         Every rank must call it in the same passes. `is_whole`: this rank had a forward and a backward pass of its own.
         """
         if self.timer is None:
+            self.recent.ended(schedule.waited_s)
             return
         times = self.timer.end_step(arrived)
         (self._held if self._steps < _HELD_STEPS else self._free).append(times if is_whole else None)
@@ -121,11 +124,11 @@ class BucketPlanner:
         best = choices[0] if self._replans else now
         compressed = []
         for cost in self._compressions:
-            assert self._compressed_limits is not None
+            assert self.compressed_limits is not None
             among = choose(
                 record,
                 link,
-                self._compressed_limits,
+                self.compressed_limits,
                 lambda limits: buckets_of(schedule.plans_for(limits, has_hook=True)),
                 compression=cost,
             )

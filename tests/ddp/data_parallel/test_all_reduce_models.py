@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.data_parallel.planning.all_reduce_models import (
+from ddp.data_parallel.explaining.all_reduce_models import (
     Layout,
     Link,
     all_reduce_s,
@@ -19,7 +19,7 @@ from ddp.data_parallel.planning.all_reduce_models import (
     ring_s,
     tree_s,
 )
-from ddp.data_parallel.planning.stragglers import expected_maximum
+from ddp.data_parallel.explaining.extrapolate import expected_maximum
 
 LOCAL, NETWORK = Link(1e-6, 1e10), Link(1e-5, 1e9)
 MODELS = (hierarchical_s, recursive_doubling_s, ring_s, tree_s)

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.data_parallel.planning.all_reduce_models import Layout, Link, all_reduce_s
-from ddp.data_parallel.planning.extrapolate import (
+from ddp.data_parallel.explaining.all_reduce_models import Layout, Link, all_reduce_s
+from ddp.data_parallel.explaining.extrapolate import (
     PUBLISHED,
     Extrapolator,
     Published,
+    expected_maximum,
     link_of,
     rank_counts,
 )
+from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.planning.link_cost import LinkCost
-from ddp.data_parallel.planning.scaling_report import ScalingReport
 from ddp.data_parallel.planning.simulate import Bucket, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
-from ddp.data_parallel.planning.stragglers import expected_maximum
 from ddp.errors import UnsupportedError
 
 MB = 1_000_000

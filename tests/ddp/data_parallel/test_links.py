@@ -11,8 +11,8 @@ from testbed.network import why_not
 from testbed.require import require
 from testbed.slow_network import SlowNetwork
 
-from ddp.data_parallel.planning.all_reduce_models import Layout, Link, ring_s
-from ddp.data_parallel.planning.extrapolate import link_of
+from ddp.data_parallel.explaining.all_reduce_models import Layout, Link, ring_s
+from ddp.data_parallel.explaining.extrapolate import link_of
 from ddp.data_parallel.planning.link_cost import fit
 
 SIZES = (200_000, 800_000)

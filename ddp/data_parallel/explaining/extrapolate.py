@@ -12,16 +12,32 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ddp.data_parallel.planning.all_reduce_models import ALGORITHMS, Layout, Link, all_reduce_s
-from ddp.data_parallel.planning.link_cost import LinkCost
+from ddp.data_parallel.explaining.all_reduce_models import (
+    ALGORITHMS,
+    Layout,
+    Link,
+    all_reduce_s,
+    recursive_doubling_s,
+    ring_s,
+)
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.simulate import Bucket, simulate
 from ddp.data_parallel.planning.step_record import StepRecord
-from ddp.data_parallel.planning.stragglers import expected_maximum
 
-__all__ = ["PUBLISHED", "Extrapolator", "Needed", "Published", "ScaledStep", "link_of", "rank_counts"]
+__all__ = [
+    "PUBLISHED",
+    "Extrapolator",
+    "Needed",
+    "Published",
+    "ScaledStep",
+    "expected_maximum",
+    "link_of",
+    "rank_counts",
+]
 
 _FASTEST_BYTES_PER_S = 1e14  # no link of today is near it
-_FREE = Link(0.0, math.inf)
+_MANY_BYTES = 1e9  # where the latency of a collective is little
+_TAIL = 0.1  # of a sample: what lies above it gives the slope of its tail
 
 
 @dataclass(frozen=True)
@@ -136,9 +152,20 @@ class _ModelCost(LinkCost):
     backend: str = ""
     layout: Layout | None = None
 
+    @staticmethod
+    def of(layout: Layout, backend: str, contention: float) -> _ModelCost:
+        latency_s = all_reduce_s(backend, layout, 0.0)
+        many_s = all_reduce_s(backend, layout, _MANY_BYTES)
+        return _ModelCost(layout.ranks, latency_s, (many_s - latency_s) / _MANY_BYTES, contention, backend, layout)
+
     def collective_s(self, nbytes: float) -> float:
         assert self.layout is not None
         return all_reduce_s(self.backend, self.layout, nbytes)
+
+
+def _status_s(layout: Layout, nbytes: float) -> float:
+    """The time of a step status that travels alone, in host memory, as `ddp.comm.small_sum` sends it to many ranks."""
+    return min(recursive_doubling_s(layout, nbytes), ring_s(layout, nbytes))
 
 
 @dataclass(frozen=True)
@@ -146,7 +173,7 @@ class Extrapolator:
     """Everything that was measured, and the links of the world that is asked for.
 
     `compute_times_s`: the step without communication in each of the measured steps of a rank, in seconds, whose spread
-    the stragglers come from.
+    the stragglers come from. `compression`: what it costs on a link, if buckets travel compressed.
     """
 
     record: StepRecord
@@ -156,6 +183,7 @@ class Extrapolator:
     compute_times_s: Sequence[float]
     local: Link
     network: Link
+    compression: Callable[[LinkCost], CompressionCost] | None = None
 
     @property
     def algorithm(self) -> str:
@@ -169,19 +197,26 @@ class Extrapolator:
         if ranks == 1:
             alone_s = self.record.compute_s
             return ScaledStep(1, 1, alone_s, alone_s, 0.0, 0.0, 0.0, 0.0, 0.0)
-        cost = _ModelCost(ranks, 0.0, 0.0, self.contention, self.backend, layout)
-        made = simulate(self.record, self.buckets, cost)
+        cost = _ModelCost.of(layout, self.backend, self.contention)
+        status = [bucket for bucket in self.buckets if not bucket.indices]  # alone, and after all else
+        status_s = sum(_status_s(layout, bucket.nbytes) for bucket in status)
+        made = simulate(
+            self.record,
+            [bucket for bucket in self.buckets if bucket.indices],
+            cost,
+            compression=None if self.compression is None else self.compression(cost),
+        )
         times = self.compute_times_s
         straggling_s = expected_maximum(times, ranks) - expected_maximum(times, 1) if times else 0.0
         return ScaledStep(
             ranks=ranks,
             hosts=hosts,
-            step_s=made.total_s + straggling_s,
+            step_s=made.total_s + status_s + straggling_s,
             compute_s=made.compute_s,
             delayed_s=made.delayed_s,
-            wire_s=made.wire_s,
+            wire_s=made.wire_s + status_s,
             overlapped_s=made.overlapped_s,
-            exposed_s=made.exposed_s,
+            exposed_s=made.exposed_s + status_s,
             straggling_s=straggling_s,
         )
 
@@ -216,3 +251,26 @@ def _least(is_enough: Callable[[float], bool]) -> float | None:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
+
+
+def expected_maximum(sample: Sequence[float], draws: int) -> float:
+    """The expected largest of `draws` independent draws from the distribution that `sample` is of.
+
+    Up to as many draws as the sample has, it is that of draws from the sample itself (David and Nagaraja 2003, "Order
+    Statistics", chapter 2). More draws would give no more than its largest. For them the tail is taken for exponential
+    with the mean excess over the upper tenth (Pickands 1975, "Statistical Inference Using Extreme Order Statistics",
+    Annals of Statistics 3(1), with shape 0), whose largest grows with the logarithm of their number. A tail that is
+    heavier makes larger ones. Ranks that are slow in every step are not independent draws: the largest is then smaller.
+    """
+    ordered = sorted(sample)
+    count = len(ordered)
+    within = min(draws, count)
+    expected = sum(
+        value * ((at / count) ** within - ((at - 1) / count) ** within) for at, value in enumerate(ordered, 1)
+    )
+    if draws <= count:
+        return expected
+    first = max(0, math.ceil(count * (1 - _TAIL)) - 1)
+    excesses = [value - ordered[first] for value in ordered[first + 1 :]]
+    slope = sum(excesses) / len(excesses) if excesses else 0.0
+    return expected + slope * math.log(draws / count)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp.data_parallel.planning.all_reduce_models import Link
-from ddp.data_parallel.planning.extrapolate import Needed, ScaledStep
+from ddp.data_parallel.explaining.all_reduce_models import Link
+from ddp.data_parallel.explaining.extrapolate import Needed, ScaledStep
 from ddp.errors import UnsupportedError
 
 __all__ = ["ScalingReport"]

@@ -108,14 +108,15 @@ class StepReport:
         parts = f"forward {_ms(record.forward_s)}, backward {_ms(record.backward_s)}, rest {_ms(record.other_s)}"
         yield _line("compute", step.compute_s, parts)
         if step.delayed_s >= 5e-5:
-            yield _line("delayed", step.delayed_s, "computing beside communication is slower")
+            compressing = "" if self.compression == "none" else "compressing; "
+            yield _line("delayed", step.delayed_s, f"{compressing}computing beside communication is slower")
         yield _line("wire", step.wire_s, f"{sent / _MB:.3g} MB in {_count(count, 'bucket')}, {_link(self.cost)}")
         yield _line("  overlapped", step.overlapped_s, "beside backward")
         yield _line("  exposed", step.exposed_s, "after backward" if step.exposed_s >= 5e-5 else "nothing")
         exposed = self.exposed
         reasons = (
             (exposed.queued_s, "the link is slower than backward: buckets queued"),
-            (exposed.last_s, "the last bucket leaves only at the end of backward"),
+            (exposed.last_s, "last bucket leaves only at the end of backward"),
             (exposed.latency_s, f"latency: {_count(count, 'collective')} of {self.cost.latency_s * 1e6:.0f} us"),
         )
         for seconds, text in sorted(reasons, reverse=True):
@@ -125,7 +126,7 @@ class StepReport:
             yield _line("stragglers", self.behind_slowest_s, "the slowest rank computes longer than this one")
 
     def _plans(self) -> Iterator[str]:
-        sizes = [time.bucket.nbytes for time in self.step.buckets]
+        sizes = [time.bucket.nbytes for time in self.step.buckets if time.bucket.indices]
         yield "Plan of buckets"
         yield _line("  now", self.step.total_s, _sizes(sizes))
         for plan in self.plans:
@@ -147,12 +148,13 @@ def explain_step(
     compute_times_s: Sequence[float],
     plans: Mapping[str, Sequence[Bucket]],
     compression: CompressionCost | None,
+    compressed_buckets: Sequence[Bucket],
     compressions: Sequence[CompressionCost],
 ) -> StepReport:
     """Explain the step that is made now, with `buckets` and `compression`, and simulate the others.
 
     `step_times_s` and `compute_times_s` are this rank's measured steps and what it computed in each; `plans` are
-    other buckets by title, `compressions` the ones to compare.
+    other buckets by title, `compressions` the ones to compare, which would have `compressed_buckets`.
     """
     now = simulate(record, buckets, cost, compression=compression)
 
@@ -160,12 +162,14 @@ def explain_step(
         return OtherWay(title, step_s, 1 - step_s / now.total_s, sizes)
 
     other_plans = [
-        other(title, simulate(record, plan, cost, compression=compression).total_s, [b.nbytes for b in plan])
+        other(
+            title, simulate(record, plan, cost, compression=compression).total_s, [b.nbytes for b in plan if b.indices]
+        )
         for title, plan in plans.items()
     ]
     ways = [] if compression is None else [other("no compression", simulate(record, buckets, cost).total_s)]
     ways += [
-        other(each.name, simulate(record, buckets, cost, compression=each).total_s)
+        other(each.name, simulate(record, compressed_buckets, cost, compression=each).total_s)
         for each in compressions
         if compression is None or each.name != compression.name
     ]
@@ -217,7 +221,7 @@ def _finite(number: float) -> float | None:
 
 
 def _line(name: str, seconds: float, text: str) -> str:
-    return f"  {name:18}{_ms(seconds):>10}  {text}"
+    return f"  {name:20}{_ms(seconds):>9}  {text}"
 
 
 def _ms(seconds: float) -> str:
@@ -231,7 +235,8 @@ def _count(count: int, what: str) -> str:
 def _link(cost: LinkCost) -> str:
     if not cost.seconds_per_byte:
         return "bytes cost nothing"
-    return f"{cost.ring_bytes_per_s / 1e6:.3g} MB/s a rank"
+    rate = cost.ring_bytes_per_s
+    return f"{rate / 1e9:.3g} GB/s a rank" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s a rank"
 
 
 def _sizes(nbytes: Sequence[int]) -> str:
