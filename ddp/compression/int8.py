@@ -43,8 +43,8 @@ class Int8:
 class Int8Compressor(RowCompressor):
     """Averages buckets with a byte for each value and a float32 for each `block` values on the wire.
 
-    Each rank remembers what its own rounding lost, and the owner of a part of a bucket what the rounding of the
-    average lost; both are added to the next step's. So the sum of all averages that were delivered is the sum of the
+    Each rank rounds what it sends; its share of the part of a bucket that it owns stays exact until the average is
+    rounded. It remembers what its own rounding lost, and the owner of a part what the rounding of the average lost; both are added to the next step's. So the sum of all averages that were delivered is the sum of the
     true ones, up to the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient. What is owed of
     a parameter stays with it when buckets change: the owner of a part of the old bucket adds n times what the average
     lost to what its own rounding lost, which is the same to the next average.
@@ -56,6 +56,7 @@ class Int8Compressor(RowCompressor):
     def __init__(self, group: dist.ProcessGroup, settings: Int8, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, "int8", parameters)
         self._settings = settings
+        self._rank = group.rank()
         self._owed: dict[int, _Owed] = {}  # by bucket
         self._home: dict[str, _Owed] = {}  # by parameter: that of the bucket which it was in last
 
@@ -70,15 +71,19 @@ class Int8Compressor(RowCompressor):
             owed.flat(owed.sent).add_(buffer)
             blocks = owed.kept.shape[0]
             memory = self._memory(bucket, row_bytes(blocks, self._settings.block))
-            with self._scratch(owed.sent) as scratch:
-                quantize(owed.sent, memory.send, scratch)
+            rank = self._rank
+            owed.keep_own(rank, self._size)
+            for others in (slice(rank), slice(rank + 1, None)):
+                with self._scratch(owed.sent[others]) as scratch:
+                    quantize(owed.sent[others], memory.send[others], scratch)
 
         def average(received: torch.Tensor) -> torch.Tensor:
             with self._scratch(owed.kept) as scratch:
-                for row in received:
-                    add_dequantized(row, owed.kept, scratch, divisor=self._size)
-                quantize(owed.kept, received[0], scratch)
-            return received[0]
+                for other, row in enumerate(received):
+                    if other != rank:
+                        add_dequantized(row, owed.kept, scratch, divisor=self._size)
+                quantize(owed.kept, received[rank], scratch)
+            return received[rank]
 
         def deliver(gathered: torch.Tensor) -> torch.Tensor:
             if numel == owed.sent.numel() and buffer.is_contiguous():
@@ -151,6 +156,12 @@ class _Owed:
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
         """The elements of the bucket in `rows`, as a view."""
         return rows.view(-1)[: self.numel]
+
+    def keep_own(self, rank: int, size: int) -> None:
+        """Bring this rank's share of the average of the row that it owns into `kept`, which needs no rounding."""
+        own = self.sent[rank]
+        self.kept.add_(own, alpha=1 / size)
+        own.zero_()
 
     def fold(self, group: dist.ProcessGroup) -> None:
         """Put all that is owed into `sent`: n times what this rank owes alone is the same to the average of n."""

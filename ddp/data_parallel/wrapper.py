@@ -485,7 +485,8 @@ class DistributedDataParallel(TorchSurface):
         compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
         self.compression = compressor
         weakref.finalize(self, compressor.close).atexit = False
-        self._use_hook(CommHook(hook, compressor, is_chained=isinstance(compressor, PowerSGDCompressor)))
+        is_chained = isinstance(compressor, PowerSGDCompressor)
+        self._use_hook(CommHook(hook, compressor, is_chained, takes_own=True))
 
     def reduction_state(self) -> dict[str, Any] | None:
         """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.

@@ -74,7 +74,7 @@ class BucketSchedule:
         """
         self.repeated = frozenset(repeated)
         self.order = list(order)
-        plans = self.plans_for(self.limits, has_hook=self._hook is not None)
+        plans = self.plans_for(self.limits)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
         assert isinstance(carrier, FlatTransfer)
@@ -90,13 +90,17 @@ class BucketSchedule:
         """What is known of the gradients, in the order of the plan."""
         return [spec_of(index, self._members[index].parameter) for index in self.order]
 
-    def plans_for(self, limits: BucketLimits, *, has_hook: bool = False) -> tuple[BucketPlan, ...]:
-        """The buckets that limits give, in launch order; nothing changes."""
+    def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
+        """The buckets that limits give, in launch order; nothing changes. `compressed`: as they would be then."""
+        if self._hook is not None and not self._hook.takes_own:
+            limits = dataclasses.replace(limits, own_bytes=None)
         return plan_buckets(
             self.specs(),
-            dataclasses.replace(limits, own_bytes=None) if has_hook else limits,
+            limits,
             status_numel=HEADER_NUMEL + len(self._members),
-            status_alone=has_hook or any(m.parameter.device.type != "cpu" for m in self._members),
+            status_alone=compressed
+            or self._hook is not None
+            or any(member.parameter.device.type != "cpu" for member in self._members),
         )
 
     def use_limits(self, limits: BucketLimits) -> None:

@@ -91,7 +91,7 @@ class Explained:
 
     @property
     def _buckets(self) -> list[Bucket]:
-        return buckets_of(self.schedule.plans_for(self.schedule.limits, has_hook=self.schedule.has_hook))
+        return buckets_of(self.schedule.plans_for(self.schedule.limits))
 
     def report(self) -> StepReport:
         """Where the time of a step goes, and what other ways would cost."""
@@ -101,9 +101,7 @@ class Explained:
         costs = {name: self._rehearsed(name)(found.link) for name in names if name is not None}
         buckets, compressed_limits = self._buckets, self.planner.compressed_limits or schedule.limits
         limits = {**_OTHER_LIMITS, "quickest": found.choices[0].limits}
-        plans = {
-            title: buckets_of(schedule.plans_for(each, has_hook=schedule.has_hook)) for title, each in limits.items()
-        }
+        plans = {title: buckets_of(schedule.plans_for(each)) for title, each in limits.items()}
         return explain_step(
             found.record,
             found.link,
@@ -113,7 +111,7 @@ class Explained:
             compute_times_s=computed_s,
             plans={title: plan for title, plan in plans.items() if plan != buckets},
             compression=None if self.compression is None else costs[self.compression],
-            compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, has_hook=True)),
+            compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, compressed=True)),
             compressions=[costs[name] for name in _METHODS],
         )
 

@@ -129,7 +129,7 @@ class BucketPlanner:
                 record,
                 link,
                 self.compressed_limits,
-                lambda limits: buckets_of(schedule.plans_for(limits, has_hook=True)),
+                lambda limits: buckets_of(schedule.plans_for(limits, compressed=True)),
                 compression=cost,
             )
             compressed.append((cost.name, among[0]))
