@@ -234,7 +234,7 @@ def _links(
         )
     latency_s = here.latency_s if latency_us is None else latency_us * 1e-6
     rate = here.bytes_per_s if gbit is None else gbit * 1e9 / 8
-    notes = ["Every rank computes what it does here; the model leaves out other users of the network."]
+    notes = ["Every rank computes what it does here, and nobody else uses the network."]
     said = "as here" if latency_us is None else "as given"
     notes.append(f"A message takes {latency_s * 1e6:.0f} us to another host, {said}.")
     if local_gbyte_s is not None:
@@ -245,5 +245,5 @@ def _links(
         notes.append(f"Ranks of a host exchange {here.bytes_per_s / 1e9:.3g} GB/s each, as measured.")
     else:
         local = Link(0.0, float("inf"))
-        notes.append("Links within a host were not measured and cost nothing: give local_gbyte_s=.")
+        notes.append("Links within a host were not measured, cost nothing here: give local_gbyte_s=.")
     return local, Link(latency_s, rate), notes
