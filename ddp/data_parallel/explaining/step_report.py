@@ -101,21 +101,20 @@ class StepReport:
         step, record, count = self.step, self.record, len(self.step.buckets)
         sent = sum(time.bucket.nbytes for time in step.buckets)
         how = "" if self.compression == "none" else f", {self.compression}"
-        yield (
-            f"A step on {self.ranks} ranks ({self.backend}{how}): {_ms(self.measured_step_s)} measured "
-            f"({self.measured_steps} steps), {_ms(step.total_s)} by the model"
-        )
+        yield f"A step on {self.ranks} ranks ({self.backend}{how})"
+        yield _line("measured", self.measured_step_s, f"median of {_count(self.measured_steps, 'step')} of this rank")
+        yield _line("by the model", step.total_s, "compute, delayed and exposed")
         parts = f"forward {_ms(record.forward_s)}, backward {_ms(record.backward_s)}, rest {_ms(record.other_s)}"
         yield _line("compute", step.compute_s, parts)
         if step.delayed_s >= 5e-5:
             compressing = "" if self.compression == "none" else "compressing; "
-            yield _line("delayed", step.delayed_s, f"{compressing}computing beside communication is slower")
+            yield _line("delayed", step.delayed_s, f"{compressing}cores taken by communication")
         yield _line("wire", step.wire_s, f"{sent / _MB:.3g} MB in {_count(count, 'bucket')}, {_link(self.cost)}")
         yield _line("  overlapped", step.overlapped_s, "beside backward")
         yield _line("  exposed", step.exposed_s, "after backward" if step.exposed_s >= 5e-5 else "nothing")
         exposed = self.exposed
         reasons = (
-            (exposed.queued_s, "the link is slower than backward: buckets queued"),
+            (exposed.queued_s, "link slower than backward: buckets queued"),
             (exposed.last_s, "last bucket leaves only at the end of backward"),
             (exposed.latency_s, f"latency: {_count(count, 'collective')} of {self.cost.latency_s * 1e6:.0f} us"),
         )
@@ -124,6 +123,10 @@ class StepReport:
                 yield _line("    of it", seconds, text)
         if self.behind_slowest_s >= 5e-5:
             yield _line("stragglers", self.behind_slowest_s, "the slowest rank computes longer than this one")
+
+        if self.measured_step_s > step.total_s:
+            unexplained_s = self.measured_step_s - step.total_s
+            yield _line("unexplained", unexplained_s, "not in the model: load, waiting elsewhere")
 
     def _plans(self) -> Iterator[str]:
         sizes = [time.bucket.nbytes for time in self.step.buckets if time.bucket.indices]

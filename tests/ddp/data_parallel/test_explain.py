@@ -88,6 +88,27 @@ def test_one_bucket_costs_what_cannot_overlap() -> None:
     assert one.gain < 0
 
 
+@pytest.mark.parametrize("cost", [SLOW, FAST, LinkCost(512, 0.02, 3e-6, 1.5), LinkCost(2, 0.0, 0.0)])
+@pytest.mark.parametrize("compression", [None, INT8])
+def test_every_line_fits_the_screen(cost: LinkCost, compression: CompressionCost | None) -> None:
+    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MB", "quickest")}
+    methods = [CompressionCost(name, 0.5, 1e-9, 1e-9) for name in ("bf16", "int8", "powersgd")]
+    sizes = (0.001, 50, 50, 250, 0.1)
+    report = explained(cost, sizes, compression=compression, compressions=methods, plans=plans)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80, report
+    assert len(lines) <= 24, report
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_what_the_model_does_not_explain_is_said() -> None:
+    report = explained(SLOW)
+    missing_ms = 1e3 * (report.measured_step_s - report.step.total_s)
+    (line,) = [line for line in str(report).splitlines() if "unexplained" in line]
+    assert f"{missing_ms:.1f} ms" in line
+    assert "unexplained" not in str(explained(SLOW, step_times_s=[0.1]))
+
+
 def test_steps_are_timed_and_pauses_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 2.0, 3.5, 13.5, 14.5])
     monkeypatch.setattr("ddp.data_parallel.planning.recent_steps.perf_counter", lambda: next(clock))
