@@ -431,8 +431,7 @@ class Reducer:
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
         if self.planner is not None and not is_first:
-            is_whole = pass_.graphs is None and not pass_.has_joined
-            self.planner.step_ended(self._schedule, pass_.arrived, is_whole=is_whole)
+            self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
         self.policy.delivered(is_first=is_first)
 
     def drop_gradients(self) -> None:

@@ -51,6 +51,7 @@ class BucketSchedule:
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.order: list[int] = []
+        self.specs: list[GradSpec] = []  # of the gradients, in this order
         self.repeated: frozenset[int] = frozenset()
         self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
         self._channel = channel
@@ -74,6 +75,7 @@ class BucketSchedule:
         """
         self.repeated = frozenset(repeated)
         self.order = list(order)
+        self.specs = [spec_of(index, self._members[index].parameter) for index in order]
         plans = self.plans_for(self.limits)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
@@ -86,16 +88,12 @@ class BucketSchedule:
                 self.transfer_of[member.index] = transfer
             transfer.hold_back(self.repeated)
 
-    def specs(self) -> list[GradSpec]:
-        """What is known of the gradients, in the order of the plan."""
-        return [spec_of(index, self._members[index].parameter) for index in self.order]
-
     def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
         """The buckets that limits give, in launch order; nothing changes. `compressed`: as they would be then."""
         if self._hook is not None and not self._hook.takes_own:
             limits = dataclasses.replace(limits, own_bytes=None)
         return plan_buckets(
-            self.specs(),
+            self.specs,
             limits,
             status_numel=HEADER_NUMEL + len(self._members),
             status_alone=compressed

@@ -8,6 +8,7 @@ run as they are. Then the ranks agree on the slowest of each figure, and all tak
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,9 @@ class BucketPlanner:
     def restart(self) -> None:
         """Measure from the next step on: gradients come in another order, or others do."""
         self._steps = 0
-        self._held: list[StepTimes | None] = []
-        self._free: list[StepTimes | None] = []
+        self._held: list[StepTimes] = []
+        self._free: list[StepTimes] = []
+        self._is_missing = False
         if self.timer is not None:
             self.timer.end_step({})
 
@@ -96,16 +98,18 @@ class BucketPlanner:
         """Whether buckets of the next pass must wait for the end of backward."""
         return self.timer is not None and self._steps < _HELD_STEPS
 
-    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, is_whole: bool) -> None:
+    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
 
-        Every rank must call it in the same passes. `is_whole`: this rank had a forward and a backward pass of its own.
+        Every rank must call it in the same passes. `has_joined`: this rank had no inputs, so its times do not count.
         """
         if self.timer is None:
             self.recent.ended(schedule.waited_s)
             return
         times = self.timer.end_step(arrived)
-        (self._held if self._steps < _HELD_STEPS else self._free).append(times if is_whole else None)
+        if times is not None and not has_joined:
+            (self._held if self._steps < _HELD_STEPS else self._free).append(times)
+        self._is_missing |= times is None and not has_joined
         self._steps += 1
         if self._steps == _HELD_STEPS + _FREE_STEPS:
             self.timer = None
@@ -170,9 +174,9 @@ class BucketPlanner:
     def _agreed(self, schedule: BucketSchedule) -> tuple[StepRecord, LinkCost, float] | None:
         """The slowest rank's figures, part by part, and the link as the last one to end backward saw it."""
         order = schedule.order
-        mine = [1.0] + [0.0] * (6 + len(order))
-        held, free = [t for t in self._held if t is not None], [t for t in self._free if t is not None]
-        if len(held) == len(self._held) and len(free) == len(self._free):
+        mine = [float(self._is_missing), *[-math.inf] * (6 + len(order))]
+        held, free = self._held, self._free
+        if held and free and not self._is_missing:
             # What disturbs a step makes it longer, so the shortest of each part is the best.
             mine = [
                 0.0,
@@ -185,11 +189,11 @@ class BucketPlanner:
                 *(min((t.ready_s[index] for t in held if index in t.ready_s), default=0.0) for index in order),
             ]
         missing, forward_s, backward_s, other_s, wire_s, free_backward_s, step_s, *ready_s = agree(self._channel, mine)
-        if missing:
+        if missing or math.isinf(step_s):
             return None
-        specs = schedule.specs()
         gradients = [
-            GradReady(spec.index, spec.nbytes, spec.dtype, when) for spec, when in zip(specs, ready_s, strict=True)
+            GradReady(spec.index, spec.nbytes, spec.dtype, when)
+            for spec, when in zip(schedule.specs, ready_s, strict=True)
         ]
         gradients.sort(key=lambda gradient: gradient.ready_s)
         record = StepRecord(tuple(gradients), forward_s, backward_s, other_s)

@@ -14,7 +14,7 @@ __all__ = ["Choice", "candidates", "choose"]
 
 _MB = 1 << 20
 _CAPS_MB = (0.5, 1, 2, 4, 8, 16, 25, 50, 100)
-_FIRST_CAPS_MB = (0.25, 1)
+_FIRST_CAP_MB = 1
 
 # Plans whose simulated steps differ by less are the same to a measurement: the one that is there stays.
 _LEAST_GAIN = 0.02
@@ -33,12 +33,12 @@ def candidates(current: BucketLimits) -> Iterator[BucketLimits]:
     """Sizes to compare: `current` first; of the others, gradients that travel alone are as small as the cap at most."""
     yield current
     for cap in _CAPS_MB:
-        for first in (None, *_FIRST_CAPS_MB):
-            if first is None or first < cap:
-                cap_bytes = int(cap * _MB)
-                own_bytes = None if current.own_bytes is None else min(current.own_bytes, cap_bytes)
-                firsts = () if first is None else (int(first * _MB),)
-                yield replace(current, cap_bytes=cap_bytes, first_caps_bytes=firsts, own_bytes=own_bytes)
+        cap_bytes = int(cap * _MB)
+        own_bytes = None if current.own_bytes is None else min(current.own_bytes, cap_bytes)
+        yield replace(current, cap_bytes=cap_bytes, first_caps_bytes=(), own_bytes=own_bytes)
+        if cap > _FIRST_CAP_MB:
+            first = (_FIRST_CAP_MB * _MB,)
+            yield replace(current, cap_bytes=cap_bytes, first_caps_bytes=first, own_bytes=own_bytes)
 
 
 def choose(
