@@ -346,6 +346,14 @@ def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
+def sums_in_rank_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a backend says of itself that its sums do not depend on the sizes of tensors. 2.0."""
+    try:
+        return bool(getattr(backend_of(group, device), "sums_in_rank_order", False))
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
     """Whether gloo moves a group's host memory."""
     return is_by_gloo(group, torch.device("cpu"))

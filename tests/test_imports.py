@@ -24,7 +24,8 @@ ORDERS = {
     "ddp": [
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
-        "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.buckets", "compression",
+        "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining", "data_parallel.planning",
+        "data_parallel.buckets", "compression",
         "data", "comm", "monitoring", "world", "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,16 @@ import torch.distributed as dist
 
 from ddp.errors import CheckpointError
 
-__all__ = ["Bucket", "Compressor", "completed", "mean_over_ranks", "real", "real_gradients"]
+__all__ = [
+    "Bucket",
+    "Compressor",
+    "Rehearsal",
+    "RehearsalGroup",
+    "completed",
+    "mean_over_ranks",
+    "real",
+    "real_gradients",
+]
 
 _Named = Mapping[str, torch.Tensor]
 
@@ -39,6 +49,27 @@ class Bucket(Protocol):
         """Whether no other follows in this backward pass."""
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """Seconds of this rank before its rows leave and for the rows that come; `wire_bytes`: of the rows that leave."""
+
+    before_s: float
+    after_s: float
+    wire_bytes: int
+
+
+class RehearsalGroup(dist.ProcessGroup):
+    """In the place of a group of `size` ranks, for a compressor that only rehearses: nothing is sent."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)  # type: ignore[call-arg]  # the stub does not know this constructor
+        self.summed_bytes = 0
+
+    def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:  # type: ignore[override]  # all that is called here
+        """Count the bytes, and leave the tensors as they are."""
+        self.summed_bytes += sum(tensor.nbytes for tensor in tensors)
+
+
 class Compressor(ABC):
     """The state of a communication hook; `name` is the method's. Every rank of `group` must make it alike.
 
@@ -54,6 +85,11 @@ class Compressor(ABC):
         self._parameters = dict(parameters or {})  # by key; alive as long as this is, so that ids stay theirs
         self._key_of = {id(parameter): key for key, parameter in self._parameters.items()}
         self._loaded: dict[str, Mapping[str, Any]] = {}  # by key, until the parameter comes by
+
+    @property
+    def name(self) -> str:
+        """What the method is called in `compression=`."""
+        return self._name
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:

@@ -11,7 +11,8 @@ A compressor gets a bucket of this rank's gradients and returns a future of thei
 have the same bits, so replicas stay equal. Which one pays depends on the network: measure (scripts/bench).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,17 @@ from ddp.compression.int8 import Int8
 from ddp.compression.powersgd import PowerSGD
 from ddp.errors import ArgumentError, LayoutMismatchError, NotInitializedError
 
-__all__ = ["CompressionHook", "Compressor", "Half", "Int8", "PowerSGD", "compress_hook", "make_compression"]
+__all__ = [
+    "Auto",
+    "CompressionHook",
+    "Compressor",
+    "Half",
+    "Int8",
+    "PowerSGD",
+    "compress_hook",
+    "make_compression",
+    "named",
+]
 
 
 class CompressionHook(NamedTuple):
@@ -40,6 +51,30 @@ _NAMED: dict[str, Half | Int8 | PowerSGD] = {
     "int8": Int8(),
     "powersgd": PowerSGD(),
 }
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Compress only if that makes the step of this model quicker on this link, by one of the methods `among`.
+
+    `DistributedDataParallel` decides it by its first steps, which go uncompressed. All of `among` are inexact: name
+    those that you would take yourself. "fp16" is not there by default, since it needs a GradScaler. PowerSGD cannot be
+    there: its rank and the number of its plain steps are to be chosen for a model.
+    """
+
+    among: Sequence[str] = ("bf16", "int8")
+
+    def __post_init__(self) -> None:
+        known = [name for name, method in _NAMED.items() if not isinstance(method, PowerSGD)]
+        if isinstance(self.among, str) or not self.among or not {*self.among} <= {*known}:
+            raise ArgumentError(f"Auto(among={self.among!r}): one or more of {', '.join(map(repr, known))}")
+
+
+def named(method: str) -> Half | Int8 | PowerSGD:
+    """The method of a name, with its default settings. Raises ArgumentError for an unknown one."""
+    if method not in _NAMED:
+        raise ArgumentError(f"compression={method!r}; there are {', '.join(map(repr, _NAMED))}")
+    return _NAMED[method]
 
 
 # Torch's register_comm_hook reads these annotations, and refuses strings: no `from __future__ import annotations` here.
@@ -66,9 +101,7 @@ def make_compression(
     ArgumentError for an unknown one and LayoutMismatchError if ranks ask for different ones.
     """
     if isinstance(compression, str):
-        if compression not in _NAMED:
-            raise ArgumentError(f"compression={compression!r}; there are {', '.join(map(repr, _NAMED))}")
-        compression = _NAMED[compression]
+        compression = named(compression)
     if not isinstance(compression, Half | Int8 | PowerSGD):
         raise ArgumentError(
             f"compression={compression!r}; it is one of {', '.join(map(repr, _NAMED))}, Half(...), Int8(...) or "

@@ -43,11 +43,12 @@ class Int8:
 class Int8Compressor(RowCompressor):
     """Averages buckets with a byte for each value and a float32 for each `block` values on the wire.
 
-    Each rank remembers what its own rounding lost, and the owner of a part of a bucket what the rounding of the
-    average lost; both are added to the next step's. So the sum of all averages that were delivered is the sum of the
-    true ones, up to the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient. What is owed of
-    a parameter stays with it when buckets change: the owner of a part of the old bucket adds n times what the average
-    lost to what its own rounding lost, which is the same to the next average.
+    Each rank rounds what it sends; its share of the part of a bucket that it owns stays exact until the average is
+    rounded. It remembers what its own rounding lost, and the owner of a part what the rounding of the average lost;
+    both are added to the next step's. So the sum of all averages that were delivered is the sum of the true ones, up to
+    the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient. What is owed of a parameter
+    stays with it when buckets change: the owner of a part of the old bucket adds n times what the average lost to what
+    its own rounding lost, which is the same to the next average.
 
     A block with an infinite or NaN value is not finite on any rank, and what was owed for it is forgotten. With a
     GradScaler, what is owed is in its scale at the time.
@@ -56,6 +57,7 @@ class Int8Compressor(RowCompressor):
     def __init__(self, group: dist.ProcessGroup, settings: Int8, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, "int8", parameters)
         self._settings = settings
+        self._rank = group.rank()
         self._owed: dict[int, _Owed] = {}  # by bucket
         self._home: dict[str, _Owed] = {}  # by parameter: that of the bucket which it was in last
 
@@ -67,18 +69,24 @@ class Int8Compressor(RowCompressor):
             return completed(buffer)
         owed = self._owed_for(bucket)
         with torch.no_grad():
-            owed.flat(owed.sent).add_(buffer)
-            blocks = owed.kept.shape[0]
-            memory = self._memory(bucket, row_bytes(blocks, self._settings.block))
-            with self._scratch(owed.sent) as scratch:
-                quantize(owed.sent, memory.send, scratch)
+            rank, (blocks, block) = self._rank, owed.kept.shape
+            memory = self._memory(bucket, row_bytes(blocks, block))
+            start, end = (min(numel, row * blocks * block) for row in (rank, rank + 1))
+            owed.kept.view(-1)[: end - start].add_(buffer[start:end], alpha=1 / self._size)
+            flat = owed.flat(owed.sent)
+            flat[:start].add_(buffer[:start])
+            flat[end:].add_(buffer[end:])
+            for others in (slice(rank), slice(rank + 1, None)):
+                with self._scratch(owed.sent[others]) as scratch:
+                    quantize(owed.sent[others], memory.send[others], scratch)
 
         def average(received: torch.Tensor) -> torch.Tensor:
             with self._scratch(owed.kept) as scratch:
-                for row in received:
-                    add_dequantized(row, owed.kept, scratch, divisor=self._size)
-                quantize(owed.kept, received[0], scratch)
-            return received[0]
+                for other, row in enumerate(received):
+                    if other != rank:
+                        add_dequantized(row, owed.kept, scratch, divisor=self._size)
+                quantize(owed.kept, received[rank], scratch)
+            return received[rank]
 
         def deliver(gathered: torch.Tensor) -> torch.Tensor:
             if numel == owed.sent.numel() and buffer.is_contiguous():
@@ -99,6 +107,7 @@ class Int8Compressor(RowCompressor):
             for key, part in owed.parts.items():
                 if self._home[key] is owed:
                     parameters[key] = {"owed": part.clone(memory_format=torch.contiguous_format)}
+            owed.keep_own(self._rank, self._size)  # as a run that loads this does
         return {"method": self._name, "parameters": {**parameters, **self._loaded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,6 +134,7 @@ class Int8Compressor(RowCompressor):
                     part.copy_(home.parts[key])
                 if (held := self._claim(key, part, "owed")) is not None:
                     part.copy_(held["owed"])
+            owed.keep_own(self._rank, self._size)
         self._check_claimed(bucket)
         if self._settings.error_feedback:
             self._owed[index] = owed
@@ -138,9 +148,9 @@ class Int8Compressor(RowCompressor):
 class _Owed:
     """What rounding has lost of one bucket of `numel` gradients, in float32.
 
-    `sent`, of shape (n, blocks, block): by this rank, before the average. `kept`, of shape (blocks, block): of the
-    average, in the row that this rank owns. Beyond `numel` both are zero. `parts` are views of `sent`, one a parameter,
-    as its gradient lies in the bucket.
+    `sent`, of shape (n, blocks, block): by this rank, before the average; zero in the row that it owns. `kept`, of
+    shape (blocks, block): of the average, in that row. Beyond `numel` both are zero. `parts` are views of `sent`, one a
+    parameter, as its gradient lies in the bucket.
     """
 
     numel: int
@@ -151,6 +161,11 @@ class _Owed:
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
         """The elements of the bucket in `rows`, as a view."""
         return rows.view(-1)[: self.numel]
+
+    def keep_own(self, rank: int, size: int) -> None:
+        """Bring what this rank owes of the row that it owns into `kept`, as its share of the average."""
+        self.kept.add_(self.sent[rank], alpha=1 / size)
+        self.sent[rank].zero_()
 
     def fold(self, group: dist.ProcessGroup) -> None:
         """Put all that is owed into `sent`: n times what this rank owes alone is the same to the average of n."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ddp.compression.compressor import (
     Bucket,
     Compressor,
+    Rehearsal,
+    RehearsalGroup,
     completed,
     mean_over_ranks,
     real_gradients,
@@ -92,6 +95,20 @@ class PowerSGDCompressor(Compressor):
                 return completed(exchange.finish())
             # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
             return work.get_future().then(lambda _: exchange.finish())
+
+    def rehearse(self, bucket: Bucket) -> Rehearsal:
+        """Compress `bucket` and take it back; nothing is sent. Return what it cost, all of it before the rows leave.
+
+        It is for one with a `RehearsalGroup`, that averages nothing: what is left out would be owed.
+        """
+        group = self._group
+        assert isinstance(group, RehearsalGroup)
+        start, before = perf_counter(), group.summed_bytes
+        with _as_stored(bucket.buffer().device):
+            exchange = _RehearsedExchange(group, bucket, self._known_of(bucket), "rehearsal")
+            exchange.start()
+            exchange.finish()
+        return Rehearsal(perf_counter() - start, 0.0, group.summed_bytes - before)
 
     def _start_average(self, group: dist.ProcessGroup, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Start a plain average, and name the parameters: the first pass has an order that every run has."""
@@ -264,6 +281,13 @@ class _Exchange:
     def _split(flat: torch.Tensor, shapes: list[torch.Size]) -> list[torch.Tensor]:
         parts = torch.split(flat, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class _RehearsedExchange(_Exchange):
+    """Sums that a `RehearsalGroup` makes are there at once."""
+
+    def wait(self, work: dist.Work) -> None:
+        """There is nothing to wait for."""
 
 
 @contextmanager

@@ -6,6 +6,9 @@ that it works for any dtype on any backend, and never looks inside. With n ranks
 1. every rank sends row r of its own to rank r (all-to-all), and r makes one row of the n that it got;
 2. every rank sends the row it made to all (all-gather).
 
+Over gloo both are messages, of which those that come are asked for before any is sent: gloo's own collectives send
+first, and what asks the peer for its row then waits behind it, so that a slow link is used in one direction at a time.
+
 That is a reduce-scatter and an all-gather, as in a ring all-reduce, and each rank sends as many bytes as there:
 2 (n-1)/n of the bucket.
 
@@ -18,13 +21,15 @@ With NCCL the order of a stream does all this. With gloo on a device, a bucket i
 from __future__ import annotations
 
 import atexit
+import itertools
 import queue
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +49,8 @@ _CPU = torch.device("cpu")
 # error say. A thread that comes back from a collective later wants the interpreter's lock when there is none any more,
 # and aborts the process; one that waits for a rank which never comes does no harm.
 _SETTLE_S = 1.0
+
+_FIRST_TAG, _TAGS = (1 << 30) + (1 << 20), 1 << 20  # away from those of `ddp.comm.small_sum`, and from users' own
 
 _open: weakref.WeakKeyDictionary[dist.ProcessGroup, RowExchange] = weakref.WeakKeyDictionary()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -117,12 +124,30 @@ class RowExchange:
         return rows.memory.busy
 
 
+class _Messages:
+    """Messages between all ranks of a gloo group: its own `rows` to the others, and theirs into `into`, by rank."""
+
+    # group: ProcessGroup or ProcessGroupGloo, whose send() and recv() the stubs do not have
+    def __init__(self, group: Any, into: torch.Tensor, rows: Sequence[torch.Tensor], tag: int) -> None:
+        rank, size = group.rank(), group.size()
+        others = [(rank + step) % size for step in range(1, size)]
+        self._works = [group.recv([into[other]], other, tag) for other in others]
+        self._works += [group.send([rows[other]], other, tag) for other in others]
+        into[rank].copy_(rows[rank])
+
+    def wait(self) -> None:
+        """Block until all have come and gone. RuntimeError if a rank is gone or too late."""
+        for work in self._works:
+            work.wait()
+
+
 @dataclass(eq=False)
 class _Pending:
-    """A bucket on its way, and the collective that it waits for."""
+    """A bucket on its way, and the messages that it waits for. `tag` is of this bucket alone, on every rank."""
 
     rows: BucketRows
-    work: dist.Work
+    tag: int
+    work: _Messages
     future: torch.futures.Future[torch.Tensor]
 
 
@@ -136,6 +161,7 @@ class _Pipeline:
         self._second = second
         self._report = report
         self._sent: _Queue = queue.SimpleQueue()
+        self._started = itertools.count()  # buckets
         self._lock = threading.Lock()  # two models may go backward in two threads
         self._threads: list[threading.Thread] = []
         self._is_ending = False
@@ -149,10 +175,11 @@ class _Pipeline:
                 self._start_threads()
             self._report.at(f"compressed average of {rows.label}")
             try:
-                work = group.alltoall_base(rows.memory.received, rows.memory.send, [], [])
+                tag = _FIRST_TAG + next(self._started) % _TAGS
+                work = _Messages(group, rows.memory.received, list(rows.memory.send), tag)
             except RuntimeError as error:
                 raise self._failed(rows, error) from error
-            pending = _Pending(rows, work, torch.futures.Future())
+            pending = _Pending(rows, tag, work, torch.futures.Future())
             self._sent.put(pending)
             return pending.future
 
@@ -186,8 +213,8 @@ class _Pipeline:
                     raise RuntimeError(self._failure)
                 pending.work.wait()
                 mine = pending.rows.average(pending.rows.memory.received)
-                gathered = pending.rows.memory.send.view(-1)  # has been sent, so its memory is free
-                pending.work = allgather_flat(self._second, gathered, mine)
+                gathered = pending.rows.memory.send  # has been sent, so its memory is free
+                pending.work = _Messages(self._second, gathered, [mine] * len(gathered), pending.tag)
             except Exception as error:  # whatever it is, this bucket's second step did not start, as it did elsewhere
                 self._give_up(pending, error)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -156,9 +156,22 @@ def checked_device_ids(
 
 
 def bucket_limits(
-    cap_mb: float | None, caps_mb: Sequence[float] | None, device: torch.device, *, is_compressed: bool
+    cap_mb: float | Literal["auto"] | None,
+    caps_mb: Sequence[float] | None,
+    device: torch.device,
+    *,
+    is_compressed: bool,
 ) -> BucketLimits:
-    """Sizes of buckets, as torch has them: a small first one by default, else one for all, or the given ones first."""
+    """Sizes of buckets, as torch has them: a small first one by default, else one for all, or the given ones first.
+
+    "auto" begins with the default. Raises ArgumentError.
+    """
+    if cap_mb == "auto":
+        if caps_mb:
+            raise ArgumentError('bucket_cap_mb="auto" and bucket_cap_mb_list: leave one of them out')
+        cap_mb = None
+    elif isinstance(cap_mb, str):
+        raise ArgumentError(f'bucket_cap_mb={cap_mb!r}; it is a number of MiB, or "auto"')
     for value in (*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))):
         if value <= 0:
             name = "bucket_cap_mb" if caps_mb is None else "bucket_cap_mb_list"

@@ -29,7 +29,7 @@ class Pass:
     unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
     holds: bool
     has_joined: bool
-    arrived: set[int] = field(default_factory=set)  # gradients, while it holds
+    arrived: dict[int, float] = field(default_factory=dict)  # when gradients were ready, while it holds
 
 
 class EndOfBackward:

@@ -82,6 +82,7 @@ class ForwardPolicy:
         """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
         self.reducer.module_watch = self.reducer.module_watch.follow(module)
         self.reducer.report.at("in forward")
+        self.reducer.mark("forward")
         if self._stepping is None:
             self._stepping = _take_over_optimizers(self.reducer.module_watch.parameters)
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,10 +36,13 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.double_backward import GraphKeeper
+from ddp.data_parallel.explaining.explain import Explained
 from ddp.data_parallel.module_watch import ModuleWatch
+from ddp.data_parallel.planning.bucket_planner import BucketPlanner
+from ddp.data_parallel.planning.step_timer import Moment
 from ddp.data_parallel.status_errors import describe_failure, numbers_differ, peers_failed, weights_differ
 from ddp.data_parallel.unfrozen import average_unfrozen
-from ddp.errors import BackwardError, CheckpointError, UnsupportedError
+from ddp.errors import BackwardError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.torch_internals import (
     call_after_backward,
@@ -60,7 +64,8 @@ class Reducer:
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `policy` is set by its maker, before the first gradient.
+    buckets stay views of them. `planner` watches the first steps and may change the buckets. `policy` is set by its
+    maker, before the first gradient.
     Backward passes of one module must not run in two threads at once. Where it is on several devices, the hooks of
     autograd's threads take turns, and all buckets leave at the end of backward.
     """
@@ -76,6 +81,7 @@ class Reducer:
         *,
         sparse: frozenset[str],
         as_views: bool,
+        planner: BucketPlanner | None = None,
     ) -> None:
         check_engine()
         self.channel = channel
@@ -92,6 +98,7 @@ class Reducer:
             as_views=as_views,
             own_status=self._own_status,
         )
+        self.planner = planner
         self.has_hook = False
         self.is_closed = False
         self.current: Pass | None = None
@@ -132,28 +139,23 @@ class Reducer:
         self.has_hook = True
         self._schedule.use_hook(hook)
 
-    def plan_state(self) -> dict[str, list[str]]:
+    def plan_state(self) -> dict[str, Any]:
         """The plan in names, to go on with the same buckets after a restart."""
-        return {
-            "order": [self.members[index].name for index in self._schedule.order],
-            "repeated": [self.members[index].name for index in sorted(self._repeated)],
-        }
+        return self._schedule.plan_state()
 
-    def load_plan_state(self, state: Mapping[str, Sequence[str]]) -> None:
+    def load_plan_state(self, state: Mapping[str, Any]) -> None:
         """Plan as `plan_state` says. Every rank must do it, between passes. Raises CheckpointError for other names."""
-        index_of = {member.name: member.index for member in self.members}
-        mine = {self.members[index].name for index in self._schedule.order}
-        if set(state["order"]) != mine:
-            odd = sorted(mine ^ set(state["order"]))[0]
-            raise CheckpointError(
-                f"the checkpoint's buckets are of another model: {odd!r} is trained only "
-                f"{'here' if odd in mine else 'there'}"
-            )
+        self._schedule.check_plan_state(state)
         self.settle()
         self.is_first = False
-        self._repeated = {index_of[name] for name in state["repeated"]}
         self._schedule.end()
-        self._schedule.plan([index_of[name] for name in state["order"]], repeated=self._repeated)
+        self._repeated = self._schedule.load_plan_state(state)
+        if self.planner is not None:
+            self.planner.keep_buckets()
+
+    def explained(self, compression: str | None) -> Explained:
+        """What is known of the model's steps. Raises DdpError if that is too little."""
+        return Explained.of(self._schedule, self.planner, self.channel.group, self.members, compression)
 
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index."""
@@ -219,7 +221,7 @@ class Reducer:
             if current.holds:
                 if index in current.arrived:
                     self._repeated.add(index)  # a parameter in several reentrant checkpoints
-                current.arrived.add(index)
+                current.arrived[index] = perf_counter()
                 return
             transfer = transfer_of[index]
             if index in transfer.taken_early:
@@ -287,9 +289,16 @@ class Reducer:
         self._schedule.begin()
         # The streams of several devices are in step with each other only at the end of backward.
         holds = self.is_first or graphs is not None or problem is not None or self._has_several_devices
+        holds = holds or (self.planner is not None and self.planner.holds)
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
+        self.mark("backward")
         return pass_
+
+    def mark(self, moment: Moment) -> None:
+        """This moment of a step is now, while first steps are timed."""
+        if self.planner is not None and self.planner.timer is not None:
+            self.planner.timer.mark(moment)
 
     def _unfrozen(self) -> list[_Named]:
         return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
@@ -337,6 +346,7 @@ class Reducer:
     @torch.no_grad()
     def finish(self, pass_: Pass) -> None:
         """Start what is left, wait, and put the averages into place; or raise what the ranks' statuses say. Blocks."""
+        self.mark("backward ended")
         try:
             if pass_.graphs is not None:
                 pass_.graphs.set_aside(self.members[index] for index in self.touched)
@@ -347,6 +357,7 @@ class Reducer:
         except BaseException as error:
             self.fail(describe_failure("the end of its backward pass", error))
             raise
+        self.mark("sent")
         try:
             self._conclude(pass_, self._schedule.wait())
         except BaseException:
@@ -391,6 +402,7 @@ class Reducer:
 
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
         """Do what the ranks' statuses say: every rank does the same."""
+        self.mark("arrived")
         if statuses.failed:
             self.is_first = True  # learn anew what becomes ready when
         if pass_.problem is not None:
@@ -410,12 +422,16 @@ class Reducer:
         self._last_absent = frozenset(self._schedule.absent())
         if is_first:
             self._follow_first_pass()
+        elif self._repeated != self._schedule.repeated:
+            self._plan(self._schedule.order)
         if statuses.unfrozen:
             with self.report.waiting("all-reduce of unfrozen parameters"):
                 unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
             self._take_in(unfrozen)
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
+        if self.planner is not None and not is_first:
+            self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
         self.policy.delivered(is_first=is_first)
 
     def drop_gradients(self) -> None:
@@ -439,8 +455,13 @@ class Reducer:
         with self.report.waiting("broadcast of the order of gradients"):
             broadcast_tensors(self.channel.control, [order])
         if order.tolist() != before or self._repeated:
-            self._schedule.end()
-            self._schedule.plan(order.tolist(), repeated=self._repeated)
+            self._plan(order.tolist())
+        if self.planner is not None:
+            self.planner.restart()
+
+    def _plan(self, order: Sequence[int]) -> None:
+        self._schedule.end()
+        self._schedule.plan(order, repeated=self._repeated)
 
     def _take_in(self, unfrozen: Sequence[_Named]) -> None:
         """Reduce these like all others from now on."""
@@ -450,5 +471,6 @@ class Reducer:
         self.members += new
         for member in new:
             self._watch(member)
-        self._schedule.end()
-        self._schedule.plan([*self._schedule.order, *(member.index for member in new)], repeated=self._repeated)
+        self._plan([*self._schedule.order, *(member.index for member in new)])
+        if self.planner is not None:
+            self.planner.restart()

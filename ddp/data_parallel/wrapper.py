@@ -6,10 +6,10 @@ import dataclasses
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
-from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
@@ -30,8 +30,12 @@ from ddp.data_parallel.arguments import (
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.explaining.scaling_report import ScalingReport
+from ddp.data_parallel.explaining.step_report import StepReport
 from ddp.data_parallel.forward_policy import ForwardPolicy, JoinedRankHook, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
+from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
+from ddp.data_parallel.planning.measuring import Measuring
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
@@ -118,7 +122,7 @@ class DistributedDataParallel(TorchSurface):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -133,8 +137,9 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        compression: str | Half | Int8 | PowerSGD | None = None,
+        compression: str | Auto | Half | Int8 | PowerSGD | None = None,
         weight_checksum: bool = False,
+        measure: bool = True,
         stall_timeout_s: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # torch's own constructor is for its reducer
@@ -176,9 +181,12 @@ class DistributedDataParallel(TorchSurface):
         self.compression: Compressor | None = None
         self._weight_checksum = weight_checksum
         self._stall_timeout_s = stall_timeout_s
-        self._limits = bucket_limits(
-            bucket_cap_mb, bucket_cap_mb_list, self.device, is_compressed=compression is not None
+        self._measuring = Measuring.asked(
+            measure, bucket_cap_mb, bucket_cap_mb_list, compression, self.device, init_sync=init_sync
         )
+        fixed = None if compression == "auto" or isinstance(compression, Auto) else compression
+        caps = (bucket_cap_mb, bucket_cap_mb_list, self.device)
+        self._limits = bucket_limits(*caps, is_compressed=fixed is not None)
         self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
         self.bucket_bytes_cap = self._limits.cap_bytes
         self.bucket_bytes_cap_list = list(self._limits.first_caps_bytes) if bucket_cap_mb_list else []
@@ -191,9 +199,10 @@ class DistributedDataParallel(TorchSurface):
                 if init_sync:
                     self._compare(channel, compression)
                     self._equalise(channel, 0, with_buffers=with_buffers)
-                self._attach(channel)
-        if compression is not None:
-            self._use_compression(compression)
+                compressed = bucket_limits(*caps, is_compressed=True)
+                self._attach(channel, self._measuring.planner(channel, parameters, compressed, _method_of(self)))
+        if fixed is not None:
+            self._use_compression(fixed)
 
     def _compare(self, channel: Channel, compression: object) -> None:
         """Raise LayoutMismatchError on every rank if the ranks wrap different modules, or wrap them differently."""
@@ -202,6 +211,7 @@ class DistributedDataParallel(TorchSurface):
             "broadcast_buffers": self.forward_sync_buffers,
             "ignored names": sorted(self.parameters_to_ignore),
             "compression": compression,
+            "measure": self._measuring.is_on,
             "weight_checksum": self._weight_checksum,
         }
         entries = describe(settings, self._named_parameters(), self._named_buffers())
@@ -217,7 +227,7 @@ class DistributedDataParallel(TorchSurface):
     def _new_channel(self) -> Channel:
         return Channel.open(self.process_group, self.device, self._number, stall_timeout_s=self._stall_timeout_s)
 
-    def _attach(self, channel: Channel) -> None:
+    def _attach(self, channel: Channel, planner: BucketPlanner | None = None) -> None:
         """Register hooks on the parameters and get ready to communicate."""
         named = self._named_parameters()
         reducer = Reducer(
@@ -227,6 +237,7 @@ class DistributedDataParallel(TorchSurface):
             self._limits,
             sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
+            planner=planner,
         )
         self._policy = ForwardPolicy(
             reducer,
@@ -409,7 +420,61 @@ class DistributedDataParallel(TorchSurface):
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, self._sync_buffers_as_joined, equalise)
 
+    @property
+    def measurement(self) -> Measurement | None:
+        """What the first steps showed, and what was decided by it; None before that, and where nothing is measured."""
+        planner = None if self._policy is None else self._policy.reducer.planner
+        return None if planner is None else planner.measurement
+
+    @overload
+    def explain(self) -> StepReport: ...
+    @overload
+    def explain(
+        self,
+        *,
+        hosts: int,
+        gpus: int = 1,
+        gbit: float | None = None,
+        latency_us: float | None = None,
+        local_gbyte_s: float | None = None,
+    ) -> ScalingReport: ...
+    def explain(
+        self,
+        *,
+        hosts: int | None = None,
+        gpus: int = 1,
+        gbit: float | None = None,
+        latency_us: float | None = None,
+        local_gbyte_s: float | None = None,
+    ) -> StepReport | ScalingReport:
+        """Say where the time of a step goes, and what other buckets, compression or LocalSGD would change.
+
+        Print what it returns: one screen; `as_dict()` has the same for programs. Call it after some 10 steps, on any
+        rank: it communicates nothing, reads what the ranks agreed on in their first steps and this rank's last 200, and
+        compresses some MB for the cost of that, which takes some 0.1 s. Everything that is not said to be measured is
+        simulated: within 15 % where the link is what a step waits for.
+
+        With `hosts`, the step as it would be on 1 to `hosts` x `gpus` ranks, by models of the backend's all-reduce, as
+        a table with bars, `plot(path)` and `as_dict()`; and what published speed-ups would need of the network, of
+        overlap and of the ranks' spread. `gbit`: what the network of a host carries, in Gbit/s (the bytes of TCP: on
+        Ethernet some 5 % less than its name); by default as measured, where this world has several hosts.
+        `latency_us` of a message between hosts, and `local_gbyte_s` that ranks of a host exchange: as measured.
+
+        Raises DdpError before enough steps, UnsupportedError where nothing is measured (a world of one, devices,
+        `measure=False`, fixed bucket sizes) or a communication hook is not ours, and ArgumentError.
+        """
+        if self._policy is None:
+            raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
+        reducer = self._policy.reducer
+        method = None if self.compression is None else self.compression.name
+        explained = reducer.explained(method)
+        if hosts is None and (gpus, gbit, latency_us, local_gbyte_s) == (1, None, None, None):
+            return explained.report()
+        return explained.scaling(hosts, gpus, gbit, latency_us, local_gbyte_s)
+
     def _use_hook(self, hook: CommHook) -> None:
+        if self._measuring.among and self.compression is None:
+            raise BackwardError('compression="auto" may register a communication hook: leave it out for another one')
         self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
         if self._policy is None:  # a world of one: the hook may still change gradients
             self._attach(self._new_channel())
@@ -420,7 +485,8 @@ class DistributedDataParallel(TorchSurface):
         compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
         self.compression = compressor
         weakref.finalize(self, compressor.close).atexit = False
-        self._use_hook(CommHook(hook, compressor, is_chained=isinstance(compressor, PowerSGDCompressor)))
+        is_chained = isinstance(compressor, PowerSGDCompressor)
+        self._use_hook(CommHook(hook, compressor, is_chained, takes_own=True))
 
     def reduction_state(self) -> dict[str, Any] | None:
         """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
@@ -435,8 +501,10 @@ class DistributedDataParallel(TorchSurface):
         """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
 
         Raises CheckpointError if it does not fit the module. Without compression, nothing happens but
-        a warning that what was owed is lost.
+        a warning that what was owed is lost; with "auto", what was decided before holds again.
         """
+        if self._measuring.among and self.compression is None and self._policy is not None:
+            self._use_compression(state["compression"]["method"])
         if self.compression is None or self._policy is None:
             warnings.warn(
                 "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
@@ -461,3 +529,14 @@ class DistributedDataParallel(TorchSurface):
         self.process_group = checked_group(group, None)
         if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())
+
+
+def _method_of(model: DistributedDataParallel) -> Callable[[str], None]:
+    """Its way to compress, for what may outlive it."""
+    own = weakref.ref(model)
+
+    def compress(name: str) -> None:
+        if (model := own()) is not None:
+            model._use_compression(name)
+
+    return compress

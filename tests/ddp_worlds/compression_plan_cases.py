@@ -77,9 +77,11 @@ class Int8Reference:
         results: State = {}
         for names in plan:
             rounded = []
-            for sent, mine in zip(self.sent, every, strict=True):
+            for rank, (sent, mine) in enumerate(zip(self.sent, every, strict=True)):
                 values = self._rows(names, {name: sent[name] + mine[name] for name in names})
                 rounded.append(self._round(values))
+                own = slice(rank * len(values) // self.size, (rank + 1) * len(values) // self.size)
+                rounded[-1][own] = values[own]  # which does not travel
                 sent.update(in_parts((values - rounded[-1]).flatten(), names))
             average = torch.stack(rounded).sum(0) / self.size + self._rows(names, self.kept)
             delivered = self._round(average)

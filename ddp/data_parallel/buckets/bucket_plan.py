@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -70,12 +71,12 @@ class GradSpec:
         """The dtype on the wire: that of the real and imaginary parts for a complex gradient."""
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
-    @property
+    @cached_property
     def flat_numel(self) -> int:
         numel = torch.Size(self.shape).numel()
         return 2 * numel if self.dtype.is_complex else numel
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.flat_numel * self.flat_dtype.itemsize
 
@@ -127,6 +128,7 @@ def plan_buckets(
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
+    held: dict[tuple[torch.device, torch.dtype], int] = {}  # bytes in each of them
     last: dict[tuple[torch.device, torch.dtype], int] = {}
     caps = iter(limits.first_caps_bytes)
     cap = next(caps, limits.cap_bytes)
@@ -137,7 +139,9 @@ def plan_buckets(
         key = (spec.device, spec.flat_dtype)
         open_.setdefault(key, []).append(spec)
         last[key] = position
-        if sum(member.nbytes for member in open_[key]) >= cap:
+        held[key] = held.get(key, 0) + spec.nbytes
+        if held[key] >= cap:
+            held[key] = 0
             finished.append((position, _bucket(open_.pop(key))))
             cap = next(caps, limits.cap_bytes)
     finished += [(last[key], _bucket(members)) for key, members in open_.items()]

@@ -6,19 +6,29 @@ step status among them, and plans them anew when the order or the parameters cha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from time import perf_counter
+from typing import Any
 
 import torch
 
 from ddp.comm.channel import Channel
 from ddp.comm.small_sum import SmallAdder
-from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan, Member, plan_buckets, spec_of
+from ddp.data_parallel.buckets.bucket_plan import (
+    BucketLimits,
+    BucketPlan,
+    GradSpec,
+    Member,
+    plan_buckets,
+    spec_of,
+)
 from ddp.data_parallel.buckets.comm_hook import CommHook, GradBucket, HookSender
 from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
 from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
 from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, OwnTransfer, Sender, Transfer
+from ddp.errors import CheckpointError
 
 __all__ = ["BucketSchedule"]
 
@@ -41,11 +51,14 @@ class BucketSchedule:
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.order: list[int] = []
+        self.specs: list[GradSpec] = []  # of the gradients, in this order
+        self.repeated: frozenset[int] = frozenset()
         self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
         self._channel = channel
         self._members = members
         self._sparse = [members[index] for index in sorted(sparse)]
-        self._limits = limits
+        self.limits = self._first_limits = limits
+        self.waited_s = 0.0  # for what is on its way, in this pass
         self._as_views = as_views
         self._own_status = own_status
         self._hook: CommHook | None = None
@@ -60,16 +73,10 @@ class BucketSchedule:
 
         Those in `repeated` become ready more than once in a pass: their buckets leave at its end.
         """
-        self._repeated = frozenset(repeated)
-        specs = [spec_of(index, self._members[index].parameter) for index in order]
-        limits = replace(self._limits, own_bytes=None) if self._hook else self._limits
-        plans = plan_buckets(
-            specs,
-            limits,
-            status_numel=HEADER_NUMEL + len(self._members),
-            status_alone=self._hook is not None or any(m.parameter.device.type != "cpu" for m in self._members),
-        )
+        self.repeated = frozenset(repeated)
         self.order = list(order)
+        self.specs = [spec_of(index, self._members[index].parameter) for index in order]
+        plans = self.plans_for(self.limits)
         self._transfers = [self._transfer(index, plan, len(plans)) for index, plan in enumerate(plans)]
         carrier = self._transfers[-1]
         assert isinstance(carrier, FlatTransfer)
@@ -79,7 +86,54 @@ class BucketSchedule:
         for transfer in self._transfers:
             for member in transfer.members:
                 self.transfer_of[member.index] = transfer
-            transfer.hold_back(self._repeated)
+            transfer.hold_back(self.repeated)
+
+    def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
+        """The buckets that limits give, in launch order; nothing changes. `compressed`: as they would be then."""
+        if self._hook is not None and not self._hook.takes_own:
+            limits = dataclasses.replace(limits, own_bytes=None)
+        return plan_buckets(
+            self.specs,
+            limits,
+            status_numel=HEADER_NUMEL + len(self._members),
+            status_alone=compressed
+            or self._hook is not None
+            or any(member.parameter.device.type != "cpu" for member in self._members),
+        )
+
+    def use_limits(self, limits: BucketLimits) -> None:
+        """Close buckets at other sizes from now on. Every rank must do it between passes."""
+        self.limits = limits
+        self.end()
+        self.plan(self.order, self.repeated)
+
+    def plan_state(self) -> dict[str, Any]:
+        """The plan in names and numbers; without sizes where these are what the constructor was given."""
+        state: dict[str, Any] = {
+            "order": [self._members[index].name for index in self.order],
+            "repeated": [self._members[index].name for index in sorted(self.repeated)],
+        }
+        return state if self.limits == self._first_limits else {**state, "limits": dataclasses.asdict(self.limits)}
+
+    def check_plan_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if the plan is of other parameters."""
+        mine = {self._members[index].name for index in self.order}
+        if set(state["order"]) != mine:
+            odd = sorted(mine ^ set(state["order"]))[0]
+            raise CheckpointError(
+                f"the checkpoint's buckets are of another model: {odd!r} is trained only "
+                f"{'here' if odd in mine else 'there'}"
+            )
+
+    def load_plan_state(self, state: Mapping[str, Any]) -> set[int]:
+        """Plan as `plan_state` says; return which gradients become ready more than once."""
+        index_of = {member.name: member.index for member in self._members}
+        if (limits := state.get("limits")) is not None:
+            firsts = tuple(map(int, limits["first_caps_bytes"]))
+            self.limits = BucketLimits(limits["cap_bytes"], firsts, limits["own_bytes"])
+        repeated = {index_of[name] for name in state["repeated"]}
+        self.plan([index_of[name] for name in state["order"]], repeated)
+        return repeated
 
     def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
         members = [self._members[slot.spec.index] for slot in plan.slots]
@@ -97,10 +151,15 @@ class BucketSchedule:
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` reduce the buckets from now on. The step status goes by itself."""
         self._hook = hook
-        self.plan(self.order, self._repeated)
+        self.plan(self.order, self.repeated)
+
+    @property
+    def has_hook(self) -> bool:
+        return self._hook is not None
 
     def begin(self) -> None:
         """Prepare for the gradients of a backward pass."""
+        self.waited_s = 0.0
         for transfer in self._transfers:
             transfer.begin()
 
@@ -160,6 +219,7 @@ class BucketSchedule:
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
+        began = perf_counter()
         for position, transfer in enumerate(transfers, 1):
             assert transfer.work is not None
             what = (
@@ -168,6 +228,7 @@ class BucketSchedule:
                 else "step status at the end of backward"
             )
             self._channel.report.wait(transfer.work, what)
+        self.waited_s += perf_counter() - began
 
     def deliver(self, factor: float) -> None:
         """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""

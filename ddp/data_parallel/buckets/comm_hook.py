@@ -38,12 +38,14 @@ class CommHook:
     """A hook as it was registered: `call(state, bucket)` starts a reduction and returns the future of its result.
 
     `is_chained`: it may start collectives after it has returned, when others are done (PowerSGD does). No other
-    collective of the group may start meanwhile: their order would differ between the ranks.
+    collective of the group may start meanwhile: their order would differ between the ranks. `takes_own`: a large
+    gradient may come to it in the memory where autograd left it; it is no user's, who might keep the bucket.
     """
 
     call: Callable[[Any, Any], _Future]
     state: object
     is_chained: bool
+    takes_own: bool = False
 
 
 class GradBucket:

@@ -163,9 +163,7 @@ class OwnTransfer(Transfer):
     def send(self) -> None:
         buffer = self._buffer
         assert buffer is not None
-        if not buffer.is_contiguous():
-            buffer = buffer.as_strided((buffer.numel(),), (1,))
-        self.work = self._sender.start(buffer)
+        self.work = self._sender.start(buffer.as_strided((buffer.numel(),), (1,)))
 
     def deliver(self, used: Collection[int], factor: float) -> None:
         parameter, buffer = self._member.parameter, self._buffer

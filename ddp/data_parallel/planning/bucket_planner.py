@@ -1,0 +1,207 @@
+"""Decides the buckets of a model, and whether to compress, by its first steps; the same on every rank.
+
+The reducer tells it of every pass. After the first one, which shows the order of gradients, two passes hold their
+buckets back until backward has ended, so that they show when gradients are ready with nothing on the wire; the next two
+run as they are. Then the ranks agree on the slowest of each figure, and all take the decision of rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.channel import Channel
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
+from ddp.data_parallel.planning.choose import Choice, choose
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+from ddp.data_parallel.planning.measure_link import agree
+from ddp.data_parallel.planning.recent_steps import RecentSteps
+from ddp.data_parallel.planning.simulate import buckets_of, simulate
+from ddp.data_parallel.planning.step_record import GradReady, StepRecord
+from ddp.data_parallel.planning.step_timer import StepTimer, StepTimes
+
+__all__ = ["BucketPlanner", "Measurement"]
+
+_HELD_STEPS = 2
+_FREE_STEPS = 2
+
+# What compression must save of a simulated step: it costs exactness, and simulations err.
+_LEAST_SAVING = 0.1
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the first steps showed, the same on every rank: their record, the link, and what was decided by them.
+
+    `step_s` is the time of a step as measured, with the buckets that there were. `choices` are sizes of buckets with
+    their simulated steps without compression, quickest first. `compressed`: for each compression that was considered,
+    its name and the best step with it.
+    """
+
+    record: StepRecord
+    link: LinkCost
+    step_s: float
+    limits: BucketLimits
+    choices: tuple[Choice, ...]
+    compressed: tuple[tuple[str, Choice], ...] = ()
+
+
+class BucketPlanner:
+    """Watches the first steps of the model that `schedule` has the buckets of. Every rank must make it alike.
+
+    `replans`: take the sizes of buckets that leave least exposed. `compressions`: what compression would cost, of those
+    that may be used; `compress` is called with the name of one that pays, on every rank in the same step.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        link: LinkCost,
+        *,
+        replans: bool,
+        compressions: Sequence[CompressionCost] = (),
+        compressed_limits: BucketLimits | None = None,
+        compress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.timer: StepTimer | None = StepTimer()
+        self.measurement: Measurement | None = None
+        self.recent = RecentSteps()  # since the decision
+        self._channel = channel
+        self._link = link
+        self._replans = replans
+        self._compressions = compressions
+        self.compressed_limits = compressed_limits
+        self._compress = compress
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure from the next step on: gradients come in another order, or others do."""
+        self._steps = 0
+        self._held: list[StepTimes] = []
+        self._free: list[StepTimes] = []
+        self._is_missing = False
+        if self.timer is not None:
+            self.timer.end_step({})
+
+    def keep_buckets(self) -> None:
+        """Measure, but change nothing: what a checkpoint says of buckets and compression is to stay."""
+        self._replans, self._compressions = False, ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether buckets of the next pass must wait for the end of backward."""
+        return self.timer is not None and self._steps < _HELD_STEPS
+
+    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
+        """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
+
+        Every rank must call it in the same passes. `has_joined`: this rank had no inputs, so its times do not count.
+        """
+        if self.timer is None:
+            self.recent.ended(schedule.waited_s)
+            return
+        times = self.timer.end_step(arrived)
+        if times is not None and not has_joined:
+            (self._held if self._steps < _HELD_STEPS else self._free).append(times)
+        self._is_missing |= times is None and not has_joined
+        self._steps += 1
+        if self._steps == _HELD_STEPS + _FREE_STEPS:
+            self.timer = None
+            with self._channel.report.waiting("agreement on the sizes of buckets"):
+                self._decide(schedule)
+
+    def _decide(self, schedule: BucketSchedule) -> None:
+        figures = self._agreed(schedule)
+        if figures is None:
+            return
+        record, link, step_s = figures
+        if schedule.has_hook:  # what it holds may be of these buckets
+            self.keep_buckets()
+        choices = choose(record, link, schedule.limits, lambda limits: buckets_of(schedule.plans_for(limits)))
+        now = next(choice for choice in choices if choice.limits == schedule.limits)
+        best = choices[0] if self._replans else now
+        compressed = []
+        for cost in self._compressions:
+            assert self.compressed_limits is not None
+            among = choose(
+                record,
+                link,
+                self.compressed_limits,
+                lambda limits: buckets_of(schedule.plans_for(limits, compressed=True)),
+                compression=cost,
+            )
+            compressed.append((cost.name, among[0]))
+        self.measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
+        compressed.sort(key=lambda pair: pair[1].step.total_s)
+        name = None
+        if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - _LEAST_SAVING):
+            name, best = compressed[0]
+        name, limits = self._of_rank_0(name, best.limits)
+        if limits != schedule.limits:
+            schedule.use_limits(limits)
+        if name is not None and self._compress is not None:
+            self._compress(name)
+
+    def _of_rank_0(self, name: str | None, limits: BucketLimits) -> tuple[str | None, BucketLimits]:
+        """The decision of rank 0: simulation gives the same on all, unless their machines add up otherwise."""
+        names = [cost.name for cost in self._compressions]
+        first, own = limits.first_caps_bytes, limits.own_bytes
+        mine = [
+            -1 if name is None else names.index(name),
+            limits.cap_bytes,
+            -1 if own is None else own,
+            len(first),
+            *first,
+        ]
+        length = torch.tensor([len(mine)], device="cpu")
+        broadcast_tensors(self._channel.control, [length])
+        told = torch.zeros(int(length), dtype=torch.int64, device="cpu")
+        if self._channel.control.rank() == 0:
+            told = torch.tensor(mine, device="cpu")
+        broadcast_tensors(self._channel.control, [told])
+        which, cap, own_bytes, _, *firsts = map(int, told.tolist())
+        return (
+            None if which < 0 else names[which],
+            BucketLimits(cap, tuple(firsts), None if own_bytes < 0 else own_bytes),
+        )
+
+    def _agreed(self, schedule: BucketSchedule) -> tuple[StepRecord, LinkCost, float] | None:
+        """The slowest rank's figures, part by part, and the link as the last one to end backward saw it."""
+        order = schedule.order
+        mine = [float(self._is_missing), *[-math.inf] * (6 + len(order))]
+        held, free = self._held, self._free
+        if held and free and not self._is_missing:
+            # What disturbs a step makes it longer, so the shortest of each part is the best.
+            mine = [
+                0.0,
+                min(t.forward_s for t in held + free),
+                min(t.backward_s for t in held),
+                min(t.other_s for t in held + free),
+                -min(t.sending_s + t.waiting_s for t in held),
+                min(t.backward_s for t in free),
+                min(t.total_s for t in free),
+                *(min((t.ready_s[index] for t in held if index in t.ready_s), default=0.0) for index in order),
+            ]
+        missing, forward_s, backward_s, other_s, wire_s, free_backward_s, step_s, *ready_s = agree(self._channel, mine)
+        if missing or math.isinf(step_s):
+            return None
+        gradients = [
+            GradReady(spec.index, spec.nbytes, spec.dtype, when)
+            for spec, when in zip(schedule.specs, ready_s, strict=True)
+        ]
+        gradients.sort(key=lambda gradient: gradient.ready_s)
+        record = StepRecord(tuple(gradients), forward_s, backward_s, other_s)
+        buckets = buckets_of(schedule.plans_for(schedule.limits))
+        if schedule.has_hook:
+            return record, self._link, step_s
+        link = self._link.corrected(len(buckets), sum(bucket.nbytes for bucket in buckets), -wire_s)
+        delayed_s, overlapped_s = free_backward_s - backward_s, simulate(record, buckets, link).overlapped_s
+        if delayed_s > 0 and overlapped_s > 0:
+            link = dataclasses.replace(link, contention=delayed_s / overlapped_s)
+        return record, link, step_s

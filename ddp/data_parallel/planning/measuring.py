@@ -1,0 +1,87 @@
+"""What is measured of a model, by the arguments of its wrapper, and the planner that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.channel import Channel
+from ddp.compression.compressors import Auto, Half, Int8, PowerSGD
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.data_parallel.planning.bucket_planner import BucketPlanner
+from ddp.data_parallel.planning.measure_compression import measure_compression
+from ddp.data_parallel.planning.measure_link import measure_link
+from ddp.errors import ArgumentError
+from ddp.torch_internals import sums_in_rank_order
+
+__all__ = ["Measuring"]
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured of a model: the same on every rank.
+
+    `is_on`: the link when it is wrapped, and its first steps. `plans`: whether the sizes of buckets follow from that;
+    "exact" means only where the averages stay the same to the bit. `among`: compressions that may be used if they pay.
+    """
+
+    is_on: bool = False
+    plans: Literal["yes", "no", "exact"] = "no"
+    among: tuple[str, ...] = ()
+
+    @staticmethod
+    def asked(
+        measure: bool,
+        cap_mb: float | Literal["auto"] | None,
+        caps_mb: Sequence[float] | None,
+        compression: str | Auto | Half | Int8 | PowerSGD | None,
+        device: torch.device,
+        *,
+        init_sync: bool,
+    ) -> Measuring:
+        """What the arguments of a wrapper ask for. Raises ArgumentError if they contradict each other."""
+        auto = Auto() if compression == "auto" else compression if isinstance(compression, Auto) else None
+        if not measure and (cap_mb == "auto" or auto is not None):
+            what = 'bucket_cap_mb="auto"' if cap_mb == "auto" else 'compression="auto"'
+            raise ArgumentError(f"measure=False, but {what} decides by measurement: leave one of them out")
+        if cap_mb == "auto" or auto is not None:
+            plans: Literal["yes", "no", "exact"] = "yes" if cap_mb == "auto" else "no"
+            return Measuring(device.type == "cpu", plans, () if auto is None else tuple(auto.among))
+        is_on = measure and init_sync and cap_mb is None and not caps_mb and device.type == "cpu"
+        return Measuring(is_on, "exact" if is_on and compression is None else "no")
+
+    def planner(
+        self,
+        channel: Channel,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        compressed_limits: BucketLimits,
+        compress: Callable[[str], None],
+    ) -> BucketPlanner | None:
+        """Measure the link, and compression where that may come; None if nothing is measured.
+
+        Every rank must call it; blocks.
+        """
+        if not self.is_on:
+            return None
+        trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+        device = trained[0].device
+        return BucketPlanner(
+            channel,
+            measure_link(channel, device),
+            replans=self.plans == "yes" or (self.plans == "exact" and _are_exact(channel.group, device)),
+            compressions=measure_compression(channel, self.among, trained, compressed_limits.cap_bytes),
+            compressed_limits=compressed_limits,
+            compress=compress,
+        )
+
+
+def _are_exact(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether sums have the same bits whatever travels together: two numbers have one sum.
+
+    With more ranks, the order of a ring's additions depends on where in its tensor a number is.
+    """
+    return group.size() <= 2 or sums_in_rank_order(group, device)

@@ -1,0 +1,162 @@
+"""`model.explain()`: its figures add up, fit on a screen and into JSON, and one rank may ask alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from ddp_worlds.nursery import Nursery
+
+from ddp.compression.compressor import RehearsalGroup
+from ddp.compression.compressors import PowerSGD, named
+from ddp.data_parallel.explaining.step_report import StepReport, explain_step
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+from ddp.data_parallel.planning.recent_steps import RecentSteps
+from ddp.data_parallel.planning.simulate import Bucket
+from ddp.data_parallel.planning.step_record import GradReady, StepRecord
+
+MB = 1_000_000
+SLOW, FAST = LinkCost(2, 1e-3, 1e-7), LinkCost(2, 1e-5, 1e-11)
+INT8 = CompressionCost("int8", 0.25, 1e-10, 1e-10)
+
+
+def explained(cost: LinkCost, sizes_mb: tuple[float, ...] = (1, 1, 1, 1), **given: object) -> StepReport:
+    """A backward pass of 80 ms whose gradients are ready one after the other."""
+    nbytes = [int(size * MB) for size in sizes_mb]
+    ready = [0.08 * at / len(nbytes) for at in range(1, len(nbytes) + 1)]
+    gradients = [GradReady(i, n, torch.float32, t) for i, (n, t) in enumerate(zip(nbytes, ready, strict=True))]
+    arguments = {
+        "backend": "gloo",
+        "step_times_s": [0.5, 0.6, 0.7],
+        "compute_times_s": [0.1, 0.11, 0.12],
+        "plans": {"one bucket": [Bucket(tuple(range(len(nbytes))), sum(nbytes))]},
+        "compression": None,
+        "compressed_buckets": [Bucket((i,), n) for i, n in enumerate(nbytes)],
+        "compressions": [INT8],
+    }
+    return explain_step(
+        StepRecord(tuple(gradients), forward_s=0.04, backward_s=0.08, other_s=0.01),
+        cost,
+        [Bucket((i,), n) for i, n in enumerate(nbytes)],
+        **{**arguments, **given},
+    )
+
+
+def test_what_was_exposed_is_explained_to_the_last_second() -> None:
+    report = explained(SLOW)
+    causes = report.exposed
+    assert causes.latency_s + causes.last_s + causes.queued_s == pytest.approx(report.step.exposed_s)
+    assert causes.last_s == pytest.approx(0.1)  # 1 MB
+    assert causes.queued_s == pytest.approx(0.24)  # of 300 ms for three, 60 ms passed beside backward
+    assert causes.latency_s == pytest.approx(0.004)
+    assert report.step.total_s == pytest.approx(0.13 + 0.344)
+
+
+def test_a_fast_link_exposes_only_the_last_bucket() -> None:
+    report = explained(LinkCost(2, 0.0, 1e-9))
+    assert (report.exposed.last_s, report.exposed.queued_s) == (pytest.approx(0.001), pytest.approx(0.0))
+
+
+def test_the_measured_step_is_a_median_and_stragglers_are_what_the_slowest_computes_more() -> None:
+    report = explained(SLOW)
+    assert (report.measured_step_s, report.measured_steps) == (0.6, 3)
+    assert report.behind_slowest_s == pytest.approx(0.13 - 0.11)
+
+
+def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_is_fast() -> None:
+    slow, fast = (
+        {way.title: way for way in explained(cost, compressions=[CompressionCost("int8", 0.25, 1e-8, 1e-8)]).ways}
+        for cost in (SLOW, FAST)
+    )
+    assert slow["int8"].gain > 0.4
+    assert fast["int8"].gain < 0
+    assert slow["LocalSGD, every=8"].step_s == pytest.approx(0.13 + (1e-3 + 0.4) / 8)
+    assert 0 <= fast["LocalSGD, every=8"].gain < 0.01
+
+
+def test_of_a_compressed_step_the_way_without_compression_is_told() -> None:
+    report = explained(SLOW, compression=INT8)
+    assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
+    assert report.ways[0].gain < 0
+    assert "gloo, int8" in str(report)
+
+
+def test_one_bucket_costs_what_cannot_overlap() -> None:
+    (one,) = explained(SLOW).plans
+    assert one.step_s == pytest.approx(0.13 + 0.401)
+    assert one.gain < 0
+
+
+@pytest.mark.parametrize("cost", [SLOW, FAST, LinkCost(512, 0.02, 3e-6, 1.5), LinkCost(2, 0.0, 0.0)])
+@pytest.mark.parametrize("compression", [None, INT8])
+def test_every_line_fits_the_screen(cost: LinkCost, compression: CompressionCost | None) -> None:
+    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MB", "quickest")}
+    methods = [CompressionCost(name, 0.5, 1e-9, 1e-9) for name in ("bf16", "int8", "powersgd")]
+    sizes = (0.001, 50, 50, 250, 0.1)
+    report = explained(cost, sizes, compression=compression, compressions=methods, plans=plans)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80, report
+    assert len(lines) <= 24, report
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_what_the_model_does_not_explain_is_said() -> None:
+    report = explained(SLOW)
+    missing_ms = 1e3 * (report.measured_step_s - report.step.total_s)
+    (line,) = [line for line in str(report).splitlines() if "unexplained" in line]
+    assert f"{missing_ms:.1f} ms" in line
+    assert "unexplained" not in str(explained(SLOW, step_times_s=[0.1]))
+
+
+def test_steps_are_timed_and_pauses_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 2.0, 3.5, 13.5, 14.5])
+    monkeypatch.setattr("ddp.data_parallel.planning.recent_steps.perf_counter", lambda: next(clock))
+    steps = RecentSteps()
+    assert steps.times_s() == ([], [])
+    for waited_s in (0.0, 0.25, 0.25, 0.5, 0.5, 0.5):
+        steps.ended(waited_s)
+    assert steps.times_s() == ([1.0, 1.0, 1.5, 1.0], [0.75, 0.75, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("bf16", 0.5), ("fp16", 0.5), ("int8", 0.252), ("powersgd", 0.0157)])
+def test_a_rehearsal_takes_the_bytes_that_would_leave_and_time(name: str, ratio: float) -> None:
+    class OneGradient:
+        flat = torch.randn(128 * 128, generator=torch.Generator().manual_seed(0))
+        index, is_last = staticmethod(lambda: 0), staticmethod(lambda: True)
+        buffer = staticmethod(lambda: OneGradient.flat)
+        gradients = parameters = staticmethod(lambda: [OneGradient.flat.view(128, 128)])
+
+    method = PowerSGD() if name == "powersgd" else named(name)
+    compressor = method.compressor(RehearsalGroup(4), None)
+    rehearsal = compressor.rehearse(OneGradient())
+    assert rehearsal.wire_bytes == pytest.approx(ratio * OneGradient.flat.nbytes, rel=0.02)
+    assert rehearsal.before_s > 0
+    compressor.close()
+
+
+def test_a_world_of_one_has_nothing_to_explain(nursery: Nursery) -> None:
+    nursery.run(1, "ddp_worlds.explain_cases:asks_alone")
+
+
+def test_what_is_lacking_is_said_to_the_rank_that_asks(nursery: Nursery) -> None:
+    nursery.run(2, "ddp_worlds.explain_cases:says_what_it_lacks")
+
+
+def test_one_rank_asks_alone_and_gets_a_screen_and_json(nursery: Nursery) -> None:
+    found, other = nursery.run(2, "ddp_worlds.explain_cases:explains_to_one_rank")
+    assert other == {}
+    assert list(found) == ["none", "bf16", "int8", "powersgd"]
+    for method, reports in found.items():
+        for text, held in reports:
+            assert max(map(len, text.splitlines())) <= 80, text
+            assert len(text.splitlines()) <= 24, text
+            json.dumps(held, allow_nan=False)
+        (_, step), (_, scaling) = reports
+        assert step["compression"] == method
+        assert step["step_s"] == pytest.approx(step["compute_s"] + step["delayed_s"] + step["exposed_s"])
+        assert sum(step["exposed_by"].values()) == pytest.approx(step["exposed_s"])
+        titles = {way["title"] for way in step["other_ways"]}
+        assert titles >= {"LocalSGD, every=8"} | ({"bf16", "int8", "powersgd"} - {method})
+        assert [each["ranks"] for each in scaling["steps"]] == [1, 2, 4, 8]
+        assert scaling["backend"] == "gloo"

@@ -1,0 +1,243 @@
+"""What the ranks of a test world do whose wrappers decide by measurement. The figures that decide are set by the cases.
+
+Measured ones would be those of a busy machine; that decisions follow from figures is tested without ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp
+from ddp.compression.compressors import Auto
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.data_parallel.planning import bucket_planner, measuring
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+
+STEPS = 9  # the buckets change after the fifth
+SMALL = BucketLimits(cap_bytes=1 << 10, first_caps_bytes=(256,), own_bytes=4 << 10)
+
+
+class Net(nn.Module):
+    """Not every rank uses all of its parameters; some gradients are large enough to travel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.sometimes = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.sometimes(x) if uses_all else x
+
+
+def wrapped(**options: Any) -> ddp.DistributedDataParallel:
+    torch.manual_seed(7)
+    return ddp.DistributedDataParallel(Net(), **options)
+
+
+def train(model: ddp.DistributedDataParallel, steps: int = STEPS) -> list[torch.Tensor]:
+    """Train, and return a copy of all gradients after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            model(torch.randn(3, 48, generator=generator)).square().mean().backward()
+        uses_all = step % 3 != 0 or dist.get_rank() == 0
+        model(torch.randn(3, 48, generator=generator), uses_all=uses_all).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    return seen
+
+
+def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
+    return model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def rank_0_wants(limits: BucketLimits) -> Iterator[None]:
+    """Let the choice be `limits` on rank 0, and what there is on the others."""
+    choose = bucket_planner.choose
+
+    def choose_these(record: Any, link: Any, current: Any, plan: Any, **options: Any) -> Any:
+        choices = choose(record, link, current, plan, **options)
+        if dist.get_rank():
+            return sorted(choices, key=lambda choice: choice.limits != current)
+        now = next(choice for choice in choices if choice.limits == current)
+        return [bucket_planner.Choice(limits, tuple(plan(limits)), now.step), *choices]
+
+    with mock.patch.object(bucket_planner, "choose", choose_these):
+        yield
+
+
+@contextlib.contextmanager
+def costing(link: LinkCost, compression: tuple[CompressionCost, ...]) -> Iterator[None]:
+    """Let the link and compression cost so much, whatever is measured."""
+    with (
+        mock.patch.object(measuring, "measure_link", return_value=link),
+        mock.patch.object(measuring, "measure_compression", return_value=list(compression)),
+        mock.patch.object(LinkCost, "corrected", lambda self, *_: self),
+    ):
+        yield
+
+
+def plans_change_no_bit(as_views: bool) -> None:
+    fixed = wrapped(gradient_as_bucket_view=as_views, measure=False)
+    planned = wrapped(gradient_as_bucket_view=as_views)
+    with rank_0_wants(SMALL):
+        expected, found = train(fixed), train(planned)
+    assert limits_of(planned) == SMALL
+    assert limits_of(fixed) != SMALL
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(one, other), step
+
+
+def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
+    model = wrapped()
+    train(model, 4)
+    assert model.measurement is None
+    train(model, 1)
+    assert model.measurement is not None
+    record, link = model.measurement.record, model.measurement.link
+    named = dict(model.module.named_parameters())
+    assert record.nbytes == sum(parameter.nbytes for parameter in named.values())
+    ready = [gradient.ready_s for gradient in record.gradients]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] < ready[-1] <= record.backward_s
+    # Those of the last layer are ready first.
+    names = list(named)
+    assert names[record.gradients[0].index].startswith("sometimes")
+    assert names[record.gradients[-1].index].startswith("layers.0")
+    assert min(record.forward_s, record.other_s, model.measurement.step_s) > 0
+    assert link.ranks == 2
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, (repr(model.measurement), limits_of(model)))
+    assert every[0] == every[1]
+    before = model.measurement
+    train(model, 2)
+    assert model.measurement is before
+    reducer: Any = model._policy.reducer  # type: ignore[union-attr]
+    assert reducer.planner.timer is None
+
+
+def with_more_ranks_buckets_change_on_request_only() -> None:
+    plain, asked = wrapped(), wrapped(bucket_cap_mb="auto")
+    initial = limits_of(plain)
+    with rank_0_wants(SMALL):
+        for model in (plain, asked):
+            train(model)
+    assert limits_of(plain) == initial
+    assert plain.measurement is not None  # for explanations
+    assert limits_of(asked) == SMALL
+
+
+def a_rank_that_has_joined_takes_part() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    rank = dist.get_rank()
+    with rank_0_wants(SMALL), model.join():
+        for _ in range(STEPS if rank else 2):
+            model.zero_grad()
+            model(torch.full((2, 48), float(rank))).square().mean().backward()
+    assert limits_of(model) == SMALL
+
+
+def a_failed_step_begins_the_measurement_anew() -> None:
+    model = wrapped()
+    with rank_0_wants(SMALL):
+        train(model, 3)
+        fits = not dist.get_rank()
+        with pytest.raises(ddp.errors.PeerFailedError if fits else RuntimeError):
+            model(torch.ones(2, 48 if fits else 47)).square().mean().backward()
+        train(model, 4)
+        assert model.measurement is None
+        train(model, 1)
+        assert model.measurement is not None
+        assert limits_of(model) == SMALL
+
+
+def _fail(*_: object) -> None:
+    raise AssertionError("not to be called")
+
+
+def nothing_is_measured_where_that_is_not_wanted() -> None:
+    with mock.patch.object(measuring, "measure_link", _fail):
+        for options in ({"bucket_cap_mb": 1}, {"bucket_cap_mb_list": [1, 2]}, {"init_sync": False}, {"measure": False}):
+            model = wrapped(**options)
+            train(model)
+            assert model.measurement is None
+    for options, text in (
+        ({"bucket_cap_mb": "big"}, 'it is a number of MiB, or "auto"'),
+        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave one of them out"),
+        ({"bucket_cap_mb": "auto", "measure": False}, "decides by measurement"),
+        ({"compression": "auto", "measure": False}, "decides by measurement"),
+    ):
+        with pytest.raises(ddp.errors.ArgumentError, match=text):
+            wrapped(**options)
+    with pytest.raises(ddp.errors.ArgumentError, match="one or more of 'fp16', 'bf16', 'int8'"):
+        Auto(among=["powersgd"])
+    with pytest.raises(ddp.errors.LayoutMismatchError, match="measure"):
+        wrapped(measure=dist.get_rank() == 0)
+
+
+CHEAP = CompressionCost("bf16", 0.5, 1e-12, 1e-12)
+DEAR = CompressionCost("int8", 0.25, 1e-3, 1e-3)
+SLOW, QUICK = LinkCost(2, 1e-4, 1e-4), LinkCost(2, 1e-6, 1e-13)
+
+
+def compression_pays_or_is_left_out() -> None:
+    with costing(SLOW, (CHEAP, DEAR)):
+        model = wrapped(compression="auto")
+        with pytest.raises(ddp.errors.BackwardError, match="may register a communication hook"):
+            model.register_comm_hook(None, _fail)  # type: ignore[arg-type]
+        train(model, 5)
+        assert type(model.compression).__name__ == "HalfCompressor"
+        assert model.measurement is not None
+        assert [name for name, _ in model.measurement.compressed] == ["bf16", "int8"]
+        exact = train(wrapped(measure=False))
+        inexact = train(wrapped(compression=Auto(["bf16"])))
+    for step, (one, other) in enumerate(zip(exact, inexact, strict=True)):
+        assert torch.equal(one, other) is (step < 5), step
+        assert float((one - other).norm() / one.norm()) < 0.02
+    with costing(QUICK, (CHEAP,)):
+        model = wrapped(compression="auto")
+        for one, other in zip(exact, train(model), strict=True):
+            assert torch.equal(one, other)
+        assert model.compression is None
+    measured = wrapped(compression="auto")  # with real figures, whatever they say
+    train(measured)
+    assert measured.measurement is not None
+
+
+def a_checkpoint_keeps_what_was_decided() -> None:
+    with costing(SLOW, (CHEAP,)), rank_0_wants(SMALL):
+        model = wrapped(compression="auto", bucket_cap_mb="auto")
+        train(model, 6)
+        state = model.reduction_state()
+        assert state is not None
+        resumed = wrapped(compression="auto", bucket_cap_mb="auto")
+    resumed.load_reduction_state(state)
+    assert type(resumed.compression).__name__ == "HalfCompressor"
+    assert limits_of(resumed) == limits_of(model)
+    train(resumed)
+    assert limits_of(resumed) == limits_of(model)
+
+
+def a_wrapper_that_measures_is_let_go() -> None:
+    model = wrapped(compression="auto")
+    train(model, 2)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
