@@ -1,20 +1,28 @@
 """`python -m launcher.agent [KEY]` is the agent of one host; the key says what may be kept warm for it.
 
-Where something is, an agent forked from that takes its place. `guard ORDERS` and `agent ORDERS` are then its two
-halves (workers/keeper.py).
+Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS` are then the two halves
+of one (workers/keeper.py). Each imports no more than it needs: these are the milliseconds until a run begins.
 """
 
 import sys
 
-words = sys.argv[1:]
-cold = ""
-if len(words) == 1:
-    from launcher.agent.warm.handover import hand_over  # takes a tenth of the time of the rest
+match sys.argv[1:]:
+    case ["guard", orders]:
+        from launcher.agent import guard
 
-    cold = hand_over(words[0])
+        guard.main_lent(orders)
+    case ["agent", orders]:
+        from launcher.agent import main
 
-from launcher.agent.main import main, main_lent  # noqa: E402
+        main.main_lent(orders)
+    case [key]:
+        from launcher.agent.warm.handover import hand_over
 
-if len(words) == 2:
-    main_lent(*words)
-main("".join(words), cold)
+        cold = hand_over(key)
+        from launcher.agent import main
+
+        main.main(key, cold)
+    case _:
+        from launcher.agent import main
+
+        main.main()

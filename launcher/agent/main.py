@@ -31,7 +31,7 @@ from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.warm.folder import NAME_BYTES, prefix_of
+from launcher.agent.warm.folder import prefix_of
 from launcher.agent.warm.surroundings import find_surroundings
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
@@ -79,20 +79,16 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     _serve(parent, run_tag, limits, Warmth(prefix_of(key) if key else "", surroundings, cold=cold))
 
 
-def main_lent(role: str, text: str) -> NoReturn:
-    """Be the guard or the agent, which a process kept warm has forked, with its orders."""
+def main_lent(text: str) -> NoReturn:
+    """Be an agent that a process kept warm has forked, with its orders; the guard has been forked beside it."""
     surroundings = find_surroundings()
-    processes.adopt_orphans()
     processes.raise_file_limit()
     orders = json.loads(text)
     run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
     os.close(orders["limits"])
-    if role == "guard":
-        os._exit(guard(orders["agent"], run_tag, limits))
     os.set_inheritable(orders["control"], False)
-    prefix = os.path.basename(orders["kept"])[: -2 * NAME_BYTES]
     lent = (orders["server"], socket.socket(fileno=orders["control"]))
-    _serve(orders["guard"], run_tag, limits, Warmth(prefix, surroundings, kept=orders["kept"], lent=lent))
+    _serve(orders["guard"], run_tag, limits, Warmth(orders["prefix"], surroundings, kept=orders["kept"], lent=lent))
 
 
 def _serve(parent: int, run_tag: RunTag, limits: Limits, warmth: Warmth) -> NoReturn:

@@ -165,6 +165,7 @@ def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
     """
     from launcher.check.command import run_check
 
+    options = replace(options, keep_warm=None)
     if not options.command:
         options = replace(options, command=("ddp.comm.allreduce_speed",), module=True, no_python=False)
     request = read_request(options)

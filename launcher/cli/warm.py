@@ -7,15 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.check.link import HostLink
-from launcher.errors import HostError
+from launcher.errors import HostError, UsageError
 from launcher.hosts.folding import lines_by_reason
-from launcher.hosts.host import Host
+from launcher.hosts.host import Host, HostKind
 from launcher.job.orders import mismatch, prepare
 from launcher.output.text import count, printable, size, table
 from launcher.output.warm import local_time, options_for
@@ -25,6 +25,7 @@ from launcher.transport.connect import Connector, warm_key
 __all__ = ["run_warm"]
 
 KEEP_S = 600.0
+FINISH_S = 5.0
 _PROGRAM = "launcher.agent.warm.answers"
 
 
@@ -38,17 +39,28 @@ def run_warm(spec: JobSpec, *, start: bool, stop: bool, as_json: bool, say: Call
     """Do one of the three on all hosts of a run; return 0, or 1 if a host could not. Blocks."""
     spec = replace(spec, keep_warm_s=spec.keep_warm_s or KEEP_S) if start else spec
     deadline = time.monotonic() + spec.start_timeout_s
-    answers = {host.name: _Answer() for host in spec.hosts}
+    if any(host.kind is HostKind.JOINED for host in spec.hosts):
+        raise UsageError("nodes on which the command is typed cannot be reached from here; type dtrain warm there")
+    # Simulated hosts share a folder, in which each has its own.
+    hosts = [host for host in spec.hosts if start or host.part == 0]
+    answers = {host.name: _Answer() for host in hosts}
     connector = Connector(spec, module=_PROGRAM)
     word = "start" if start else "stop" if stop else "list"
     threads = [
-        threading.Thread(target=_ask, args=(spec, host, connector, word, deadline, answers[host.name]), daemon=True)
-        for host in _each_machine_once(spec.hosts, start=start)
+        threading.Thread(
+            target=_ask,
+            args=(spec, host, connector, word, deadline, answers[host.name]),
+            name=host.name,
+            daemon=True,
+        )
+        for host in hosts
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline + 5.0 - time.monotonic()))
+        thread.join(max(0.0, deadline + FINISH_S - time.monotonic()))
+        if thread.is_alive():
+            answers[thread.name].problem = "did not answer in time; see --start-timeout-s"
     connector.close()
     problems = {host: answer.problem for host, answer in answers.items() if answer.problem}
     if as_json:
@@ -59,11 +71,6 @@ def run_warm(spec: JobSpec, *, start: bool, stop: bool, as_json: bool, say: Call
     for line in lines_by_reason(problems):
         say(line)
     return 1 if problems else 0
-
-
-def _each_machine_once(hosts: Sequence[Host], *, start: bool) -> Sequence[Host]:
-    """Simulated hosts share a folder, in which each has its own."""
-    return hosts if start else [host for host in hosts if host.part == 0]
 
 
 def _ask(spec: JobSpec, host: Host, connector: Connector, word: str, deadline: float, answer: _Answer) -> None:

@@ -37,7 +37,7 @@ def hand_over(key: str) -> str:
                 try:
                     connection = folder.connect(name, ANSWER_S)
                     if connection is not None:
-                        why_not = why_not or _offer(connection)
+                        why_not = why_not or _offer(connection, own)
                 except WarmError as error:
                     why_not = why_not or str(error)
     except WarmError as error:
@@ -50,18 +50,18 @@ def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-def _offer(connection: socket.socket) -> str:
+def _offer(connection: socket.socket, prefix: str) -> str:
     """Hand over if the process says that it fits, else return why not."""
     from launcher.agent.warm.surroundings import find_surroundings
 
     with connection:
         answer = ask(connection, "check", surroundings=find_surroundings())
         if not answer["reason"]:
-            _hand_over(connection)
+            _hand_over(connection, prefix)
         return str(answer["reason"])
 
 
-def _hand_over(connection: socket.socket) -> NoReturn:
+def _hand_over(connection: socket.socket, prefix: str) -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # as a guard does
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
@@ -71,7 +71,7 @@ def _hand_over(connection: socket.socket) -> NoReturn:
     connection.settimeout(None)
     status = 1
     try:
-        order = json.dumps({"ask": "run", "cores": cores}).encode()
+        order = json.dumps({"ask": "run", "cores": cores, "prefix": prefix}).encode()
         socket.send_fds(connection, [order], [environ, 0, 1, 2])
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):

@@ -129,6 +129,7 @@ def _send(control: socket.socket, answer: dict[str, Any]) -> None:
 def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
     """Say whether what is imported is what a script of a later run imports now, and what that depended on."""
     os.chdir(order["cwd"])
+    importlib.invalidate_caches()  # of what the user's folders held then
     now = preload.find_preloads(order["kind"], order["target"], _OWN_ROOT)
     reason = ""
     if (now.imports, now.imports_dynamo) != (found.imports, found.imports_dynamo):

@@ -212,7 +212,7 @@ class Keeper:
                 self._answer(connection, {"runs": len(self._runs)})
             case "run" if len(descriptors) == 4 and isinstance(order.get("cores"), list):
                 self._waiting.remove(connection)
-                return self._run(connection, order["cores"], descriptors)
+                return self._run(connection, order["cores"], {"prefix": order.get("prefix")}, descriptors)
             case _:  # of no sense
                 self._lost(connection)
         return None
@@ -231,12 +231,14 @@ class Keeper:
         names = sorted(name for name in mine.keys() | surroundings.keys() if mine.get(name) != surroundings.get(name))
         return f"not the same as then: {names[0]}" if names else ""
 
-    def _run(self, connection: socket.socket, cores: Sequence[int], descriptors: Sequence[int]) -> socket.socket | None:
+    def _run(
+        self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
+    ) -> socket.socket | None:
         """Fork guard, agent and fork server of a run; return in the last of them: its control."""
         environ, *streams = descriptors
         limits = os.memfd_create("limits")
         os.write(limits, _LIMITS)
-        orders: dict[str, Any] = {"run_tag": os.urandom(16).hex(), "limits": limits, "kept": self._path}
+        orders = {**said, "run_tag": os.urandom(16).hex(), "limits": limits, "kept": self._path}
         pid = os.fork()
         if pid:
             os.close(limits)

@@ -49,7 +49,9 @@ _READ_BY_LIBRARIES = (
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "MIOPEN_", "CCL_", "UCX_",
     "FI_", "TF_", "XLA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LANG", "LC_", "TZ",
 )  # fmt: skip
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(?:_|$)", re.IGNORECASE
+)
 
 
 def _why_not_script(path: str) -> str:
@@ -283,7 +285,8 @@ class ForkServer:
         """Say which variable is not what the imports found, if it may matter to them; empty if there is none."""
         names = {name for name, _ in env.items() ^ self._env.items()}
         if self._read is not None:
-            names = {name for name in names if name in self._read or name.startswith(_READ_BY_LIBRARIES)}
+            by_libraries = {name for name in names if name.startswith(_READ_BY_LIBRARIES) and not _SECRET.search(name)}
+            names = names & self._read | by_libraries
         differing = sorted(name for name in names if not name.startswith(_PER_WORKER))
         return f"{differing[0]} is not what the fork server has" if differing else ""
 
