@@ -48,7 +48,7 @@ def find_surroundings() -> dict[str, str]:
     found["GPUs"] = " ".join(
         [*_listing("/dev", _DEVICES), *_listing("/dev/dri", _DEVICES), _text("/proc/driver/nvidia/version")]
     )
-    found["interpreter"] = f"{sys.executable} {sys.version} {sys.prefix} {sys.flags}"
+    found["interpreter"] = f"{sys.executable} {sys.version} {sys.prefix}"
     found["folders of packages (sys.path)"] = "\n".join(path for path in sys.path if path not in ("", "/"))
     folder = Path(__file__).resolve().parents[1] / "workers"
     found["dtrain"] = f"{__version__} {folder} {[os.stat(folder / name).st_mtime_ns for name in _OWN]}"
