@@ -24,9 +24,12 @@ def describe() -> list[dict[str, Any]]:
     return _of_all("", lambda connection: ask(connection, "describe"))
 
 
-def stop(prefix: str = "", *, but: str = "") -> list[int]:
-    """Stop those whose names begin so, but one; return for each by how many runs it is in use, with which it ends."""
-    return _of_all(prefix, lambda connection: int(ask(connection, "stop")["runs"]), but=but)
+def stop(prefix: str = "", *, before: str = "") -> list[int]:
+    """Stop those whose names begin so, or of them those that were there before one of that name.
+
+    Returns for each by how many runs it is in use, with which it ends.
+    """
+    return _of_all(prefix, lambda connection: int(ask(connection, "stop")["runs"]), before=before)
 
 
 def extend(name: str, keep_s: float) -> bool:
@@ -56,14 +59,15 @@ def new_socket(prefix: str) -> Iterator[tuple[str, socket.socket]]:
     raise WarmError("the folder was removed again and again")
 
 
-def _of_all(prefix: str, do: Callable[[socket.socket], T], *, but: str = "") -> list[T]:
-    found = []
+def _of_all(prefix: str, do: Callable[[socket.socket], T], *, before: str = "") -> list[T]:
+    found: list[T] = []
     with Folder.opened() as folder:
-        for name in folder.names(prefix) if folder is not None else ():
-            if name == but:
-                continue
+        if folder is None:
+            return found
+        names = folder.names(prefix)  # the newest first
+        for name in names[names.index(before) + 1 :] if before in names else names:
             try:
-                connection = folder.connect(name, ANSWER_S) if folder is not None else None
+                connection = folder.connect(name, ANSWER_S)
                 if connection is not None:
                     with connection:
                         found.append(do(connection))

@@ -354,7 +354,7 @@ class ForkServer:
                     self._ask(b"k", [request, listening.fileno()])
                 finally:
                     os.close(request)
-            stop(prefix, but=os.path.basename(path))  # which this one replaces
+            stop(prefix, before=os.path.basename(path))  # which this one replaces
         except (OSError, WarmError) as error:
             return f"its process cannot stay: {error}"
         self.pid = None  # no more ours
