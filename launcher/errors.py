@@ -8,6 +8,7 @@ DtrainError                 exit code 1
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
 ├── StreamError             the stream to a host broke, whatever carried it
+├── WarmError               a process that is kept warm cannot be used, or none can be kept
 ├── StoreError              the rendezvous store could not be opened, or was lost
 ├── JoinError               this node, started by hand, could not take part in the run (transport/tcp/dial.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
@@ -25,6 +26,7 @@ __all__ = [
     "StoreError",
     "StreamError",
     "UsageError",
+    "WarmError",
 ]
 
 
@@ -56,6 +58,10 @@ class HostError(DtrainError):
 
 
 class StreamError(DtrainError):
+    pass
+
+
+class WarmError(DtrainError):
     pass
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 
-PROTOCOL = 8
+PROTOCOL = 9
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -72,6 +72,7 @@ class Prepare(Command):
     target: str = ""
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
+    keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,9 @@ class Bye(Report):
     swept: int
     left: list[str]
     reason: str
+    not_kept: str = ""  # why nothing stays warm there that was to
+    was_warm: bool = False  # its workers were forked from what an earlier run had left
+    cold: str = ""  # why they were not, though there was something
 
 
 # dtrain check, whose examiner says Hello as well

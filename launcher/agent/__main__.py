@@ -1,5 +1,28 @@
-"""`python -m launcher.agent` is the agent of one host."""
+"""`python -m launcher.agent [KEY]` is the agent of one host; the key says what may be kept warm for it.
 
-from launcher.agent.main import main
+Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS` are then the two halves
+of one (workers/keeper.py). Each imports no more than it needs: these are the milliseconds until a run begins.
+"""
 
-main()
+import sys
+
+match sys.argv[1:]:
+    case ["guard", orders]:
+        from launcher.agent import guard
+
+        guard.main_lent(orders)
+    case ["agent", orders]:
+        from launcher.agent import main
+
+        main.main_lent(orders)
+    case [key]:
+        from launcher.agent.warm.handover import hand_over
+
+        cold = hand_over(key)
+        from launcher.agent import main
+
+        main.main(key, cold)
+    case _:
+        from launcher.agent import main
+
+        main.main()

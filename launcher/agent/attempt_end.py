@@ -33,7 +33,9 @@ class AttemptEnd:
         signum: int,
         kill_at: float,
     ) -> None:
-        self.final = False  # no attempt follows: the store's process and the fork server are ended as well
+        self.final = (
+            False  # no attempt follows: the store's process is ended as well, and the fork server if it is not to stay
+        )
         self._attempt = attempt
         self._run_tag = run_tag
         self._store_process = store_process
@@ -85,7 +87,8 @@ class AttemptEnd:
         killed = [None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)]
         if self.final:
             killed.append(self._store_process.kill())
-            killed.append(self._fork_server.kill())
+            if not self._fork_server.stays:
+                killed.append(self._fork_server.kill())
         kept = [self._store_process.pid, self._fork_server.pid]
         spare = [pid for pid in (os.getppid(), *killed, *kept) if pid is not None]
         self._sweep = Sweep(

@@ -7,22 +7,32 @@ the controller cannot want it any more: the lease is over, or the controller's e
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
 import signal
 import time
 from functools import partial
+from typing import NoReturn
 
 from launcher.agent.lease import Limits
 from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 
-__all__ = ["guard", "reap"]
+__all__ = ["guard", "main_lent", "reap"]
 
 BLIND_S = 5.0  # so long after the controller's end it should have noticed
 LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
+
+
+def main_lent(text: str) -> NoReturn:
+    """Be the guard of an agent that a process kept warm has forked, with its orders."""
+    processes.adopt_orphans()
+    orders = json.loads(text)
+    run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
+    os._exit(guard(orders["agent"], run_tag, limits))
 
 
 def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:

@@ -26,10 +26,14 @@ class Limits(ctypes.Structure):
     _fields_ = (("lease_end", ctypes.c_double), ("ending_by", ctypes.c_double), ("late_s", ctypes.c_double))
 
     @classmethod
-    def shared(cls) -> Limits:
-        """Return limits that this process shares with those that it forks from now on."""
-        limits = cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
-        limits.lease_end = math.nan
+    def shared(cls, file: int = -1) -> Limits:
+        """Return limits that this process shares with those that it forks from now on, or that map the same file.
+
+        A file has its first limits already, for nobody knows who of them comes last.
+        """
+        limits = cls.from_buffer(mmap.mmap(file, ctypes.sizeof(cls)))
+        if file < 0:
+            limits.lease_end = math.nan
         return limits
 
 

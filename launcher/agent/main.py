@@ -9,6 +9,7 @@ whatever killed it, and ends them.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 from launcher import __version__
 from launcher.agent.attempt import READ_BYTES, Attempt
@@ -29,7 +31,9 @@ from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.workers.warm_start import ForkServer
+from launcher.agent.warm.folder import prefix_of
+from launcher.agent.warm.surroundings import find_surroundings
+from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
@@ -60,20 +64,41 @@ from launcher.protocol import (
 FLUSH_S = 5.0
 
 
-def main() -> None:
+def main(key: str = "", cold: str = "") -> NoReturn:
+    """Be the agent, and in another process its guard. `key`: what may stay warm after the run (transport/connect.py).
+
+    `cold` says why something that is warm already cannot be used.
+    """
+    surroundings = find_surroundings() if key else {}
     processes.adopt_orphans()
     processes.raise_file_limit()
     run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
         os._exit(guard(guarded, run_tag, limits))  # not sys.exit: its teardown would only take time
+    _serve(parent, run_tag, limits, Warmth(prefix_of(key) if key else "", surroundings, cold=cold))
+
+
+def main_lent(text: str) -> NoReturn:
+    """Be an agent that a process kept warm has forked, with its orders; the guard has been forked beside it."""
+    surroundings = find_surroundings()
+    processes.raise_file_limit()
+    orders = json.loads(text)
+    run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
+    os.close(orders["limits"])
+    os.set_inheritable(orders["control"], False)
+    lent = (orders["server"], socket.socket(fileno=orders["control"]))
+    _serve(orders["guard"], run_tag, limits, Warmth(orders["prefix"], surroundings, kept=orders["kept"], lent=lent))
+
+
+def _serve(parent: int, run_tag: RunTag, limits: Limits, warmth: Warmth) -> NoReturn:
     processes.adopt_orphans()
     processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
     for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
         os.environ.pop(secret, None)
     status = 1
     try:
-        status = Agent(run_tag, limits).run()
+        status = Agent(run_tag, limits, warmth).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -83,8 +108,9 @@ def main() -> None:
 class Agent:
     """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
 
-    def __init__(self, run_tag: RunTag, limits: Limits) -> None:
+    def __init__(self, run_tag: RunTag, limits: Limits, warmth: Warmth) -> None:
         self._run_tag = run_tag
+        self._warmth = warmth
         self._limits = limits
         self._guard = os.getppid()
         self._selector = selectors.DefaultSelector()
@@ -95,7 +121,7 @@ class Agent:
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
         self._folder = ""  # for the workers' files, once it is made
-        self._fork_server = ForkServer(run_tag, self._selector)
+        self._fork_server = ForkServer(run_tag, self._selector, warmth)
         self._store_process = StoreProcess(self._fork_server)
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
@@ -348,6 +374,8 @@ class Agent:
         """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
         if self._reason is None:
             self._reason = reason
+        if reason:
+            self._fork_server.stays = False
         self._limits.ending_by = self._kill_at(signum) + ENDS_WITHIN_S
         if self._leftovers is not None:
             self._leftovers.hurry()
@@ -385,9 +413,20 @@ class Agent:
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
             self._store_process.kill()  # if it was to be kept when the ending began
+            not_kept = self._keep_warm()
             self._fork_server.kill()
-            self._writer.send(Bye(swept=swept, left=self._left, reason=self._reason))
+            bye = Bye(swept=swept, left=self._left, reason=self._reason, not_kept=not_kept)
+            self._writer.send(replace(bye, was_warm=self._fork_server.was_warm, cold=self._fork_server.cold))
             self._done = True
+
+    def _keep_warm(self) -> str:
+        """Have the fork server stay if that was asked for; return why it does not."""
+        prepared = self._prepared
+        if prepared is None or not prepared.keep_warm_s:
+            return ""
+        if not self._fork_server.stays or self._left:
+            return self._fork_server.why_not or "the run did not end in good order"
+        return self._fork_server.keep(prepared)
 
     def _close_attempt(self) -> None:
         if self._attempt is not None:

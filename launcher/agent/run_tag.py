@@ -40,8 +40,8 @@ class RunTag:
         self._workers = 0
 
     @classmethod
-    def new(cls) -> RunTag:
-        value = os.urandom(16).hex()
+    def new(cls, value: str = "") -> RunTag:
+        value = value or os.urandom(16).hex()
         return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"))
 
     def number_worker(self) -> int:

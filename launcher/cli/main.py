@@ -13,8 +13,8 @@ import click
 from launcher import __version__
 from launcher.cli.config_file import Group
 from launcher.cli.options import Options, takes_options
-from launcher.cli.request import read_request
-from launcher.errors import DtrainError
+from launcher.cli.request import check_here, read_request
+from launcher.errors import DtrainError, UsageError
 
 _PASS_ON = {"allow_interspersed_args": False}
 
@@ -165,12 +165,37 @@ def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
     """
     from launcher.check.command import run_check
 
+    options = replace(options, keep_warm=None)
     if not options.command:
         options = replace(options, command=("ddp.comm.allreduce_speed",), module=True, no_python=False)
     request = read_request(options)
     for notice in request.notices:
         _complain(notice)
     sys.exit(run_check(request.spec, as_json=as_json, say=_complain, allreduce=not no_allreduce))
+
+
+@cli.command(context_settings=_PASS_ON, short_help="List, start or stop what stays warm between runs.")
+@takes_options
+@click.option("--start", is_flag=True, help="Import SCRIPT's packages on the hosts now, for --keep-warm (10m).")
+@click.option("--stop", is_flag=True, help="Stop all of yours on the hosts.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
+    """List what `dtrain run --keep-warm` has left on the hosts: processes with packages imported, until when.
+
+    Takes every option of `dtrain run`; SCRIPT only with --start. Only processes of this user are seen.
+    """
+    from launcher.cli.warm import run_warm
+
+    if start and stop:
+        raise UsageError("--start and --stop exclude each other")
+    if start and not options.command:
+        raise UsageError("--start needs the script, whose packages are to be imported: dtrain warm --start train.py")
+    if not start:
+        options = replace(options, command=("launcher",), module=True, no_python=False, keep_warm=None)
+    request = read_request(options)
+    if start:
+        check_here(request.spec)
+    sys.exit(run_warm(request.spec, start=start, stop=stop, as_json=as_json, say=_complain))
 
 
 @cli.command(short_help="Show what a bug report needs to say, without secrets.")

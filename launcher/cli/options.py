@@ -152,6 +152,11 @@ class Options:
         default=JobSpec.start_method,
         show_default=True,
     )
+    keep_warm: str | None = _option(
+        "After the run, leave the process from which workers are forked on each host for this time without use. Later "
+        "runs find it by themselves; with --keep-warm the time starts anew. See dtrain warm.",
+        "10m|90s|1h",
+    )
     requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
     ssh_config: str | None = _option(
         "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"

@@ -27,6 +27,7 @@ from launcher.placement.job_spec import (
     SshOptions,
     WorkerCommand,
     new_run_id,
+    parse_duration,
     parse_exports,
     parse_nproc,
 )
@@ -160,6 +161,7 @@ def _spec(
         roles=roles,
         env_for=parse_ecosystems(options.env_for, roles),
         numa_binding=options.numa_binding or "",
+        keep_warm_s=_keep_warm_s(options.keep_warm),
         ssh=SshOptions(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,
             accept_new=options.accept_new_host_keys,
@@ -216,6 +218,13 @@ def _workdir(named: str | None) -> Path:
     if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, "."):
         return Path(shell)
     return current_folder()
+
+
+def _keep_warm_s(text: str | None) -> float:
+    keep_s = 0.0 if text is None else parse_duration(text, "--keep-warm")
+    if keep_s and in_slurm(os.environ):
+        raise UsageError("--keep-warm leaves processes behind, which a SLURM job must not have; leave it out here")
+    return keep_s
 
 
 def _interfaces(text: str | None) -> tuple[str, ...]:

@@ -138,6 +138,7 @@ def _report_end(
     folder: Path | None,
 ) -> None:
     from launcher.output.report import report
+    from launcher.output.warm import warm_lines
 
     spec = request.spec
     if verbosity.error_json is not None:
@@ -159,6 +160,9 @@ def _report_end(
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
         verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
+    for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
+        if not verbosity.quiet:
+            verbosity.say(line)
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
         verbosity.say(text)

@@ -50,6 +50,7 @@ class Fleet:
         self.dropped: set[str] = set()  # no longer wanted: each goes OUT once it has left
         self.left: dict[str, list[str]] = {}  # processes that could not be ended
         self.swept = 0  # processes that outlived their workers and were ended
+        self.byes: dict[str, Bye] = {}  # the last words of each host
         self.timeout_s = timeout_s
         self.lease_s = LEASE * timeout_s
         self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
@@ -242,6 +243,7 @@ class Fleet:
     def said_bye(self, state: HostState, bye: Bye, reason: str) -> list[Command]:
         """Take the end of an agent that has swept its host; `reason` says why it ended."""
         self._take_swept(state, bye)
+        self.byes[state.name] = bye
         if not state.lost_agents:  # otherwise it ended before it could clean up after another
             self._vacate(state)
         return self._left(state, reason)

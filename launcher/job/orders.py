@@ -59,6 +59,7 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[
         target=command.target,
         workers=_likely_workers(spec, host),
         start_method=spec.start_method,
+        keep_warm_s=spec.keep_warm_s,
     )
 
 

@@ -15,7 +15,7 @@ from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Evidence
+from launcher.protocol import Bye, Evidence
 
 __all__ = ["PREEMPTED", "Outcome", "build_outcome", "fails_by_itself"]
 
@@ -47,6 +47,7 @@ class Outcome:
     worker_restarts: int = 0  # of single processes, in all attempts
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
+    warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
 def fails_by_itself(cause: Failure) -> bool:
@@ -104,6 +105,7 @@ def build_outcome(
         duration_s=now - began,
         forked=0 if attempt is None else attempt.forked,
         by_exec=() if attempt is None else tuple(attempt.by_exec),
+        warm=tuple(fleet.byes.items()),
     )
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from launcher.errors import UsageError
-from launcher.hosts.host import Host
+from launcher.hosts.host import Host, HostKind
 from launcher.placement.roles import Roles
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SshOptions",
     "WorkerCommand",
     "new_run_id",
+    "parse_duration",
     "parse_exports",
     "parse_nnodes",
     "parse_nproc",
@@ -115,6 +116,7 @@ class JobSpec:
     signals: tuple[str, ...] = SIGNALS  # that end a run, or show stacks
     numa_binding: str = ""  # one of numa.MODES
     start_method: str = "auto"  # one of START_METHODS
+    keep_warm_s: float = 0.0  # so long what the workers were forked from stays on the hosts after the run
     hosts_script: str | None = None  # a program that says which hosts there are now
     first_attempt: int = 0  # how often the job was started before
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
@@ -159,6 +161,7 @@ class JobSpec:
             )
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
+        self._check_keep_warm()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
         if self.min_hosts > len(self.hosts):
@@ -172,6 +175,28 @@ class JobSpec:
             raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+    def _check_keep_warm(self) -> None:
+        if not self.keep_warm_s:
+            return
+        if not 1 <= self.keep_warm_s <= MAX_WAIT_S:
+            raise UsageError(f"--keep-warm is {self.keep_warm_s:g} s; it must be 1 second or more, {_AT_MOST}")
+        if self.start_method == "exec":
+            raise UsageError("--keep-warm keeps what workers are forked from; --start-method exec forks none")
+        if self.command.kind is CommandKind.PROGRAM:
+            raise UsageError("--keep-warm keeps what Python workers are forked from; --no-python starts none")
+        if any(host.kind is HostKind.SRUN for host in self.hosts):
+            raise UsageError("--keep-warm leaves processes behind, which a SLURM job must not have; leave it out here")
+        if any(host.kind is HostKind.JOINED for host in self.hosts):
+            raise UsageError("--keep-warm is for hosts that dtrain reaches by itself, not for nodes started by hand")
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Read `90s`, `10m`, `1.5h` or a number of seconds. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smh]?)", text)
+    if match is None:
+        raise UsageError(f"{option} is {text!r}; write a time such as 90s, 10m or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def parse_nnodes(text: str | None) -> tuple[int, int] | None:

@@ -6,17 +6,19 @@ local.py, ssh/, srun.py, tcp/.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import JobSpec
+from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
 
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents", "why_not_started"]
+__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents", "warm_key", "why_not_started"]
 
 AGENT = "launcher.agent"
 LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
@@ -31,7 +33,7 @@ class Connector:
     def __init__(self, spec: JobSpec, *, module: str = AGENT, listener: Listener | None = None) -> None:
         self._spec = spec
         self._listener = listener
-        self._command = [spec.python, "-m", module]
+        self._module = module
         self._srun = None
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
@@ -43,14 +45,17 @@ class Connector:
         if host.kind is HostKind.JOINED:
             assert self._listener is not None
             return self._listener.wait(host.name, deadline - LISTENER_S)
+        command = [self._spec.python, "-m", self._module]
+        if self._module == AGENT:
+            command = agent_command(self._spec, host)
         if host.kind is HostKind.SSH:
             from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
-            return connect_ssh(host, self._spec.ssh, self._command, deadline)
+            return connect_ssh(host, self._spec.ssh, command, deadline)
         if host.kind is HostKind.SRUN:
             assert self._srun is not None
-            return self._srun.connect(host, self._command, deadline)
-        return LocalStream(self._command)
+            return self._srun.connect(host, command, deadline)
+        return LocalStream(command)
 
     def close(self) -> None:
         """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
@@ -63,12 +68,21 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 
     Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
     """
-    return {host.name: LocalStream(agent_command(spec)) for host in spec.hosts if not host.remote}
+    return {host.name: LocalStream(agent_command(spec, host)) for host in spec.hosts if not host.remote}
 
 
-def agent_command(spec: JobSpec) -> list[str]:
-    """Return what starts an agent, wherever."""
-    return [spec.python, "-m", AGENT]
+def agent_command(spec: JobSpec, host: Host | None = None) -> list[str]:
+    """Return what starts an agent, wherever; with the host: where something may be kept warm for it."""
+    key = "" if host is None else warm_key(spec, host)
+    return [spec.python, "-m", AGENT, *([key] if key else [])]
+
+
+def warm_key(spec: JobSpec, host: Host) -> str:
+    """Return by what a process is found that was kept warm for this script; empty if none can be."""
+    if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.kind is HostKind.SRUN:
+        return ""
+    words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
+    return f"{host.part}-{crc32(os.fsencode(chr(0).join(words))):08x}"
 
 
 def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:

@@ -1,10 +1,12 @@
 """Start-up beside torchrun: wall time, CPU seconds and memory of whole commands, in turns in one run.
 
-    python scripts/bench/startup.py [--pairs 7] [--workers 2]
+    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh]
 
-Two scripts: one that does nothing, one that does init_process_group("gloo") and a barrier. Ratios are medians over
-pairs of runs next to each other. CPU seconds are those of the command and all that it started and waited for. Memory is
-the largest sum of the proportional share (PSS) of all its processes, sampled in a run of its own.
+Two scripts: one that does nothing, one that does init_process_group("gloo") and a barrier; that one also as a second
+run on what `--keep-warm` has left, on this machine and on an SSH host on loopback. Ratios are medians over pairs of
+runs next to each other. CPU seconds are those of the command and all that it started and waited for, so of a warm run
+those of dtrain alone. Memory is the largest sum of the proportional share (PSS) of all its processes, sampled in a run
+of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from testbed.sshd import SshHosts, find_sshd
 
 SCRIPTS = {
     "does nothing": "",
@@ -41,45 +47,69 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
     parser.add_argument("--workers", type=int, default=2, help="workers of each run [%(default)s]")
+    parser.add_argument("--no-ssh", action="store_true", help="without a host over SSH")
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
-    print(f"{'script':30} {'command':9} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio (wall, CPU)")
-    with tempfile.TemporaryDirectory() as folder:
+    print(f"{'script':30} {'command':12} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio (wall, CPU)")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+        os.environ["XDG_RUNTIME_DIR"] = folder  # where what is kept warm is found
+        lab = None
+        if find_sshd() is not None and not args.no_ssh:
+            lab = at_end.enter_context(SshHosts(Path(folder, "lab"), count=1, env={"XDG_RUNTIME_DIR": folder}))
         for name, text in SCRIPTS.items():
             script = Path(folder, "script.py")
             script.write_text(text)
-            compare(name, script, args.pairs, args.workers, Path(folder))
+            compare(name, script, args.pairs, args.workers, Path(folder), lab if text else None, warm=bool(text))
 
 
-def compare(name: str, script: Path, pairs: int, workers: int, folder: Path) -> None:
+def compare(
+    name: str, script: Path, pairs: int, workers: int, folder: Path, lab: SshHosts | None, *, warm: bool
+) -> None:
     count = str(workers)
     ours = [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), "--nproc-per-node", count]
     theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
-    commands = {"dtrain": [*ours, str(script)], "torchrun": [*theirs, str(script)]}
+    commands = {"torchrun": [*theirs, str(script)], "dtrain": [*ours, str(script)]}
+    kept = ["--keep-warm", "10m", str(script)]
+    if warm:
+        commands["second, warm"] = [*ours, *kept]
+    if lab is not None:
+        there = ["--hosts", lab.names[0], "--ssh-config", str(lab.ssh_config), "-x", "OMP_NUM_THREADS"]
+        commands["warm, ssh"] = [*ours, *there, *kept]
     runs: dict[str, list[Run]] = {command: [] for command in commands}
-    for pair in range(pairs + 1):
-        for command, argv in commands.items():
-            run = measure(argv)
-            if pair:  # the first pair warms the file cache
-                runs[command].append(run)
+    try:
+        for pair in range(pairs + 1):
+            for command, argv in commands.items():
+                # The first of dtrain's must not find what is warm.
+                run = measure(argv, **({"XDG_RUNTIME_DIR": ""} if command == "dtrain" else {}))
+                if pair:  # the first pair warms the file cache
+                    runs[command].append(run)
+    finally:
+        stop = [sys.executable, "-m", "launcher", "warm", "--stop"]
+        subprocess.run(stop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     for command, argv in commands.items():
         wall_s = statistics.median(run.wall_s for run in runs[command])
         cpu_s = statistics.median(run.cpu_s for run in runs[command])
-        peak_mb, agent_mb = memory(argv)
-        agent = f"{agent_mb:9.1f}" if command == "dtrain" else f"{'':9}"
+        memory_mb = agent = ""
+        if command in ("dtrain", "torchrun"):
+            peak_mb, agent_mb = memory(argv)
+            memory_mb, agent = f"{peak_mb:.1f}", f"{agent_mb:.1f}" if command == "dtrain" else ""
         ratio = ""
-        if command == "dtrain":
-            both = list(zip(runs["dtrain"], runs["torchrun"], strict=True))
+        if command != "torchrun":
+            both = list(zip(runs[command], runs["torchrun"], strict=True))
             wall = statistics.median(a.wall_s / b.wall_s for a, b in both)
             cpu = statistics.median(a.cpu_s / b.cpu_s for a, b in both)
             ratio = f"   {wall:.3f}, {cpu:.3f}"
-        print(f"{name:30} {command:9} {wall_s:7.3f} {cpu_s:7.3f} {peak_mb:8.1f} {agent}{ratio}", flush=True)
+        print(f"{name:30} {command:12} {wall_s:7.3f} {cpu_s:7.3f} {memory_mb:>8} {agent:>9}{ratio}", flush=True)
+    if "warm, ssh" in runs:
+        pairs_of = zip(runs["warm, ssh"], runs["second, warm"], strict=True)
+        print(f"{name:30} over SSH: {statistics.median(a.wall_s - b.wall_s for a, b in pairs_of):.3f} s more, warm")
 
 
-def measure(argv: list[str]) -> Run:
-    """Run a command to its end, which must be a good one."""
+def measure(argv: list[str], **also: str) -> Run:
+    """Run a command to its end, which must be a good one; `also` are variables."""
+    env = {**environment(), **also}
     began = time.perf_counter()
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

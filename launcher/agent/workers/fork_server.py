@@ -1,10 +1,11 @@
 """The fork server: a process that has imported what a script needs, and from which the workers of a host are forked.
 
-Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES`, in the
+Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP`, in the
 workers' working directory, with the variables that they share; NAMES are how the names of others begin. Its standard
 input is a socket to the agent. It says whether it is fit to be forked from, and if not, why; then, for every request,
 it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
-beside the descriptors of the new process's streams. It ends with its input, or with the agent.
+beside the descriptors of the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the
+agent may have it stay for later runs (keeper.py).
 
 A process forked here must be what a started one is (bootstrap.py), so this one keeps its hands off: it imports, and
 nothing else. What importing printed is printed again by each worker.
@@ -43,6 +44,7 @@ def _load(name: str) -> ModuleType:
 
 bootstrap = _load("bootstrap")  # which takes this folder out of sys.path
 preload = _load("preload")
+keeper = _load("keeper")
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 _SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
@@ -50,7 +52,9 @@ _ADOPTED_WITHIN_S = 10.0
 _ALL_VARIABLES = "all variables"
 
 
+_OWN_ROOT = os.path.abspath(__file__).rpartition("/launcher/")[0]
 _set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
+_found_by_imports: dict[str, str] = {}  # all variables
 
 
 class _UnfitError(Exception):
@@ -58,12 +62,14 @@ class _UnfitError(Exception):
 
 
 class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it takes no arguments when run
-    """os.environ while packages are imported: notes when one reads what differs between workers."""
+    """os.environ while packages are imported: notes what is read, and when that differs between workers."""
 
     per_worker: tuple[str, ...] = ()
     seen: set[str] = set()  # noqa: RUF012  # one set for the one object there is
+    read: set[str] = set()  # noqa: RUF012
 
     def __getitem__(self, name: str) -> str:
+        self.read.add(name)
         if name.startswith(self.per_worker):
             self.seen.add(name)
         value: str = super().__getitem__(name)
@@ -78,29 +84,66 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
     control = socket.socket(fileno=os.dup(0))
     _open_streams()
-    kind, target, names = sys.argv[1:]
+    kind, target, names, keep = sys.argv[1:]
     _Environ.per_worker = tuple(names.split(","))
     printed = _Printed()
+    packages = keeper.Packages() if keep == "1" else None
     gc.disable()  # it would go through all that the imports make, again and again
     try:
-        _import_packages(kind, target, printed)
-        answer = {"reason": "", "has_torch": "torch" in sys.modules}
+        found = _import_packages(kind, target, printed)
+        answer = {"reason": "", "has_torch": "torch" in sys.modules, "read": [*_Environ.read]}
     except _UnfitError as error:
-        answer = {"reason": str(error), "has_torch": False}
-    control.send(json.dumps(answer).encode())
+        found = None
+        answer = {"reason": str(error), "has_torch": False, "read": []}
+    if packages is not None:
+        packages.imported()
+    _send(control, answer)
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    open_files = [each for each in numbers if each != control.fileno() and os.path.exists(f"/proc/self/fd/{each}")]
     gc.freeze()  # what the imports left behind as well: to look for it takes as long as 20 forks
     gc.enable()
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 8)
         if not word:
             os._exit(0)
-        request, *streams, go = descriptors
-        if _fork(request, streams, go, control):
+        if word == b"f" and _fork(descriptors[0], descriptors[1:-1], descriptors[-1], control):
             break
+        if word == b"c":
+            _send(control, _fits(_read_json(descriptors[0]), found))
+        elif word == b"k" and packages is not None:
+            order, listening = _read_json(descriptors[0]), socket.socket(fileno=os.dup(descriptors[1]))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            descriptors = []
+            _send(control, {"pid": os.getpid()})
+            control.close()
+            imported = [*dict.fromkeys(module.partition(".")[0] for module, _ in found.imports)]
+            control = keeper.Keeper(order, listening, packages, imported, open_files).wait()
         for descriptor in descriptors:
             os.close(descriptor)
     printed.repeat()
     bootstrap.main()
+
+
+def _send(control: socket.socket, answer: dict[str, Any]) -> None:
+    control.send(json.dumps(answer).encode())
+
+
+def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
+    """Say whether what is imported is what a script of a later run imports now, and what that depended on."""
+    os.chdir(order["cwd"])
+    importlib.invalidate_caches()  # of what the user's folders held then
+    now = preload.find_preloads(order["kind"], order["target"], _OWN_ROOT)
+    reason = ""
+    if (now.imports, now.imports_dynamo) != (found.imports, found.imports_dynamo):
+        reason = "the script imports other packages than it has"
+    elif hidden := preload.find_hidden(preload.folder_of(order["kind"], order["target"])):
+        reason = f"a module of the script's folder is named {hidden}, as one that was imported"
+    env, libraries = order["env"], tuple(order["read_by_libraries"])
+    for name in sorted({name for name, _ in env.items() ^ _found_by_imports.items()}):
+        if (name in _Environ.read or name.startswith(libraries)) and not name.startswith(_Environ.per_worker):
+            reason = reason or f"not the same as then: {name}"
+    return {"reason": reason, "has_torch": "torch" in sys.modules, "read": [*_Environ.read]}
 
 
 def _open_streams() -> None:
@@ -131,12 +174,12 @@ def _open_streams() -> None:
         os.close(descriptor)
 
 
-def _import_packages(kind: str, target: str, printed: _Printed) -> None:
-    """Import what the script does, as it would. Raises _UnfitError if workers cannot be forked then."""
+def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
+    """Import what the script does, as it would, and return it. Raises _UnfitError if workers cannot be forked then."""
     if sys.gettrace() is not None or sys.getprofile() is not None or _is_monitored():
         raise _UnfitError("a tracer or profiler runs in it")
     open_before = _open_files()
-    found = preload.find_preloads(kind, target, os.path.abspath(__file__).rpartition("/launcher/")[0])
+    found = preload.find_preloads(kind, target, _OWN_ROOT)
     if not found.imports:
         raise _UnfitError("the script imports no installed package before it does anything")
     variables = dict(os.environ)
@@ -145,16 +188,18 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> None:
         _load_torch_libraries(module for module, _ in found.imports)
         for module, names in found.imports:
             _import(module, names)
-        if found.uses_optimizer and not found.sets_torch and "torch" in sys.modules:
+        if found.imports_dynamo and "torch" in sys.modules:
             _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
     finally:
         os.environ.__class__ = kept
         printed.end()
     changed = {name for name, _ in variables.items() ^ os.environ.items()}
     _set_by_imports.update((name, os.environ.get(name)) for name in changed)
+    _found_by_imports.update(variables)
     _check(open_before)
     if hidden := preload.find_hidden(preload.folder_of(kind, target)):
         raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
+    return found
 
 
 def _load_torch_libraries(modules: Iterable[str]) -> None:

@@ -34,6 +34,11 @@ class Found:
         self.uses_optimizer = False
         self.sets_torch = False  # it names variables of torch, which may be changed before torch reads them
 
+    @property
+    def imports_dynamo(self) -> bool:
+        """Whether it will import torch._dynamo, which may be done before."""
+        return self.uses_optimizer and not self.sets_torch
+
 
 class _EffectError(Exception):
     """A statement that could have an effect: what follows is not read."""

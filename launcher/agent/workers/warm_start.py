@@ -10,25 +10,30 @@ import contextlib
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher.agent.host_facts import find_cores
 from launcher.agent.run_tag import RunTag
+from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.workers.worker import spawn
+from launcher.errors import WarmError
 from launcher.protocol import Prepare, StartWorker
 
-__all__ = ["PROGRAM", "ForkServer"]
+__all__ = ["PROGRAM", "ForkServer", "Warmth"]
 
 PROGRAM = Path(__file__).with_name("fork_server.py")
 _ANSWER_S = 4.0  # a fork takes milliseconds, and the agent does nothing else meanwhile
-_MESSAGE_BYTES = 1 << 12
+_MESSAGE_BYTES = 1 << 16
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST; ast itself takes milliseconds to import
 # How the variables begin that may differ between the workers of a host: libraries read them after their import.
 _PER_WORKER = (
@@ -37,6 +42,16 @@ _PER_WORKER = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_",
     "CROSS_",
 )  # fmt: skip
+# How those begin that C libraries read when they are loaded, or the interpreter at its start. What Python code reads,
+# the fork server notes.
+_READ_BY_LIBRARIES = (
+    "LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "TORCH",
+    "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "MIOPEN_", "CCL_", "UCX_",
+    "FI_", "TF_", "XLA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LANG", "LC_", "TZ",
+)  # fmt: skip
+_SECRET = re.compile(
+    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(?:_|$)", re.IGNORECASE
+)
 
 
 def _why_not_script(path: str) -> str:
@@ -65,15 +80,68 @@ def _imported_names(statement: Any) -> list[str]:
     return []
 
 
+def _why_not(message: Prepare) -> str:
+    """Return why no worker of a run can be forked."""
+    if message.start_method == "exec":
+        return "--start-method is exec"
+    if not message.through:
+        return "there is no fork server"
+    return _why_not_script(os.path.join(message.workdir, message.target)) if message.through == "script" else ""
+
+
+def _what_may_stay(env: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that is to outlive its run: no secrets, and of the run what libraries read."""
+    return {
+        name: value
+        for name, value in env.items()
+        if not _SECRET.search(name) and (name not in exported or name.startswith(_READ_BY_LIBRARIES))
+    }
+
+
+def _in_memory(order: Mapping[str, Any]) -> int:
+    """Return a descriptor of a file in memory with an order in it."""
+    request = os.memfd_create("dtrain-order", os.MFD_CLOEXEC)
+    data = json.dumps(order).encode()
+    while data:
+        data = data[os.write(request, data) :]
+    return request
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """What an agent was started with: how the name of what may stay warm begins, and what must be equal then.
+
+    If it was forked itself from a process that is kept warm: the path of that one's socket, and pid and control of the
+    fork server that it has lent.
+    """
+
+    prefix: str = ""
+    surroundings: Mapping[str, str] = field(default_factory=dict)
+    cold: str = ""  # why something that is warm cannot be used
+    kept: str = ""
+    lent: tuple[int, socket.socket] | None = None
+
+
 class ForkServer:
     """The process of fork_server.py, kept for all attempts of a run. Owned by the agent.
 
     `why_not` says why workers cannot be forked; empty where they can, or while it `is_loading`, which ends in a
     callback of the selector, or in `step`. `pid` is None where there is no such process.
+
+    Where a process kept warm has lent one that does not fit, `cold` says why, and another is started.
     """
 
-    def __init__(self, run_tag: RunTag, selector: selectors.BaseSelector) -> None:
+    def __init__(self, run_tag: RunTag, selector: selectors.BaseSelector, warmth: Warmth) -> None:
         self.pid: int | None = None
+        self.stays = False  # when the agent ends
+        self.was_warm = False  # workers can be forked from what an earlier run has left
+        self.cold = warmth.cold
+        self._warmth = warmth
+        self._was_lent = False
+        self._is_checking = False  # whether the one that was lent fits
+        self._is_filtered = False  # its variables: they may stay
+        self._read: set[str] | None = None  # the variables that its imports read; None: any
+        self._start_one: Callable[[], None] = lambda: None
         self.why_not = "there is no fork server"
         self.has_torch = False
         self.is_loading = False
@@ -86,48 +154,83 @@ class ForkServer:
 
     def prepare(self, message: Prepare, workers: int) -> None:
         """Start the process for so many workers, if those can be forked from one at all."""
+        if self._warmth.lent is not None:
+            self.pid, self._control = self._warmth.lent
+            self._was_lent = True
+        if why_not := _why_not(message):
+            self.kill()
+            self.why_not = why_not
+            return
         target = message.target
         if message.through == "script":
             target = os.path.join(message.workdir, target)
-        if not message.through:
-            return
-        if message.start_method == "exec":
-            self.why_not = "--start-method is exec"
-            return
-        if message.through == "script" and (why_not := _why_not_script(target)):
-            self.why_not = why_not
-            return
         cores, limit = find_cores(message.part, message.parts)
+        cores = cores if message.parts > 1 else ()
         shared = {"OMP_NUM_THREADS": str(max(1, limit // workers)), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
         self._program = (message.through, message.target)
+        self.stays = message.keep_warm_s > 0
+        self._is_filtered = self.stays or self._was_lent
         self._env = {**shared, **os.environ, **self._run_tag.variables}
-        try:
-            self._start(message.through, target, message.workdir, cores if message.parts > 1 else ())
-        except OSError as error:  # the start of the workers will find the same
-            self.why_not = f"its process cannot be started: {error.strerror}"
+        if self._is_filtered:
+            self._env = _what_may_stay({**shared, **os.environ}, message.export)
+        argv = [
+            sys.executable,
+            "-u",
+            str(PROGRAM),
+            message.through,
+            target,
+            ",".join(_PER_WORKER),
+            str(int(self.stays)),
+        ]
+        self._start_one = partial(self._start, argv, message.workdir, cores)
+        if self._control is None:
+            self._start_one()
+        elif self.pid is not None and cores and os.sched_getaffinity(self.pid) != set(cores):
+            self._start_cold("the processors of a simulated host are not what they were")
+        else:
+            self._check({"kind": message.through, "target": target, "cwd": message.workdir, "env": self._env})
 
-    def _start(self, kind: str, target: str, cwd: str, cores: Sequence[int]) -> None:
+    def _start(self, argv: Sequence[str], cwd: str, cores: Sequence[int]) -> None:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             self.pid = spawn(
-                [sys.executable, "-u", str(PROGRAM), kind, target, ",".join(_PER_WORKER)],
-                self._env,
-                cwd=cwd,
-                stdin=theirs.fileno(),
-                stdout=nowhere,
-                stderr=nowhere,
-                cores=cores,
+                argv, self._env, cwd=cwd, stdin=theirs.fileno(), stdout=nowhere, stderr=nowhere, cores=cores
             )
+        except OSError as error:  # the start of the workers will find the same
+            control.close()
+            self.why_not = f"its process cannot be started: {error.strerror}"
+            return
         finally:
             theirs.close()
             os.close(nowhere)
-            if self.pid is None:
-                control.close()
-        control.settimeout(_ANSWER_S)
         self._control = control
-        self._selector.register(control, selectors.EVENT_READ, self._read_answer)
+        self._await_answer()
+
+    def _check(self, order: Mapping[str, Any]) -> None:
+        """Ask the process that was lent whether it fits."""
+        self._is_checking = True
+        request = _in_memory({**order, "read_by_libraries": _READ_BY_LIBRARIES})
+        try:
+            assert self._control is not None
+            socket.send_fds(self._control, [b"c"], [request])
+            self._await_answer()
+        except OSError:
+            self._start_cold("its fork server has ended")
+        finally:
+            os.close(request)
+
+    def _await_answer(self) -> None:
+        assert self._control is not None
+        self._control.settimeout(_ANSWER_S)
+        self._selector.register(self._control, selectors.EVENT_READ, self._read_answer)
         self.why_not, self.is_loading = "", True
+
+    def _start_cold(self, why: str) -> None:
+        """Start a process of our own in place of the one that was lent."""
+        self.cold, self._is_checking = why, False
+        self.kill()
+        self._start_one()
 
     def wait_s(self, duration_s: float) -> None:
         """Note that a worker waits for the imports, and may do so for this long."""
@@ -150,10 +253,15 @@ class ForkServer:
             said = json.loads(self._control.recv(_MESSAGE_BYTES))
         except (OSError, ValueError):  # its end, which is reaped as well
             said = {"reason": "its process has ended", "has_torch": False}
+        if said["reason"] and self._is_checking:
+            self._start_cold(said["reason"])
+            return
         if said["reason"]:
             self.kill(said["reason"])
             return
         self.has_torch = said["has_torch"]
+        self._read = {*said["read"]} if self._is_filtered else None
+        self.was_warm, self._is_checking = self._is_checking, False
         self._end_loading()
 
     def _end_loading(self) -> None:
@@ -171,7 +279,14 @@ class ForkServer:
             return "it runs another program than most"
         if cores:
             return "--numa-binding, for libraries look at their processors when they are imported"
+        return self._differing(env)
+
+    def _differing(self, env: Mapping[str, str]) -> str:
+        """Say which variable is not what the imports found, if it may matter to them; empty if there is none."""
         names = {name for name, _ in env.items() ^ self._env.items()}
+        if self._read is not None:
+            by_libraries = {name for name in names if name.startswith(_READ_BY_LIBRARIES) and not _SECRET.search(name)}
+            names = names & self._read | by_libraries
         differing = sorted(name for name in names if not name.startswith(_PER_WORKER))
         return f"{differing[0]} is not what the fork server has" if differing else ""
 
@@ -192,13 +307,11 @@ class ForkServer:
 
         Raises OSError if it cannot be forked, or if the server does not answer, which is ended then.
         """
-        order = json.dumps({"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd}).encode()
+        request = _in_memory({"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd})
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        request = os.memfd_create("dtrain-start", os.MFD_CLOEXEC)
         go_read, go_write = os.pipe()
         try:
-            os.write(request, order)
-            pid = self._ask([request, nothing if stdin is None else stdin, stdout, stderr, go_read])
+            pid = self._ask(b"f", [request, nothing if stdin is None else stdin, stdout, stderr, go_read])
             if run_tag is not None:
                 run_tag.put_on(number, pid)
             if cores:
@@ -216,10 +329,42 @@ class ForkServer:
                 return self.fork(argv, env, **options)
         return spawn(argv, env, **options)
 
-    def _ask(self, descriptors: Sequence[int]) -> int:
+    def keep(self, message: Prepare) -> str:
+        """Have the process stay when this agent ends, or the one that has lent it; return why it does not.
+
+        It does not unless its imports are done, and it is fit to be forked from.
+        """
+        kept, prefix = self._warmth.kept, self._warmth.prefix
+        if self.is_loading or self.why_not or self._control is None:
+            return self.why_not or "its imports are not done"
+        if "SLURM_JOB_ID" in os.environ:
+            return "the host is in a SLURM job, whose processes end with it"
+        described = {"script": message.target, "interpreter": sys.executable, "workdir": message.workdir}
+        order = {
+            "keep_s": message.keep_warm_s,
+            "surroundings": {**self._warmth.surroundings},
+            "described": described,
+        }
+        try:
+            if kept and not self.cold and extend(os.path.basename(kept), message.keep_warm_s):
+                return ""
+            with new_socket(prefix) as (path, listening):
+                request = _in_memory({**order, "path": path})
+                try:
+                    self._ask(b"k", [request, listening.fileno()])
+                finally:
+                    os.close(request)
+            stop(prefix, before=os.path.basename(path))  # which this one replaces
+        except (OSError, WarmError) as error:
+            return f"its process cannot stay: {error}"
+        self.pid = None  # no more ours
+        self.kill("it stays warm")
+        return ""
+
+    def _ask(self, word: bytes, descriptors: Sequence[int]) -> int:
         assert self._control is not None
         try:
-            socket.send_fds(self._control, [b"f"], descriptors)
+            socket.send_fds(self._control, [word], descriptors)
             pid = int(json.loads(self._control.recv(_MESSAGE_BYTES))["pid"])
         except (OSError, ValueError) as error:
             self.kill("its process does not answer")

@@ -21,6 +21,7 @@ from testbed.processes import Result, run_dtrain, run_program, started_dtrain, w
 from testbed.require import require
 
 from launcher.agent.evidence import find_py_spy
+from launcher.agent.warm.kept import describe, stop
 from launcher.agent.workers.preload import find_preloads
 
 # What a process can find out about itself. numpy stands for a package that takes long to import.
@@ -119,6 +120,30 @@ def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[st
             each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
         assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
     (_, first), (_, second) = forked
+    assert all(first[key] != second[key] for key in first), "workers share what must be random"
+
+
+@pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
+def test_so_is_one_forked_from_what_an_earlier_run_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    write(tmp_path, "look.py", LOOK)
+    look(tmp_path, "fork", "--keep-warm", "5m", "-x", "OF_THE_FIRST=1", *argv)
+    assert [each["runs"] for each in describe()] == [0]
+    before = describe()[0]["pid"]
+    warm = look(tmp_path, "auto", "--keep-warm", "5m", "-x", "OF_THE_SECOND=1", *argv)
+    assert [each["pid"] for each in describe()] == [before]
+    stop()
+    wait_until(lambda: not [*runtime.iterdir()], "it has stopped")
+    started = look(tmp_path, "exec", "-x", "OF_THE_SECOND=1", *argv)
+    for (mine, _), (theirs, _) in zip(warm, started, strict=True):
+        for each in (mine, theirs):
+            each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
+        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
+    (_, first), (_, second) = warm
     assert all(first[key] != second[key] for key in first), "workers share what must be random"
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id, parse_exports, parse_nproc
+from launcher.placement.job_spec import (
+    CommandKind,
+    JobSpec,
+    WorkerCommand,
+    new_run_id,
+    parse_duration,
+    parse_exports,
+    parse_nproc,
+)
 
 HERE = {
     "MY_A": "1",
@@ -169,3 +177,14 @@ def test_what_stays_by_default_travels_when_it_is_named() -> None:
         "CUDA_VISIBLE_DEVICES": "1",
     }
     assert chosen["NCCL_DEBUG"] == "WARN"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), ("0", 0)])
+def test_a_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text, "--keep-warm") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "10x", "-1m", "1e3", "10 m", "nan", "1h30m"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--keep-warm is .*; write a time such as 90s, 10m or 1h"):
+        parse_duration(text, "--keep-warm")

@@ -1,0 +1,92 @@
+"""How a new agent's place is taken by one that is forked from a process kept warm: it hands its streams over.
+
+Called before the agent itself is imported. The process that was started for the agent then only waits: it ends with
+the exit status of the other, and its end is the order to that one to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from typing import Any, NoReturn
+
+from launcher.agent.warm.folder import Folder, prefix_of
+from launcher.errors import WarmError
+
+__all__ = ["ask", "hand_over"]
+
+ANSWER_S = 2.0
+_MESSAGE_BYTES = 1 << 16
+
+
+def hand_over(key: str) -> str:
+    """Hand over to a process that is kept warm and fits, for this script first; does not return then.
+
+    Otherwise return why the newest cannot be used, in words, or an empty string if there is none.
+    """
+    why_not = ""
+    try:
+        with Folder.opened() as folder:
+            if folder is None or _in_job():
+                return ""
+            own = prefix_of(key)
+            others = prefix_of(key.partition("-")[0])
+            for name in sorted(folder.names(others), key=lambda name: not name.startswith(own)):
+                try:
+                    connection = folder.connect(name, ANSWER_S)
+                    if connection is not None:
+                        why_not = why_not or _offer(connection, own)
+                except WarmError as error:
+                    why_not = why_not or str(error)
+    except WarmError as error:
+        return str(error)
+    return why_not
+
+
+def _in_job() -> bool:
+    """Whether this belongs to a job of SLURM, whose processes must stay in it."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def _offer(connection: socket.socket, prefix: str) -> str:
+    """Hand over if the process says that it fits, else return why not."""
+    from launcher.agent.warm.surroundings import find_surroundings
+
+    with connection:
+        answer = ask(connection, "check", surroundings=find_surroundings())
+        if not answer["reason"]:
+            _hand_over(connection, prefix)
+        return str(answer["reason"])
+
+
+def _hand_over(connection: socket.socket, prefix: str) -> NoReturn:
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # as a guard does
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    environ = os.memfd_create("environ", os.MFD_CLOEXEC)
+    os.write(environ, json.dumps(dict(os.environ)).encode())
+    cores = sorted(os.sched_getaffinity(0))
+    connection.settimeout(None)
+    status = 1
+    try:
+        order = json.dumps({"ask": "run", "cores": cores, "prefix": prefix}).encode()
+        socket.send_fds(connection, [order], [environ, 0, 1, 2])
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        os.close(environ)
+        status = json.loads(connection.recv(_MESSAGE_BYTES))["status"]
+    finally:
+        os._exit(status)
+
+
+def ask(connection: socket.socket, question: str, **about: Any) -> dict[str, Any]:
+    """Return the answer of a process kept warm. Raises WarmError if none comes in time."""
+    try:
+        connection.send(json.dumps({"ask": question, **about}).encode())
+        answer: dict[str, Any] = json.loads(connection.recv(_MESSAGE_BYTES))
+    except (OSError, ValueError) as error:
+        raise WarmError("the process kept warm does not answer") from error
+    return answer

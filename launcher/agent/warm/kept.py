@@ -1,0 +1,76 @@
+"""The processes that are kept warm on this host, from outside: listed, given more time, stopped; a place for one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from launcher.agent.warm.folder import NAME_BYTES, Folder
+from launcher.agent.warm.handover import ANSWER_S, ask
+from launcher.errors import WarmError
+
+__all__ = ["describe", "extend", "new_socket", "stop"]
+
+_TRIES = 3  # the last process in the folder may remove it just then
+
+T = TypeVar("T")
+
+
+def describe() -> list[dict[str, Any]]:
+    """Return what each says of itself; one that does not answer is left out. Raises WarmError, as all here."""
+    return _of_all("", lambda connection: ask(connection, "describe"))
+
+
+def stop(prefix: str = "", *, before: str = "") -> list[int]:
+    """Stop those whose names begin so, or of them those that were there before one of that name.
+
+    Returns for each by how many runs it is in use, with which it ends.
+    """
+    return _of_all(prefix, lambda connection: int(ask(connection, "stop")["runs"]), before=before)
+
+
+def extend(name: str, keep_s: float) -> bool:
+    """Have one stay for so long from now on; return whether it does."""
+    return any(_of_all(name, lambda connection: bool(ask(connection, "extend", keep_s=keep_s)["kept"])))
+
+
+@contextmanager
+def new_socket(prefix: str) -> Iterator[tuple[str, socket.socket]]:
+    """Listen under a new name for a while, and give its path; it is removed if that fails. Raises OSError too."""
+    name = f"{prefix}{os.urandom(NAME_BYTES).hex()}"
+    for _ in range(_TRIES):
+        with Folder.opened(make=True) as folder:
+            if folder is None:
+                continue
+            try:
+                listening = folder.bind(name)
+            except FileNotFoundError:
+                continue
+            try:
+                with listening:
+                    yield f"{folder.path}/{name}", listening
+            except BaseException:
+                folder.remove(name)
+                raise
+            return
+    raise WarmError("the folder was removed again and again")
+
+
+def _of_all(prefix: str, do: Callable[[socket.socket], T], *, before: str = "") -> list[T]:
+    found: list[T] = []
+    with Folder.opened() as folder:
+        if folder is None:
+            return found
+        names = folder.names(prefix)  # the newest first
+        for name in names[names.index(before) + 1 :] if before in names else names:
+            try:
+                connection = folder.connect(name, ANSWER_S)
+                if connection is not None:
+                    with connection:
+                        found.append(do(connection))
+            except WarmError:
+                continue
+    return found

@@ -1,0 +1,77 @@
+"""What a process inherits or stands in that a later run must find the same, if it is to use one that was kept warm.
+
+Found by an agent at its start, before it changes anything of itself. Its packages and variables are compared
+elsewhere: workers/keeper.py, workers/warm_start.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+from launcher import __version__
+
+__all__ = ["find_surroundings"]
+
+_OWN = ("fork_server.py", "keeper.py", "preload.py", "bootstrap.py", "warm_start.py", "worker.py")
+_STATUS = {
+    "Uid": "user", "Gid": "group", "Groups": "groups", "Umask": "umask",
+    "SigBlk": "blocked signals", "SigIgn": "ignored signals",
+    "CapInh": "capabilities", "CapPrm": "capabilities", "CapEff": "capabilities",
+    "CapBnd": "capabilities", "CapAmb": "capabilities", "NoNewPrivs": "right to new privileges",
+    "Seccomp": "seccomp filter", "Cpus_allowed_list": "processors that may be used",
+    "Mems_allowed_list": "NUMA nodes that may be used",
+}  # fmt: skip
+# Each login, and each tab of some terminals, has a group of its own, with the limits of the user's.
+_OF_LOGIN = re.compile(r"/(?:session-[^/]*|vte-spawn-[^/]*|app-[^/]*|run-[^/]*)\.scope")
+_DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
+
+
+def find_surroundings() -> dict[str, str]:
+    """Return them by what a report calls them."""
+    found: dict[str, str] = {}
+    for line in _text("/proc/self/status").splitlines():
+        name, _, value = line.partition(":")
+        if name in _STATUS:
+            found[_STATUS[name]] = found.get(_STATUS[name], "") + value.strip() + " "
+    found["resource limits (ulimit)"] = str([resource.getrlimit(number) for number in range(16)])
+    found["niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    found["out-of-memory score"] = _text("/proc/self/oom_score_adj").strip()
+    found["control group"] = _OF_LOGIN.sub("/*.scope", _text("/proc/self/cgroup"))
+    kinds = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+    found["namespaces"] = " ".join(filter(None, map(_namespace, kinds)))
+    root = os.stat("/")
+    found["root folder"] = f"{root.st_dev} {root.st_ino}"
+    found["GPUs"] = " ".join(
+        [*_listing("/dev", _DEVICES), *_listing("/dev/dri", _DEVICES), _text("/proc/driver/nvidia/version")]
+    )
+    found["interpreter"] = f"{sys.executable} {sys.version} {sys.prefix}"
+    found["folders of packages (sys.path)"] = "\n".join(path for path in sys.path if path not in ("", "/"))
+    folder = Path(__file__).resolve().parents[1] / "workers"
+    found["dtrain"] = f"{__version__} {folder} {[os.stat(folder / name).st_mtime_ns for name in _OWN]}"
+    return found
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:  # an older kernel
+        return ""
+
+
+def _listing(folder: str, names: re.Pattern[str]) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if names.fullmatch(name))
+    except OSError:
+        return []
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:  # none there
+        return ""

@@ -1,0 +1,317 @@
+"""What a fork server does when its run is over and it is to stay warm: it waits for runs, and serves them.
+
+Loaded by fork_server.py alone, into its process. To the agent that a later run starts here it lends a new guard, a new
+agent and a new fork server, forked from this process: the first two then execute dtrain's own program, the third is as
+this process was when its imports were done. A later run's processes hold nothing of an earlier one's.
+
+Requests are JSON, each with its answer, on connections whose other end must be of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+_PEER = struct.Struct("3i")  # pid, uid, gid
+_LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as lease.py's Limits begin
+_MESSAGE_BYTES = 1 << 16
+_LOOK_S = 5.0  # a poll does not count the time that the machine sleeps, and nobody tells us of a socket removed
+_PR_SET_PDEATHSIG = 1
+_METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
+
+
+class Packages:
+    """The state of the installed packages: made before they are imported."""
+
+    def __init__(self) -> None:
+        self._metadata = _metadata()
+        self._files: dict[str, tuple[int, int]] = {}
+
+    def imported(self) -> None:
+        """Take in the files of all that is imported by now."""
+        self._files = {path: state for path in _files() if (state := _state(path)) is not None}
+
+    def changed(self) -> str:
+        """Return what has changed since, in words; empty: nothing."""
+        for path, state in self._files.items():
+            if _state(path) != state:
+                return f"changed since then: {path}"
+        now = _metadata()
+        if differing := sorted(name for name, _ in now.items() ^ self._metadata.items()):
+            return f"changed since then: {differing[0]}"
+        return ""
+
+
+def _metadata() -> dict[str, int]:
+    found = {}
+    for folder in sys.path:
+        with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
+            for entry in entries:
+                if entry.name.endswith(_METADATA):
+                    found[entry.path] = entry.stat().st_mtime_ns
+    return found
+
+
+def _files() -> list[str]:
+    modules = [*sys.modules.values()]
+    return [path for module in modules if isinstance(path := getattr(module, "__file__", None), str)]
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+class Keeper:
+    """One process that stays warm. `open_files` are the descriptors that its imports need."""
+
+    def __init__(
+        self,
+        order: dict[str, Any],
+        listening: socket.socket,
+        packages: Packages,
+        imported: Sequence[str],
+        open_files: Sequence[int],
+    ) -> None:
+        self._path: str = order["path"]
+        self._surroundings: dict[str, str] = order["surroundings"]
+        self._described: dict[str, Any] = {**order["described"], "packages": imported}
+        self._listening: socket.socket | None = listening
+        self._packages = packages
+        self._open_files = open_files
+        self._since = time.time()
+        self._until = _now() + order["keep_s"]
+        self._waiting: list[socket.socket] = []  # connections of which no run has come yet
+        self._runs: dict[int, socket.socket] = {}  # by the pid of the guard
+
+    def wait(self) -> socket.socket:
+        """Serve until the time is over, and then end this process; return in a new fork server: its control."""
+        _prctl_no_parent()
+        os.chdir("/")
+        wake_read, wake_write = os.pipe()
+        for descriptor in (wake_read, wake_write):
+            os.set_blocking(descriptor, False)
+        before = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        try:
+            while True:
+                self._end_when_due()
+                poll = select.poll()
+                watched: dict[int, socket.socket] = {each.fileno(): each for each in self._waiting}
+                watched.update((each.fileno(), each) for each in self._runs.values())
+                for descriptor in (wake_read, *watched):
+                    poll.register(descriptor, select.POLLIN)
+                if self._listening is not None:
+                    poll.register(self._listening, select.POLLIN)
+                left_s = _LOOK_S if self._runs else max(0.0, self._until - _now())
+                for descriptor, _ in poll.poll(1000 * min(_LOOK_S, left_s)):
+                    if descriptor == wake_read:
+                        os.read(wake_read, _MESSAGE_BYTES)
+                    elif descriptor not in watched:
+                        self._accept()
+                    elif (control := self._hear(watched[descriptor])) is not None:
+                        return control
+                self._reap()
+        finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+    def _end_when_due(self) -> None:
+        if self._listening is not None and not os.path.exists(self._path):
+            self._stop()  # whoever removed it does not want us to be found
+        if not self._runs and (self._listening is None or _now() >= self._until):
+            self._stop()
+            os._exit(0)
+
+    def _stop(self) -> None:
+        """Be found no more; end with the last run."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self._path))
+
+    def _accept(self) -> None:
+        if self._listening is None:  # since the poll
+            return
+        connection, _ = self._listening.accept()
+        _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if uid != os.geteuid():
+            connection.close()
+            return
+        connection.settimeout(1.0)
+        self._waiting.append(connection)
+
+    def _reap(self) -> None:
+        while self._runs:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if (connection := self._runs.pop(pid, None)) is not None:
+                status = os.waitstatus_to_exitcode(wait_status)
+                self._answer(connection, {"status": status if status >= 0 else 128 - status})
+                connection.close()
+
+    def _hear(self, connection: socket.socket) -> socket.socket | None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 4)
+            order = json.loads(data) if data else None
+        except (OSError, ValueError):
+            order, descriptors = None, []
+        try:
+            if connection in self._waiting and isinstance(order, dict):
+                return self._obey(connection, order, descriptors)
+            self._lost(connection)
+            return None
+        finally:
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):  # a new fork server has closed them
+                    os.close(descriptor)
+
+    def _lost(self, connection: socket.socket) -> None:
+        """The other end is gone: if it had a run here, that is to end, which the death of its guard says."""
+        for pid, of_run in self._runs.items():
+            if of_run is connection:
+                os.kill(pid, signal.SIGKILL)
+                return
+        if connection in self._waiting:
+            self._waiting.remove(connection)
+            connection.close()
+
+    def _obey(
+        self, connection: socket.socket, order: dict[str, Any], descriptors: Sequence[int]
+    ) -> socket.socket | None:
+        match order.get("ask"):
+            case "check" if isinstance(order.get("surroundings"), dict):
+                self._answer(connection, {"reason": self._why_not(order["surroundings"])})
+            case "describe":
+                left_s = max(0.0, self._until - _now())
+                state = {"pid": os.getpid(), "since": self._since, "left_s": left_s, "runs": len(self._runs)}
+                self._answer(connection, {**self._described, **state, "memory_bytes": _memory_bytes()})
+            case "extend" if isinstance(order.get("keep_s"), float):
+                self._until = _now() + order["keep_s"]
+                self._answer(connection, {"kept": self._listening is not None})
+            case "stop":
+                self._stop()
+                self._answer(connection, {"runs": len(self._runs)})
+            case "run" if len(descriptors) == 4 and isinstance(order.get("cores"), list):
+                self._waiting.remove(connection)
+                return self._run(connection, order["cores"], {"prefix": order.get("prefix")}, descriptors)
+            case _:  # of no sense
+                self._lost(connection)
+        return None
+
+    @staticmethod
+    def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps(answer).encode())
+
+    def _why_not(self, surroundings: dict[str, str]) -> str:
+        """Return why this process is of no use there; if no run can use it any more, it also stops."""
+        if changed := self._packages.changed():
+            self._stop()
+            return changed
+        mine = self._surroundings
+        names = sorted(name for name in mine.keys() | surroundings.keys() if mine.get(name) != surroundings.get(name))
+        return f"not the same as then: {names[0]}" if names else ""
+
+    def _run(
+        self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
+    ) -> socket.socket | None:
+        """Fork guard, agent and fork server of a run; return in the last of them: its control."""
+        environ, *streams = descriptors
+        limits = os.memfd_create("limits")
+        os.write(limits, _LIMITS)
+        orders = {**said, "run_tag": os.urandom(16).hex(), "limits": limits, "kept": self._path}
+        pid = os.fork()
+        if pid:
+            os.close(limits)
+            self._runs[pid] = connection
+            return None
+        with os.fdopen(os.dup(environ), encoding="ascii") as file:
+            file.seek(0)
+            env = json.load(file)
+        os.setsid()
+        guard = os.getpid()
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        agent = os.fork()
+        if agent:
+            # Who handed over waits for the end of the connection, also if this process is killed meanwhile.
+            _become("guard", {**orders, "agent": agent}, env, streams, cores, [limits, connection.fileno()])
+        server = os.fork()
+        if server:
+            kept = {**orders, "guard": guard, "server": server, "control": control.fileno()}
+            _become("agent", kept, env, streams, cores, [limits, control.fileno()])
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()
+        self._forget(theirs)
+        return theirs
+
+    def _forget(self, control: socket.socket) -> None:
+        """Close what is open here and is nothing of a new fork server's."""
+        for each in (self._listening, *self._waiting, *self._runs.values()):
+            if each is not None:
+                each.detach()
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in (0, 1, 2, control.fileno(), *self._open_files):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    os.close(int(name))
+
+
+def _become(
+    role: str,
+    orders: dict[str, Any],
+    env: dict[str, str],
+    streams: Sequence[int],
+    cores: Sequence[int],
+    kept: Sequence[int],
+) -> None:
+    """Execute the agent's program, as the one does whose place it takes."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+        os.sched_setaffinity(0, cores)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        for descriptor in kept:
+            os.set_inheritable(descriptor, True)
+        os.execve(sys.executable, [sys.executable, "-m", "launcher.agent", role, json.dumps(orders)], env)
+    finally:
+        os._exit(127)
+
+
+def _prctl_no_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def _memory_bytes() -> int:
+    """Return this process's proportional share, else what it has mapped."""
+    for name, word in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", encoding="ascii") as file:
+            for line in file:
+                if line.startswith(word):
+                    return int(line.split()[1]) << 10
+    return 0
+
+
+def _now() -> float:
+    """Return a time that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

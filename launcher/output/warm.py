@@ -1,0 +1,51 @@
+"""What is said of processes that are kept warm: at the end of a run, and by `dtrain warm`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from launcher.hosts.folding import lines_by_reason
+from launcher.hosts.host import Host
+from launcher.job.outcome import Outcome
+from launcher.output.text import count
+from launcher.placement.job_spec import JobSpec
+
+__all__ = ["local_time", "options_for", "warm_lines"]
+
+
+def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
+    """Return what is to be said at the end of a run."""
+    lines = []
+    if spec.keep_warm_s:
+        kept = [host for host, bye in outcome.warm if not bye.not_kept]
+        if kept:
+            verb = "stays" if len(kept) == 1 else "stay"
+            until = local_time(time.time() + spec.keep_warm_s)
+            lines.append(f"{count(len(kept), 'host')} {verb} warm until {until}: dtrain warm --stop{options_for(spec)}")
+        lines += _by_reason("nothing stays warm", ((host, bye.not_kept) for host, bye in outcome.warm))
+    if verbose:
+        if warm := sum(bye.was_warm for _, bye in outcome.warm):
+            lines.append(f"{count(warm, 'host')} had the packages imported since an earlier run")
+        lines += _by_reason("what was warm could not be used", ((host, bye.cold) for host, bye in outcome.warm))
+    return lines
+
+
+def _by_reason(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{what}: {line}" for line in lines_by_reason({host: why for host, why in reasons if why})]
+
+
+def options_for(spec: JobSpec) -> str:
+    """Return the options by which the hosts of a run are found again; empty for this machine."""
+    named: Sequence[Host] = [host for host in spec.hosts if host.remote]
+    if not named:
+        return ""
+    names = [f"{host.user}@{host.name}" if host.user else host.name for host in named]
+    return f" --hosts {','.join(f'{n}:{h.port}' if h.port else n for n, h in zip(names, named, strict=True))}"
+
+
+def local_time(at: float) -> str:
+    """Return a time of the clock as somebody reads it: with the day if that is not today."""
+    there = time.localtime(at)
+    form = "%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M"
+    return time.strftime(form, there)

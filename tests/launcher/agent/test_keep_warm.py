@@ -1,0 +1,537 @@
+"""Processes that stay warm after a run: who finds them, what they hold, and that nothing else is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.sshd import SshHosts
+
+from launcher.agent.warm.folder import Folder
+from launcher.agent.warm.handover import ask
+from launcher.agent.warm.kept import describe, stop
+from launcher.errors import WarmError
+
+SCRIPT = """
+import heavy, own
+print("imported by", heavy.pid, own.VALUE, flush=True)
+"""
+WARM = "1 host had the packages imported since an earlier run"
+NOBODY = 65534
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of the user's own, and a script with a package that it imports; nothing is warm at the end."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib" / "site-packages"))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "lib/site-packages/heavy.py", "import os; pid = os.getpid(); mode = os.environ.get('HEAVY_MODE')")
+    write(tmp_path, "own.py", "VALUE = 1")
+    write(tmp_path, "script.py", SCRIPT)
+    yield runtime
+    for folder in (runtime / "dtrain-warm", runtime):
+        if folder.exists():
+            os.chown(folder, os.getuid(), -1)
+            folder.chmod(0o700)
+    stop()
+    wait_until(lambda: not [*runtime.iterdir()], "nothing is left in the runtime folder")
+
+
+def run(*argv: object, **options: Any) -> Result:
+    result = run_dtrain("run", "-v", *map(str, argv), **options)
+    assert result.returncode == 0, result
+    return result
+
+
+def importer(result: Result) -> int:
+    """The process that had imported the package for a run's workers."""
+    (pid,) = {int(found) for found in re.findall("imported by ([0-9]+)", result.stdout)}
+    return pid
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_later_run_finds_what_stayed_warm(runtime: Path) -> None:
+    first = run("--keep-warm", "5m", "script.py")
+    assert re.search("1 host stays warm until [0-9:]+: dtrain warm --stop\n", first.stderr)
+    (found,) = describe()
+    assert found["pid"] == importer(first)
+    assert 200 < found["left_s"] <= 300
+    second = run("script.py")
+    assert importer(second) == importer(first)
+    assert WARM in second.stderr
+    assert "stays warm" not in second.stderr
+    assert describe()[0]["left_s"] <= found["left_s"]  # its time goes on
+    third = run("--keep-warm", "20m", "script.py")
+    assert importer(third) == importer(first)
+    (found,) = describe()
+    assert 900 < found["left_s"] <= 1200  # begun anew
+
+
+def test_nothing_is_left_after_the_time(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "2s", "script.py"))
+    wait_until(lambda: gone(server), "the process has ended")
+    wait_until(lambda: not [*runtime.iterdir()], "the folder is gone")
+
+
+def test_nothing_stays_unless_it_was_asked_for(runtime: Path) -> None:
+    assert gone(importer(run("script.py")))
+    assert not [*runtime.iterdir()]
+
+
+def test_stop_leaves_nothing(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    result = run_dtrain("warm", "--stop")
+    assert (result.returncode, result.stderr) == (0, "dtrain: stopped 1 warm process\n")
+    wait_until(lambda: gone(server), "the process has ended")
+    assert not [*runtime.iterdir()]
+    assert run_dtrain("warm", "--stop").stderr == "dtrain: nothing was warm\n"
+
+
+def test_what_was_killed_is_cleared_away_by_the_next_run(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: gone(server), "the process has ended")
+    assert len([*runtime.glob("dtrain-warm/*")]) == 1
+    result = run("script.py")
+    assert importer(result) != server
+    assert "could not be used" not in result.stderr
+    assert not [*runtime.iterdir()]
+
+
+def test_a_process_whose_socket_was_removed_ends(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    next(runtime.glob("dtrain-warm/*")).unlink()
+    wait_until(lambda: gone(server), "the process has ended")
+
+
+def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
+    assert run_dtrain("warm").stderr == "dtrain: nothing is warm\n"
+    started = run_dtrain("warm", "--start", "script.py")
+    assert started.returncode == 0, started
+    assert re.fullmatch(r"dtrain: 1 host warm until [0-9: -]+: dtrain warm --stop\n", started.stderr)
+    (found,) = describe()
+    assert 500 < found["left_s"] <= 600
+    listed = run_dtrain("warm")
+    assert re.match(" host +since +until +runs +memory +interpreter +packages +script\n", listed.stdout), listed
+    assert " heavy " in listed.stdout
+    ((each,),) = [host["warm"] for host in json.loads(run_dtrain("warm", "--json").stdout).values()]
+    assert (each["packages"], each["runs"], each["pid"]) == (["heavy"], 0, found["pid"])
+    assert (each["workdir"], each["script"]) == (str(tmp_path), "script.py")
+    assert importer(run("script.py")) == found["pid"]
+    refused = run_dtrain("warm", "--start", write(tmp_path, "empty.py", "import json"))
+    assert (refused.returncode, "imports only the standard library" in refused.stderr) == (1, True)
+
+
+def test_own_modules_and_the_script_are_read_anew(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "own.py", "VALUE = 22")
+    write(tmp_path, "script.py", SCRIPT + "print('a new line')")
+    result = run("script.py")
+    assert f"imported by {server} 22" in result.stdout
+    assert "a new line" in result.stdout
+    write(tmp_path, "lib/site-packages/other.py", "")
+    write(tmp_path, "own.py", "import other\nVALUE = 333")
+    result = run("script.py")
+    assert "the script imports other packages than it has" in result.stderr
+    assert importer(result) != server
+    assert " 333" in result.stdout
+
+
+def test_another_script_with_the_same_packages_uses_it(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "elsewhere/own.py", "VALUE = 'elsewhere'")
+    result = run(write(tmp_path, "elsewhere/evaluate.py", SCRIPT))
+    assert f"imported by {server} elsewhere" in result.stdout
+
+
+def test_scripts_with_other_packages_have_one_each(runtime: Path, tmp_path: Path) -> None:
+    write(tmp_path, "lib/site-packages/other.py", "")
+    other = write(tmp_path, "other_script.py", f"import other{SCRIPT}")
+    first, second = (importer(run("--keep-warm", "5m", script)) for script in ("script.py", other))
+    assert {each["pid"] for each in describe()} == {first, second}
+    assert (importer(run("script.py")), importer(run(other))) == (first, second)
+    third = importer(run("--keep-warm", "5m", "script.py", env={"OMP_NUM_THREADS": "7"}))
+    assert {each["pid"] for each in describe()} == {second, third}  # in the place of that script's
+
+
+CHANGES = {
+    "package": ("echo >> lib/site-packages/heavy.py", "changed since then: /.*/heavy.py"),
+    "installed": ("mkdir lib/site-packages/new-1.0.dist-info", "changed since then: /.*/new-1.0.dist-info"),
+    "hidden": ("mkdir -p heavy; echo pid = 1 > heavy/__init__.py", "the script imports other packages than it has"),
+    "read variable": ("export HEAVY_MODE=2", "not the same as then: HEAVY_MODE"),
+    "threads": ("export OMP_NUM_THREADS=7", "not the same as then: OMP_NUM_THREADS"),
+    "loader": ("export LD_LIBRARY_PATH=/nowhere", "not the same as then: LD_LIBRARY_PATH"),
+    "path": ("export PYTHONPATH=$PYTHONPATH:/nowhere", "not the same as then: folders of packages"),
+    "python": ("export PYTHONHASHSEED=3", "not the same as then: PYTHONHASHSEED"),
+    "limits": ("ulimit -c 0; ulimit -n 600", "not the same as then: resource limits"),
+    "umask": ("umask 26", "not the same as then: umask"),
+    "nice": ("renice -n 5 -p $$", "not the same as then: niceness"),
+    "processors": ("taskset -pc 0 $$", "not the same as then: processors that may be used"),
+    "nohup": ("trap '' HUP", "not the same as then: ignored signals"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_has_changed_starts_afresh_and_says_why(runtime: Path, kind: str) -> None:
+    change, reason = CHANGES[kind]
+    if kind == "processors" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor only")
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    command = shlex.join([sys.executable, "-m", "launcher", "run", "-v", "script.py"])
+    result = run_program("sh", "-c", f"{{ {change}; }} > /dev/null; exec {command}")
+    assert result.returncode == 0, result
+    assert re.search(reason, result.stderr), result
+    assert WARM not in result.stderr
+    if kind != "hidden":
+        assert importer(result) != server
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs namespaces of its own")
+@pytest.mark.parametrize("option", ["--mount", "--uts"])
+def test_other_namespaces_start_afresh(runtime: Path, option: str) -> None:
+    if subprocess.run(["unshare", option, "true"], check=False).returncode != 0:
+        pytest.skip("no namespaces can be made here")
+    run("--keep-warm", "5m", "script.py")
+    result = run_program("unshare", option, sys.executable, "-m", "launcher", "run", "-v", "script.py")
+    assert "not the same as then: namespaces" in result.stderr, result
+
+
+def test_a_package_of_the_working_folder_is_never_imported_before(runtime: Path, tmp_path: Path) -> None:
+    run("--keep-warm", "5m", "script.py")
+    assert describe()[0]["packages"] == ["heavy"]
+
+
+def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
+    first = run("--keep-warm", "5m", "-x", "MINE=of the run", "-x", "OTHER_API_KEY=secret", "script.py",
+                env={"SOME_TOKEN": "secret", "HF_TOKEN": "secret", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
+    server = importer(first)
+    assert "1 workers were forked" in first.stderr
+    environ = Path(f"/proc/{server}/environ").read_bytes()
+    assert b"TOKENIZERS_PARALLELISM=1\0" in environ
+    for word in (b"of the run", b"secret", b"DTRAIN_AGENT", b"DTRAIN_RUN_KEY", b"MASTER_"):
+        assert word not in environ
+    files = {os.readlink(f"/proc/{server}/fd/{name}").split(":")[0] for name in os.listdir(f"/proc/{server}/fd")}
+    assert files <= {"/dev/null", "socket", "pipe"}
+    pipes = [name for name in os.listdir(f"/proc/{server}/fd") if "pipe:" in os.readlink(f"/proc/{server}/fd/{name}")]
+    assert len(pipes) == 2  # both ends of its own
+    assert os.readlink(f"/proc/{server}/cwd") == "/"
+    assert Path(f"/proc/{server}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
+    assert os.getsid(server) == server
+    assert not psutil.Process(server).children()
+    second = run("-x", "MINE=of another", "script.py", env={"HF_TOKEN": "another", "TOKENIZERS_PARALLELISM": "1"})
+    assert importer(second) == server
+
+
+def test_workers_of_a_later_run_hold_nothing_of_others(runtime: Path, tmp_path: Path) -> None:
+    text = """
+        import heavy, own
+        import os
+        print("imported by", heavy.pid)
+        names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+        files = [os.readlink(name) for name in names if os.path.exists(name)]
+        print("files", sorted(each.split(":")[0] for each in files if "dtrain-" not in each))
+        print("umask", oct(os.umask(0)), "session", os.getsid(0) == os.getpid())
+    """
+    write(tmp_path, "script.py", text)
+    cold = run("--keep-warm", "5m", "script.py")
+    warm = run("script.py")
+    assert WARM in warm.stderr
+    assert warm.stdout == cold.stdout
+
+
+def test_it_stays_warm_after_a_run_that_failed(runtime: Path, tmp_path: Path) -> None:
+    write(tmp_path, "script.py", SCRIPT + "raise SystemExit(3)")
+    result = run_dtrain("run", "--keep-warm", "5m", "script.py")
+    assert result.returncode == 3
+    assert "1 host stays warm until" in result.stderr
+    server = importer(result)
+    again = run_dtrain("run", "-v", "script.py")
+    assert (again.returncode, importer(again)) == (3, server)
+    assert WARM in again.stderr
+
+
+def test_a_restart_within_a_warm_run_forks_again(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "script.py", SCRIPT + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.abort()")
+    result = run_dtrain("run", "-v", "--max-restarts", "1", "script.py")
+    assert result.returncode == 0, result
+    assert result.stdout.count(f"imported by {server} 1") == 2
+
+
+WAITING = (
+    SCRIPT
+    + """
+import os, time
+open(f"up-{os.getpid()}", "w")
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+)
+
+
+def test_two_runs_use_one_process_at_the_same_time(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "script.py", WAITING)
+    with started_dtrain("run", "-v", "script.py") as one, started_dtrain("run", "-v", "script.py") as two:
+        wait_until(lambda: len([*tmp_path.glob("up-*")]) == 2, "both run")
+        assert describe()[0]["runs"] == 2
+        (tmp_path / "go").touch()
+        for each in (one, two):
+            out, err = each.communicate(timeout=100)
+            assert f"imported by {server}" in out.decode()
+            assert WARM in err.decode()
+    wait_until(lambda: describe()[0]["runs"] == 0, "the process knows that they have ended")
+
+
+@pytest.mark.parametrize("how", ["time", "stop"])
+def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path: Path, how: str) -> None:
+    server = importer(run("--keep-warm", "5s" if how == "time" else "5m", "script.py"))
+    write(tmp_path, "script.py", WAITING)
+    with started_dtrain("run", "-v", "script.py") as process:
+        wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
+        if how == "stop":
+            stopped = run_dtrain("warm", "--stop").stderr
+            assert "1 of them in use by a run" in stopped
+        else:
+            wait_until(lambda: describe()[0]["left_s"] == 0.0, "the time is over")
+        assert not gone(server)
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert f"imported by {server}" in out.decode()
+    wait_until(lambda: gone(server), "it ends with the run")
+    assert not [*runtime.iterdir()]
+
+
+@pytest.mark.parametrize("where", ["here", "ssh"])
+def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(
+    runtime: Path, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    options: tuple[object, ...] = ()
+    if where == "ssh":
+        ssh_hosts = request.getfixturevalue("ssh_hosts")
+        ssh_hosts.configure(1, f"SetEnv XDG_RUNTIME_DIR={runtime}")
+        options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
+    server = importer(run("--keep-warm", "5m", *options, "script.py"))
+    write(tmp_path, "script.py", WAITING)
+    with started_dtrain("run", "--keep-warm", "5m", *map(str, options), "script.py") as process:
+        wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: gone(server), "it is dead")
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert f"imported by {server}" in out.decode()
+    (found,) = describe()  # the fork server of that run stays in its place
+    assert found["pid"] != server
+    assert importer(run(*options, "script.py")) == server  # which imported it, before it was forked
+
+
+@pytest.mark.parametrize("victim", ["dtrain", "agent", "guard", "waiting"])
+def test_nothing_is_left_of_a_warm_run_that_is_killed(runtime: Path, tmp_path: Path, victim: str) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "script.py", WAITING)
+    with started_dtrain("run", "--grace-s", "1", "script.py") as process:
+        wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
+        worker = psutil.Process(int(next(tmp_path.glob("up-*")).name.partition("-")[2]))
+        agent = worker.ppid()
+        waiting = next(each.pid for each in psutil.Process(process.pid).children())
+        pids = {"dtrain": process.pid, "agent": agent, "guard": psutil.Process(agent).ppid(), "waiting": waiting}
+        os.kill(pids[victim], signal.SIGKILL)
+        assert process.wait(100) != 0
+        wait_until(lambda: not worker.is_running() or gone(worker.pid), "the worker is gone")
+    wait_until(lambda: describe()[0]["runs"] == 0, "the run is over")
+    assert describe()[0]["pid"] == server  # of another run's making
+    wait_until(lambda: not psutil.Process(server).children(), "nothing of it is left")
+    (tmp_path / "go").touch()
+    assert importer(run("script.py")) == server
+
+
+def test_simulated_hosts_keep_one_each(runtime: Path) -> None:
+    options = ("--simulate", "--nnodes", "2", "--nproc-per-node", "1")
+    first = run("--keep-warm", "5m", *options, "script.py")
+    assert "2 hosts stay warm until" in first.stderr
+    pids = {each["pid"] for each in describe()}
+    second = run(*options, "script.py")
+    assert "2 hosts had the packages imported" in second.stderr
+    assert {int(found) for found in re.findall("imported by ([0-9]+)", second.stdout)} == pids
+    assert "stopped 2 warm processes" in run_dtrain("warm", "--stop", *options).stderr
+
+
+def test_a_remote_host_stays_warm(runtime: Path, tmp_path: Path, ssh_hosts: SshHosts) -> None:
+    ssh_hosts.configure(1, f"SetEnv XDG_RUNTIME_DIR={runtime}")
+    options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
+    first = run("--keep-warm", "5m", *options, "script.py")
+    assert re.search("1 host stays warm until [0-9:]+: dtrain warm --stop --hosts node1\n", first.stderr)
+    second = run(*options, "script.py")
+    assert importer(second) == importer(first)
+    assert WARM in second.stderr
+    listed = run_dtrain("warm", *options)
+    assert "node1" in listed.stdout, listed
+    assert run_dtrain("warm", "--stop", *options).stderr == "dtrain: stopped 1 warm process\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--start-method", "exec", "script.py"], "--start-method exec forks none"),
+        (["--no-python", "true"], "--no-python starts none"),
+        (["--keep-warm", "10x", "script.py"], "--keep-warm is '10x'; write a time such as 90s, 10m or 1h"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "script.py"], "not for nodes started by"),
+    ],
+)
+def test_where_nothing_can_stay_warm_it_is_refused(runtime: Path, argv: list[str], reason: str) -> None:
+    result = run_dtrain("run", "--keep-warm", "5m", *argv, env={"DTRAIN_TOKEN": "t" * 32})
+    assert (result.returncode, reason in result.stderr) == (2, True), result
+
+
+def test_a_slurm_job_keeps_nothing_and_uses_nothing(runtime: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    result = run_dtrain("run", "--keep-warm", "5m", "script.py", env=job)
+    assert (result.returncode, "which a SLURM job must not have" in result.stderr) == (2, True), result
+
+
+def test_why_nothing_stays_is_said(runtime: Path, tmp_path: Path) -> None:
+    write(tmp_path, "lib/site-packages/heavy.py", "import os, threading, time; pid = os.getpid()\n"
+          "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")  # fmt: skip
+    result = run("--keep-warm", "5m", "script.py")
+    assert re.search("nothing stays warm: .*: the imports left 1 threads running", result.stderr), result
+    assert "stays warm until" not in result.stderr
+
+
+@pytest.mark.parametrize("fault", ["mode", "owner", "link"])
+def test_a_folder_that_others_have_a_hand_in_is_refused(runtime: Path, tmp_path: Path, fault: str) -> None:
+    if fault == "owner" and os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    folder = runtime / "dtrain-warm"
+    if fault == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir(mode=0o700)
+    if fault == "mode":
+        folder.chmod(0o770)
+    if fault == "owner":
+        os.chown(folder, NOBODY, -1)
+    result = run("--keep-warm", "5m", "script.py")
+    assert result.stderr.count("is no folder of yours alone") == 2, result  # neither used nor made use of
+    with pytest.raises(WarmError, match="remove it"), Folder.opened():
+        pass
+    folder.unlink() if fault == "link" else folder.rmdir()
+
+
+def test_a_runtime_folder_of_somebody_else_is_not_used(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.agent.warm.folder.FALLBACK", str(tmp_path / "fallback-{}"))
+    runtime.chmod(0o755)
+    with Folder.opened(make=True) as folder:
+        assert folder is not None
+        assert folder.path == str(tmp_path / f"fallback-{os.geteuid()}")
+    os.rmdir(folder.path)
+    runtime.chmod(0o700)
+
+
+CONNECT = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.settimeout(60)
+connection.connect(sys.argv[1])
+try:
+    connection.send(b'{"ask": "describe"}')
+    print(connection.recv(1 << 16))
+except ConnectionError:
+    print(b"")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+def test_another_user_is_given_no_answer(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    path = next(runtime.glob("dtrain-warm/*"))
+    link = Path("/tmp", f"warm-test-{server}")
+    os.link(path, link)  # as if the folder did not keep others out
+    link.chmod(0o777)
+    try:
+        result = run_program(sys.executable, "-c", CONNECT, str(link), cwd=Path("/"))
+        assert result.stdout == "b''\n", result
+    finally:
+        link.unlink()
+    path.chmod(0o700)
+    assert describe()[0]["pid"] == server
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+def test_a_socket_of_another_user_is_not_used(runtime: Path) -> None:
+    with Folder.opened(make=True) as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        assert folder is not None
+        listening.bind(f"{folder.path}/somebody")
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            listening.listen()  # whose it is then counts
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+        with pytest.raises(WarmError, match=f"is user {NOBODY}'s"):
+            folder.connect("somebody", 5.0)
+        folder.remove("somebody")
+
+
+def test_one_that_does_not_answer_is_not_waited_for(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    os.kill(server, signal.SIGSTOP)
+    try:
+        result = run("script.py")
+        assert "the process kept warm does not answer" in result.stderr
+        assert importer(result) != server
+    finally:
+        os.kill(server, signal.SIGCONT)
+    wait_until(lambda: describe(), "it answers again")
+    assert describe()[0]["runs"] == 0  # what it was asked meanwhile is of no use to anybody
+
+
+def test_an_order_of_no_sense_ends_the_connection_only(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    with Folder.opened() as folder:
+        assert folder is not None
+        for order in (b"no JSON", b"[1]", b'{"ask": "run"}', b'{"ask": "what"}', b"{}"):
+            connection = folder.connect(folder.names()[0], 10.0)
+            assert connection is not None
+            with connection:
+                connection.send(order)
+                assert connection.recv(100) == b"", order
+        connection = folder.connect(folder.names()[0], 10.0)
+        assert connection is not None
+        with connection:
+            assert ask(connection, "describe")["pid"] == server
