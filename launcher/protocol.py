@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
+from launcher.frozen import dataclass, field
 
 PROTOCOL = 8
 PREAMBLE = b"\n\x01dtrain-stream-1\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import DtrainError, UsageError
+from launcher.frozen import replace
 from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS
 from launcher.machine import devices
 from launcher.machine.limits import room_for_workers

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 
 from launcher import __version__
@@ -31,6 +30,7 @@ from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.errors import ProtocolError
+from launcher.frozen import replace
 from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
 from launcher.machine.network import choose_address

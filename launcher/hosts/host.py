@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
 __all__ = [
