@@ -63,6 +63,12 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 
     Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
     """
+    simulated = [host for host in spec.hosts if host.kind is HostKind.SIMULATED]
+    if len(simulated) > 1:
+        from launcher.transport.simulated import SimulatedAgents, SimulatedStream
+
+        agents = SimulatedAgents([spec.python, "-m", f"{AGENT}.simulated"])
+        return {host.name: SimulatedStream(agents) for host in simulated}
     return {host.name: LocalStream(agent_command(spec)) for host in spec.hosts if not host.remote}
 
 
