@@ -6,6 +6,7 @@ local.py, ssh/, srun.py, tcp/.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from launcher.hosts.host import Host, HostKind
@@ -25,10 +26,17 @@ LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobo
 class Connector:
     """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
 
-    `listener` is where the nodes come in that are started by hand.
+    `listener` is where the nodes come in that are started by hand. `tell` gets lines for the user, from any thread.
     """
 
-    def __init__(self, spec: JobSpec, *, module: str = AGENT, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        module: str = AGENT,
+        listener: Listener | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._spec = spec
         self._listener = listener
         self._command = [spec.python, "-m", module]
@@ -36,7 +44,7 @@ class Connector:
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
 
-            self._srun = Srun()
+            self._srun = Srun([host.name for host in spec.hosts], interfaces=spec.interfaces, tell=tell)
 
     def connect(self, host: Host, deadline: float) -> Stream:
         """Open the stream to a host before `deadline` (monotonic). Blocks; any thread may call it. Raises HostError."""

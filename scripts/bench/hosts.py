@@ -2,6 +2,7 @@
 
     python scripts/bench/hosts.py [--hosts 1,2,4,8,16,32] [--repeats 5]
     python scripts/bench/hosts.py --simulate 128,256,512,1000
+    python scripts/bench/hosts.py --slurm 2,4,8,16,32
 
 The hosts are real sshd on 127.0.0.2, .3, ... that are started for this run, with keys and files of their own. All of
 them share this machine's processors, so the time grows with their number where separate machines would not. The
@@ -10,6 +11,10 @@ clients only log in and start Python once on each host: no launcher can be faste
 
 With --simulate, this machine is divided between so many hosts: real agents, one worker each, which is /bin/true.
 Memory is dtrain's own at its peak (RSS), and what all the processes take together (what is available drops by it).
+
+With --slurm, the nodes of a SLURM cluster that is started for this run (as root), all on this machine: an srun for each
+node, beside one for all of them whose tasks connect back. Only the processor time of dtrain and its sruns tells when
+the latter is worth while: the rest of both is on the nodes, which elsewhere are not this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +36,16 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from testbed.processes import wait_until
+from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts
+
+MEASURED = """
+import resource, subprocess, sys, time
+began = time.perf_counter()
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(time.perf_counter() - began, used.ru_utime + used.ru_stime)
+"""
 
 
 def main() -> None:
@@ -39,7 +53,11 @@ def main() -> None:
     parser.add_argument("--hosts", default="1,2,4,8,16,32", help="numbers of hosts [%(default)s]")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, in turns [%(default)s]")
     parser.add_argument("--simulate", metavar="HOSTS", help="numbers of simulated hosts, instead")
+    parser.add_argument("--slurm", metavar="NODES", help="numbers of nodes of a SLURM cluster, instead")
     args = parser.parse_args()
+    if args.slurm:
+        slurm([int(word) for word in args.slurm.split(",")], args.repeats)
+        return
     if args.simulate:
         simulated([int(word) for word in args.simulate.split(",")])
         return
@@ -111,6 +129,27 @@ def simulated(counts: list[int]) -> None:
             sys.exit(f"{count} hosts: status {run.returncode}: {said}")
         row = f"{count:5} {wall_s:7.1f} {1000 * wall_s / count:8.1f} {peak / 1e6:10.0f} {threads:8} {files:6}"
         print(f"{row} {(free - least) / 1e6:7.0f}", flush=True)
+
+
+def slurm(counts: list[int], repeats: int) -> None:
+    """Print a row for each number of nodes of a SLURM cluster."""
+    print(
+        f"{'':5} {'an srun a node':>17} {'one for all':>17}\n{'nodes':>5} {'s':>8} {'CPU s':>8} {'s':>8} {'CPU s':>8}"
+    )
+    for count in counts:
+        with tempfile.TemporaryDirectory() as name, SlurmCluster(Path(name, "lab"), [Node()] * count) as cluster:
+            folder = Path(name)
+            (folder / "empty.py").write_text("")
+            run = [sys.executable, "-m", "launcher", "run", "--log-dir", name, str(folder / "empty.py")]
+            times: dict[str, list[tuple[float, float]]] = {"0": [], "2": []}
+            for _ in range(repeats):
+                for one_step_from, found in times.items():
+                    os.environ["DTRAIN_ONE_STEP_FROM"] = one_step_from
+                    said = cluster.say("salloc", "--quiet", f"-N{count}", sys.executable, "-c", MEASURED, *run)
+                    wall_s, used_s = map(float, said.splitlines()[-1].split())
+                    found.append((wall_s, used_s))
+        both = [statistics.median(column) for found in times.values() for column in zip(*found, strict=True)]
+        print(f"{count:5} {both[0]:8.2f} {both[1]:8.2f} {both[2]:8.2f} {both[3]:8.2f}", flush=True)
 
 
 def timed(argv: list[str]) -> tuple[float | None, str]:
