@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["dataclass", "field", "replace"]
+__all__ = ["dataclass", "field", "names_of", "replace"]
 
 if TYPE_CHECKING:
     from dataclasses import dataclass, field, replace
@@ -98,3 +98,9 @@ else:
         from dataclasses import FrozenInstanceError
 
         raise FrozenInstanceError(f"cannot change {name} of a {type(self).__name__}")
+
+
+def names_of(cls: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields, be it one of ours or of `dataclasses`; None for any other class."""
+    fields = vars(cls).get("__dataclass_fields__")
+    return tuple(fields) if isinstance(fields, dict) else fields and cls.__match_args__  # type: ignore[attr-defined]

@@ -75,6 +75,17 @@ def test_copies_and_the_functions_of_dataclasses(cls: type[Any], replace: Any) -
     assert copy.deepcopy(made) == made
 
 
+def test_the_names_of_fields_are_known_of_any_dataclass() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Named:
+        first: int
+        second: int
+
+    assert frozen.names_of(Named) == ("first", "second")
+    assert frozen.names_of(OURS) == frozen.names_of(THEIRS) == ("name", "secret", "place", "items", "last")
+    assert frozen.names_of(int) is None
+
+
 def test_they_can_be_pickled() -> None:
     from launcher.hosts.host import Host, HostKind
 
