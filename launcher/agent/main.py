@@ -31,10 +31,10 @@ from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.errors import ProtocolError
 from launcher.frozen import replace
-from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine import processes
 from launcher.machine.network import choose_address
 from launcher.protocol import (
+    AGENT_WORKDIR,
     PREAMBLE,
     PROTOCOL,
     Bye,
