@@ -46,6 +46,7 @@ else:
 
     def _make(cls):
         names = tuple(cls.__annotations__)
+        known = frozenset(names)
         given = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
         words = {name: value.words for name, value in given.items() if isinstance(value, field)}
         defaults = {name: value for name, value in given.items() if name not in words}
@@ -59,22 +60,19 @@ else:
             setattr(cls, name, defaults[name])
 
         def __init__(self, *args, **kwargs):
-            values = self.__dict__
-            if args:
-                values.update(zip(names, args))  # noqa: B905  # too many are an error below
-            if kwargs:
-                if args and not values.keys().isdisjoint(kwargs):
-                    raise TypeError(f"{cls.__name__}: got {values.keys() & kwargs.keys()} twice")
-                values.update(kwargs)
-            if len(values) < len(names):
-                for name in defaults:
-                    values.setdefault(name, defaults[name])
-                for name in factories:
-                    if name not in values:
-                        values[name] = factories[name]()
-            if len(values) != len(names) or len(args) > len(names) or not all(map(values.__contains__, names)):
-                wrong = (values.keys() ^ set(names)) or f"{len(args)} values"
-                raise TypeError(f"{cls.__name__}: missing or unknown: {wrong}")
+            if args or kwargs.keys() != known:
+                kwargs = complete(args, kwargs)
+            self.__dict__.update(kwargs)
+
+        def complete(args, values):
+            """Return all values by name. Raises TypeError."""
+            placed = dict(zip(names, args))  # noqa: B905  # too many are an error
+            missing = known - placed.keys() - values.keys() - defaults.keys() - factories.keys()
+            wrong = missing | (values.keys() - known) | (values.keys() & placed.keys())
+            if wrong or len(args) > len(names):
+                raise TypeError(f"{cls.__name__}: missing, unknown or given twice: {wrong or f'{len(args)} values'}")
+            made = {name: make() for name, make in factories.items() if name not in placed and name not in values}
+            return {**defaults, **made, **placed, **values}
 
         def __eq__(self, other):
             if other.__class__ is not self.__class__:
