@@ -17,7 +17,6 @@ from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
-from launcher.machine.processes import raise_file_limit
 from launcher.transport.connect import start_local_agents
 
 if TYPE_CHECKING:
@@ -87,16 +86,17 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     spec, node_role = request.spec, request.node_role
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
-    raise_file_limit()  # a host takes three open files here, and each worker's output two
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
     opened = start_local_agents(spec) if node_role is None else {}
 
     from launcher.controller.controller import Controller
+    from launcher.machine.processes import raise_file_limit
     from launcher.output.console import Console
     from launcher.output.logfiles import LogFiles, set_aside
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
 
+    raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:

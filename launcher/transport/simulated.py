@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from launcher.errors import HostError
+from launcher.machine.processes import raise_file_limit
 from launcher.transport.local import LocalStream, start_process
 from launcher.transport.stream import LastWords
 
@@ -33,6 +34,7 @@ class SimulatedAgents:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start_process(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        raise_file_limit()  # not before: the agents and workers are to have the user's
         assert self._process.stderr is not None
         self.words = LastWords(self._process.stderr)
         self._lock = threading.Lock()
@@ -68,7 +70,8 @@ class SimulatedAgents:
         with self._lock:
             self._unfinished -= 1
             if self._unfinished == 0:
-                self._control.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    self._control.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         """Pass on how agents ended; in a thread of its own, until the process ends."""

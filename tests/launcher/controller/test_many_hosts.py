@@ -45,6 +45,11 @@ def test_a_hundred_hosts_need_no_more_open_files_than_the_hard_limit_allows(tmp_
     assert f"0 processes left on {HOSTS} hosts" in result.stderr
 
 
+def test_their_workers_have_the_users_own_limit_of_open_files(tmp_path: Path) -> None:
+    result = with_files(200, *options(2, tmp_path), "--no-python", "sh", "-c", "ulimit -Sn", soft=True)
+    assert sorted(result.stdout.splitlines()) == ["[sim0:0] 200", "[sim1:1] 200"], result.stderr
+
+
 def test_where_they_need_more_the_error_says_so(tmp_path: Path) -> None:
     result = with_files(100, *options(HOSTS, tmp_path), "--no-python", "true", soft=False)
     assert result.returncode == 1
