@@ -1,6 +1,6 @@
 """Starts the agents of simulated hosts, which are all on this machine: forks them, with all imported that they need.
 
-Started by the controller (transport/simulated.py) as `python -m launcher.agent.simulated`. Its standard input is a
+Started by the controller (transport/simulated.py) as `python -m launcher.agent --simulated`. Its standard input is a
 socket: a message with three descriptors, an agent's standard streams, starts an agent; one without kills it. The answer
 is its number and exit status, once it has ended. An agent is what `python -m launcher.agent` is, but for what it cost
 to start. This process ends when nobody is at the other end of the socket any more and no agent is left.
@@ -92,7 +92,3 @@ def _become_agent(streams: list[int], own: tuple[int, ...]) -> None:
 def _answer(control: socket.socket, text: str) -> None:
     with contextlib.suppress(OSError):  # nobody is there any more
         control.send(text.encode())
-
-
-if __name__ == "__main__":
-    serve()

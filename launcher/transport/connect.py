@@ -75,7 +75,7 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
     if len(simulated) > 1:
         from launcher.transport.simulated import SimulatedAgents, SimulatedStream
 
-        agents = SimulatedAgents([spec.python, "-m", f"{AGENT}.simulated"])
+        agents = SimulatedAgents([*agent_command(spec), "--simulated"])
         return {host.name: SimulatedStream(agents) for host in simulated}
     return {host.name: LocalStream(agent_command(spec)) for host in spec.hosts if not host.remote}
 

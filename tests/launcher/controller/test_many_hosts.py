@@ -12,7 +12,7 @@ import pytest
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 
 HOSTS = 100
-PREFORKED = "launcher.agent.simulated"
+PREFORKED = "--simulated"
 
 
 def options(hosts: int, tmp_path: Path) -> list[str]:
