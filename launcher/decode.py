@@ -13,12 +13,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
 
 from launcher.errors import ProtocolError
+from launcher.frozen import names_of
 
 __all__ = ["decode_dataclass", "decode_json", "decode_value", "parse_json"]
 
@@ -75,7 +75,7 @@ def decode_value(kind: Any, value: object) -> Any:
 def _fields(cls: Any) -> dict[str, _Field]:
     """Return by name each field's type, its limit and what converts it: hashing a type each time would be slow."""
     hints = typing.get_type_hints(cls)
-    kinds = {field.name: hints[field.name] for field in fields(cls)}
+    kinds = {name: hints[name] for name in names_of(cls) or ()}
     return {name: (kind, _LIMITS.get(kind), _converter(kind)) for name, kind in kinds.items()}
 
 
@@ -96,7 +96,7 @@ def _converter(kind: Any) -> Callable[[Any], Any]:
         return _pair([_converter(argument) for argument in arguments])
     if origin is dict:
         return _mapping(arguments[1])
-    if is_dataclass(kind) and isinstance(kind, type):
+    if isinstance(kind, type) and names_of(kind) is not None:
         return lambda value: decode_dataclass(kind, value)
     if issubclass(kind, Enum):
         return lambda value: _member(kind, value)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
+from launcher.frozen import dataclass, field
 
 PROTOCOL = 9
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
@@ -24,6 +24,10 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 HEARTBEAT_S = 1.0
 HEARTBEATS = 6  # at least so many while a lease lasts
+# What an agent gets through its environment from who starts it, where that is not the controller.
+AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
+AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
+AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time

@@ -1,7 +1,8 @@
 """`python -m launcher.agent [KEY]` is the agent of one host; the key says what may be kept warm for it.
 
 Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS` are then the two halves
-of one (workers/keeper.py). Each imports no more than it needs: these are the milliseconds until a run begins.
+of one (workers/keeper.py). With `--simulated`, it starts the agents of simulated hosts.
+Each imports no more than it needs: these are the milliseconds until a run begins.
 """
 
 import sys
@@ -15,6 +16,10 @@ match sys.argv[1:]:
         from launcher.agent import main
 
         main.main_lent(orders)
+    case ["--simulated"]:
+        from launcher.agent.simulated import serve
+
+        serve()
     case [key]:
         from launcher.agent.warm.handover import hand_over
 

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
+from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
     Exited,

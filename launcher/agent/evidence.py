@@ -14,13 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.attempt import Attempt
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, spawn
+from launcher.frozen import dataclass, replace
 from launcher.protocol import Collect, Collected, Evidence
 
 __all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]

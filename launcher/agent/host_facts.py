@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import DtrainError, UsageError
-from launcher.hosts.host import AGENT_MACHINE, AGENT_SLOTS
+from launcher.frozen import replace
 from launcher.machine import devices
 from launcher.machine.limits import room_for_workers
 from launcher.machine.network import choose_address
-from launcher.protocol import Facts, Prepare
+from launcher.protocol import AGENT_MACHINE, AGENT_SLOTS, Facts, Prepare
 
 __all__ = ["find_cores", "find_facts", "find_resources", "likely_workers"]
 

@@ -13,11 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from launcher.agent.run_tag import RunTag
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError
+from launcher.frozen import dataclass
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process, Sweep
@@ -135,7 +135,7 @@ class LeftoverSweep:
 
 def _boot() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
         return ""

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -35,10 +34,11 @@ from launcher.agent.warm.folder import prefix_of
 from launcher.agent.warm.surroundings import find_surroundings
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
-from launcher.hosts.host import AGENT_WORKDIR
+from launcher.frozen import replace
 from launcher.machine import processes
 from launcher.machine.network import choose_address
 from launcher.protocol import (
+    AGENT_WORKDIR,
     PREAMBLE,
     PROTOCOL,
     Bye,

@@ -29,7 +29,8 @@ _WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
 class RunTag:
     """One agent's run tag: 32 hexadecimal digits, and the group that goes with them."""
 
-    def __init__(self, value: str, cgroup: Cgroup | None) -> None:
+    def __init__(self, value: str, cgroup: Cgroup | None, began: int = 0) -> None:
+        """`began` is when a process can have got it at the earliest, in clock ticks since boot."""
         if not re.fullmatch("[0-9a-f]{32}", value):
             raise ValueError(f"{value[:40]!r} is no run tag")
         self.value = value
@@ -38,11 +39,14 @@ class RunTag:
         self._variable = f"{NAME}={value}".encode()
         self._number = int(value[:10], 16)
         self._workers = 0
+        self._began = began
 
     @classmethod
     def new(cls, value: str = "") -> RunTag:
+        """Make an agent's own run tag; with a value, that of an agent whose processes may be older than this one."""
+        ours = None if value else processes.find(os.getpid())
         value = value or os.urandom(16).hex()
-        return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"))
+        return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"), 0 if ours is None else ours.start)
 
     def number_worker(self) -> int:
         """Return a number for a worker that none before it had, or none for long."""
@@ -85,6 +89,8 @@ class RunTag:
             self.cgroup.remove()
 
     def _has_tag(self, process: Process) -> bool:
+        if process.start < self._began:  # saves most of the time, where many agents are on one machine
+            return False
         tag_number = processes.tag_number_of(process.pid)
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
 

@@ -11,26 +11,24 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from launcher.cli.node_role import NodeRole
 from launcher.errors import NodeZeroTakenError, UsageError
-from launcher.hosts.host import AGENT_WORKDIR
 from launcher.machine.network import addresses, choose_address, is_loopback, is_own
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.protocol import AGENT_WORKDIR
 from launcher.transport.connect import agent_command
-from launcher.transport.tcp.dial import JoinError, Signals, Stopped, dial
-from launcher.transport.tcp.greeting import Greeting, RunEnd
+from launcher.transport.tcp.dial import JoinError
+from launcher.transport.tcp.greeting import Greeting
+from launcher.transport.tcp.join import join
 from launcher.transport.tcp.listener import Listener
-from launcher.transport.tcp.relay import Relay
 from launcher.transport.tcp.rendezvous import Endpoint, find_token, new_token, publish, read_endpoint
 
-__all__ = ["JoinError", "join", "join_run", "listen_for_nodes"]
-
-_SECRET = "DTRAIN_TOKEN"
+__all__ = ["join_run", "listen_for_nodes"]
 
 
 @contextmanager
@@ -90,54 +88,6 @@ def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) ->
             raise
         shared = f"the tasks of a step must share the folder {node_role.folder.absolute()} (--log-dir)"
         raise JoinError(f"{error}; {shared}, or have DTRAIN_TOKEN and --master-addr") from error
-
-
-def join(
-    find: Endpoint | Callable[[], Endpoint | None],
-    *,
-    greeting: Greeting,
-    agent_command: Sequence[str],
-    deadline: float,
-    rejoin_s: float,
-    tell: Callable[[str], None],
-    env: Mapping[str, str] | None = None,
-) -> int:
-    """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
-
-    `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
-    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. Blocks; must
-    be called from the main thread, for the signals. Raises JoinError.
-    """
-    environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
-    broke = ""
-    with Signals() as signals:
-        while True:
-            try:
-                joined = dial(find, greeting, deadline=deadline, signals=signals)
-            except Stopped:
-                return 128 + signals.stops[0]
-            except JoinError as error:
-                if not broke:
-                    raise
-                raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
-            if isinstance(joined, RunEnd):
-                return _ended(joined, tell)
-            host, again = joined.welcome.host, " again" if broke else ""
-            tell(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
-            end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
-            if signals.stops:
-                return 128 + signals.stops[0]
-            if isinstance(end, RunEnd):
-                return _ended(end, tell)
-            broke = end.reason
-            tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
-            deadline = time.monotonic() + rejoin_s
-
-
-def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:
-    if run_end.text:
-        tell(run_end.text)
-    return run_end.exit_code
 
 
 def _fingerprint(node_role: NodeRole, spec: JobSpec) -> dict[str, str]:

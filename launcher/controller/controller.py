@@ -81,7 +81,7 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
-        self._connector = Connector(spec, listener=listener)
+        self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # those before, as long as they are not released
 

@@ -26,6 +26,7 @@ __all__ = ["LET_GO_S", "Link", "close_links"]
 
 LET_GO_S = 10.0  # for the end of an agent whose stream has ended
 END_S = 2.0  # for all agents to end with the run, and again to give up those that do not
+_NO_THREAD = "this machine has no thread left for it; raise the limit of processes (ulimit -u), or name fewer hosts"
 READER_FIRST_S = 3.0  # the reader mostly knows better than the writer why a stream broke, and may ask for 2 s
 
 
@@ -52,7 +53,10 @@ class Link:
     def open(self, connect: Callable[[], Stream]) -> None:
         """Connect in the background, then read until the end."""
         self._reader = threading.Thread(target=self._read, args=(connect,), name=f"read {self.host.name}", daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:
+            self._lose(_NO_THREAD)
 
     def tell(self, message: AgentCommand) -> None:
         if self._stream is not None and not self._closed:
@@ -109,7 +113,13 @@ class Link:
             stream.finish(0.0)
             return
         self._stream = stream
-        threading.Thread(target=self._write, args=(stream,), name=f"write {self.host.name}", daemon=True).start()
+        writer = threading.Thread(target=self._write, args=(stream,), name=f"write {self.host.name}", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:
+            self._lose(_NO_THREAD)
+            stream.finish(0.0)
+            return
         self._events.put(Connected(self.host.name, self._number, stream.our_address))
         try:
             reason = self._pump(stream)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
 __all__ = [
-    "AGENT_MACHINE",
-    "AGENT_SLOTS",
-    "AGENT_WORKDIR",
     "Host",
     "HostEntry",
     "HostKind",
@@ -38,12 +35,6 @@ _FORMS = (
 )
 # What OpenSSH takes for a user, without what means something in our lists: it ends up in the user's ProxyCommand.
 _USER = re.compile(r"""(?!-)[^\s@:,=#/\[\]'"`;&<>|(){}$]+(?<!\\)""")
-
-
-# What an agent gets through its environment from who starts it, where that is not the controller.
-AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
-AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
-AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
 
 
 class HostKind(Enum):

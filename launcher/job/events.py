@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from launcher.frozen import dataclass
 from launcher.hosts.host import Host
 from launcher.protocol import Command as AgentCommand
 from launcher.protocol import Evidence, Report

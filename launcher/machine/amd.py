@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from launcher.frozen import replace
 from launcher.machine.card import DEV, SYSFS, Card, read_text, select
 
 __all__ = ["TOPOLOGY", "is_present", "linked", "list_cards", "numbered", "read_properties"]

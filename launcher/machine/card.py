@@ -6,10 +6,10 @@ Used by nvidia.py, amd.py, intel.py and devices.py. Starts nothing and asks no d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 
 __all__ = ["DEV", "SYSFS", "Card", "listed", "pci_folder", "read_text", "select"]
 

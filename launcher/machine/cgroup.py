@@ -131,7 +131,7 @@ def _unescaped(field: str) -> str:
 
 def _text(path: str) -> str:
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="utf-8") as file:
             return file.read()
     except OSError:  # not there, or removed meanwhile
         return ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from launcher.frozen import dataclass
 from launcher.machine import amd, intel, nvidia
 from launcher.machine.card import Card, listed, select
 from launcher.machine.cgroup import folders_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.frozen import dataclass, replace
 from launcher.machine.card import DEV, SYSFS, Card, listed, read_text
 
 __all__ = ["in_order", "is_present", "list_cards"]

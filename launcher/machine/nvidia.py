@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 
+from launcher.frozen import replace
 from launcher.machine.card import Card
 
 __all__ = ["as_written", "linked", "list_cards", "numbers_are_certain"]

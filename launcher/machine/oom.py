@@ -11,8 +11,8 @@ import os
 import re
 import time
 import weakref
-from dataclasses import dataclass
 
+from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
 
 __all__ = ["OomWatch"]

@@ -13,7 +13,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+
+from launcher.frozen import dataclass, field
 
 QUICK_LOOKS = 20  # of a Suspension, then one every LOOK_S
 LOOK_S = 1.0

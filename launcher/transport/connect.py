@@ -7,6 +7,7 @@ local.py, ssh/, srun.py, tcp/.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -27,10 +28,17 @@ LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobo
 class Connector:
     """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
 
-    `listener` is where the nodes come in that are started by hand.
+    `listener` is where the nodes come in that are started by hand. `tell` gets lines for the user, from any thread.
     """
 
-    def __init__(self, spec: JobSpec, *, module: str = AGENT, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        module: str = AGENT,
+        listener: Listener | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._spec = spec
         self._listener = listener
         self._module = module
@@ -38,7 +46,7 @@ class Connector:
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
 
-            self._srun = Srun()
+            self._srun = Srun([host.name for host in spec.hosts], interfaces=spec.interfaces, tell=tell)
 
     def connect(self, host: Host, deadline: float) -> Stream:
         """Open the stream to a host before `deadline` (monotonic). Blocks; any thread may call it. Raises HostError."""
@@ -68,6 +76,12 @@ def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
 
     Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
     """
+    simulated = [host for host in spec.hosts if host.kind is HostKind.SIMULATED]
+    if len(simulated) > 1:
+        from launcher.transport.simulated import SimulatedAgents, SimulatedStream
+
+        agents = SimulatedAgents([*agent_command(spec), "--simulated"])
+        return {host.name: SimulatedStream(agents, warm_key(spec, host)) for host in simulated}
     return {host.name: LocalStream(agent_command(spec, host)) for host in spec.hosts if not host.remote}
 
 

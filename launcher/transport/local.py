@@ -2,46 +2,79 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import IO, Protocol
 
 from launcher.errors import HostError
 from launcher.transport.stream import LastWords, broken_by
 
-__all__ = ["LocalStream"]
+__all__ = ["AgentProcess", "LocalStream", "start_process"]
 
 READ_BYTES = 1 << 16
 
 
+class AgentProcess(Protocol):
+    """A process with pipes, as subprocess.Popen has it."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    stdin: int = subprocess.PIPE,
+    stdout: int = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start a program on this machine whose stderr is a pipe. Raises HostError."""
+    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
+    # folder: a `launcher` package of the user's working directory must not be taken for ours.
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        fix = "name the Python that has dtrain with --python"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            fix = "raise the limit of open files (ulimit -n), or name fewer hosts"
+        elif error.errno in (errno.EAGAIN, errno.ENOMEM):
+            fix = "raise the limit of processes (ulimit -u), or name fewer hosts"
+        raise HostError("this machine", f"cannot run {command[0]} here: {error.strerror}; {fix}") from error
+
+
 class LocalStream:
-    """An agent on this machine, at the other end of its pipes. A `Stream`. Raises HostError if it cannot be started."""
+    """An agent on this machine, at the other end of its pipes: that `process`, or what `command` starts. A `Stream`.
+
+    Raises HostError if it cannot be started.
+    """
 
     our_address: str | None = None
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
-        # folder: a `launcher` package of the user's working directory must not be taken for ours.
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env=env,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError as error:
-            reason = f"cannot run {command[0]} here: {error.strerror}; name the Python that has dtrain with --python"
-            raise HostError("this machine", reason) from error
+    def __init__(self, command: Sequence[str] | AgentProcess, env: Mapping[str, str] | None = None) -> None:
+        self._process = start_process(command, env) if isinstance(command, Sequence) else command
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # of which only what was ever read takes memory
         self._words = LastWords(self._process.stderr)
 
     def read(self) -> bytes:

@@ -8,6 +8,7 @@ written and ended by another, and finished by any.
 from __future__ import annotations
 
 import os
+import selectors
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,21 +57,44 @@ def broken_by(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class LastWords:
-    """The last that a process says on its stderr: read in a thread, so that the process never waits for a reader."""
+    """The last that a process says on its stderr: always read, so that the process never waits for a reader."""
 
     def __init__(self, stderr: IO[bytes], kept_bytes: int = WORDS_BYTES) -> None:
         self._stderr = stderr
         self._kept_bytes = kept_bytes
         self._words = b""
-        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        _selector().register(stderr, selectors.EVENT_READ, self._read)
 
     def wait(self, wait_s: float) -> str:
         """Return it when the process has closed its stderr, but no later than that."""
-        self._thread.join(wait_s)
+        self._ended.wait(wait_s)
         return self._words.decode("utf-8", "replace")
 
     def _read(self) -> None:
-        with self._stderr:
-            while words := os.read(self._stderr.fileno(), WORDS_BYTES):
-                self._words = (self._words + words)[-self._kept_bytes :]
+        words = os.read(self._stderr.fileno(), WORDS_BYTES)
+        self._words = (self._words + words)[-self._kept_bytes :]
+        if not words:
+            _selector().unregister(self._stderr)
+            self._stderr.close()
+            self._ended.set()
+
+
+_lock = threading.Lock()
+_found: list[selectors.BaseSelector] = []
+
+
+def _selector() -> selectors.BaseSelector:
+    """Return what one thread watches for all; with a thread for each, a thousand hosts would need as many more."""
+    with _lock:
+        if not _found:
+            selector = selectors.DefaultSelector()
+            threading.Thread(target=_watch, args=(selector,), name="stderr", daemon=True).start()
+            _found.append(selector)
+        return _found[0]
+
+
+def _watch(selector: selectors.BaseSelector) -> None:
+    while True:
+        for key, _ in selector.select():
+            key.data()

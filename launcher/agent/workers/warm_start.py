@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from launcher.agent.run_tag import RunTag
 from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.workers.worker import spawn
 from launcher.errors import WarmError
+from launcher.frozen import dataclass, field
 from launcher.protocol import Prepare, StartWorker
 
 __all__ = ["PROGRAM", "ForkServer", "Warmth"]

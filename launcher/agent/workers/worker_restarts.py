@@ -7,7 +7,6 @@ nothing of anybody else. Never waits, and starts nothing itself.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from launcher.agent.run_tag import RunTag
@@ -18,17 +17,17 @@ from launcher.protocol import RestartWorker
 __all__ = ["WorkerRestarts"]
 
 
-@dataclass
 class _Place:
     """Where a worker died: `sweep` ends what it left, its next step at `due`, and is None when that is done.
 
     `left` could not be ended; `order` starts the next worker there.
     """
 
-    sweep: Sweep | None = None
-    due: float = 0.0
-    left: str = ""
-    order: RestartWorker | None = None
+    def __init__(self, sweep: Sweep | None = None, due: float = 0.0) -> None:
+        self.sweep = sweep
+        self.due = due
+        self.left = ""
+        self.order: RestartWorker | None = None
 
 
 class WorkerRestarts:
@@ -50,7 +49,7 @@ class WorkerRestarts:
         variable = f"TORCHELASTIC_ERROR_FILE={worker.files.error}"
         listing = partial(self._run_tag.left_by, worker.number, variable)
         sweep = Sweep(listing, grace_s=self._grace_s, adopted=False)
-        self._places[worker.rank] = _Place(sweep, due=time.monotonic())
+        self._places[worker.rank] = _Place(sweep, time.monotonic())
 
     def take(self, order: RestartWorker) -> None:
         """Have a dead worker's place cleared for the next one."""

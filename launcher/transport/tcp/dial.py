@@ -46,10 +46,11 @@ class Signals:
     """Takes the signals while the context lasts; in the main thread only.
 
     `stops` are those that told us to end, the first one first. `events` gets every signal; relay.py waits for it, and
-    puts its own events there.
+    puts its own events there. Without `others`, USR1 and USR2 do nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, others: bool = True) -> None:
+        self._others = others
         self.stops: list[int] = []
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._interrupts = False
@@ -78,6 +79,8 @@ class Signals:
             self._interrupts = False
 
     def _take(self, signum: int, _frame: FrameType | None) -> None:
+        if signum in _OTHER and not self._others:
+            return
         if signum in _STOP:
             self.stops.append(signum)
         if not self._interrupts:

@@ -19,7 +19,7 @@ from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.machine import processes
 from launcher.protocol import SignalWorkers
 from launcher.protocol import encode as frame
-from launcher.transport.local import LocalStream
+from launcher.transport.local import LocalStream, start_process
 from launcher.transport.tcp.connection import Connection
 from launcher.transport.tcp.dial import JoinError, Signals
 from launcher.transport.tcp.encrypted_records import Kind, Record
@@ -48,7 +48,8 @@ class _Agent(LocalStream):
     """This node's agent (its guard's process, to be exact), which gets node 0's frames, and between them our own."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        super().__init__(command, env)
+        self._started = start_process(command, env)
+        super().__init__(self._started)
         self.over = False  # it has ended, and its output is over
         self.reported = False  # node 0 knows it, or never will
         self._writing = threading.Lock()
@@ -84,22 +85,22 @@ class _Agent(LocalStream):
 
     def wait(self, output: threading.Thread) -> Ended:
         """Wait for its end, and a moment for that of its output. Blocks."""
-        status = self._process.wait()
+        status = self._started.wait()
         output.join(LAST_OUTPUT_S)
         words = self._words.wait(LAST_OUTPUT_S)
         self.over = True
         return Ended(status, words[-WORDS_CHARS:])
 
     def terminate(self) -> None:
-        self._process.terminate()
+        self._started.terminate()
 
     def kill(self) -> None:
         """Kill the agent itself: its guard ends what is left then. Without one, kill what there is."""
-        children = [child for child in processes.everything() if child.parent == self._process.pid]
+        children = [child for child in processes.everything() if child.parent == self._started.pid]
         for child in children:
             processes.send(child, signal.SIGKILL)
         if not children:
-            self._process.kill()
+            self._started.kill()
 
 
 class Relay:

@@ -1,11 +1,13 @@
 """`dtrain run` in the jobs of a real SLURM: on unequal nodes, with GPUs, through signals, cancellation and crashes."""
 
+import contextlib
 import re
 import shlex
 import sys
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from testbed import REPOSITORY
 from testbed.processes import wait_until
@@ -13,6 +15,7 @@ from testbed.slurm import SlurmCluster
 
 from launcher.hosts.slurm_allocation import find_step
 
+STEP_TASK = "launcher.transport.tcp.step_task"
 WAIT = "import signal, time\nprint('up', flush=True)\ntime.sleep(60)\n"
 SHOW = """\
 import os
@@ -92,10 +95,17 @@ class Folder:
 
 
 @pytest.fixture
-def folder(slurm: SlurmCluster, tmp_path: Path) -> Folder:
+def folder(
+    slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Folder:
+    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", getattr(request, "param", "0"))
     return Folder(slurm, tmp_path)
 
 
+BOTH_WAYS = pytest.mark.parametrize("folder", ["0", "2"], indirect=True, ids=["an-srun-a-node", "one-step"])
+
+
+@BOTH_WAYS
 def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
     # Five tasks, each with its GPU: two, two and one. Of itself a step on one node would get one GPU.
     job = folder.submit(SHOW, "-N3", "-n5", "--gpus-per-task=1")
@@ -110,6 +120,7 @@ def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
     ]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [
@@ -144,6 +155,7 @@ def test_a_step_on_one_node_stays_there(folder: Folder) -> None:
     assert re.findall(r"I (\S+ \S+ \S+ \S+ \S+)", result.stdout) == ["0 node2 0 1 0"]
 
 
+@BOTH_WAYS
 def test_the_exit_code_of_the_first_failure_is_the_jobs(folder: Folder) -> None:
     job = folder.submit("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)", "-N2")
     assert folder.ended(job, "FAILED") == "7:0"
@@ -173,6 +185,7 @@ def test_tasks_that_srun_starts_take_their_places_in_one_run(
     assert not list((folder.path / "runs").glob(".slurm-*")), "nothing is left of how they met"
 
 
+@BOTH_WAYS
 def test_a_cancelled_job_leaves_nothing(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
@@ -181,6 +194,7 @@ def test_a_cancelled_job_leaves_nothing(folder: Folder) -> None:
     wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
 
 
+@BOTH_WAYS
 def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2", "--no-kill", run="--heartbeat-timeout-s 3")
     folder.await_up(2)
@@ -191,6 +205,71 @@ def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     assert folder.ended(job, "FAILED") == "1:0"
 
 
+def test_one_step_starts_all_agents_and_carries_no_secret_where_others_see_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", "2")
+    job = folder.submit(WAIT, "-N3")
+    folder.await_up(3)
+    assert re.findall(rf"StepId={job}\.(\d+)", folder.slurm.say("scontrol", "show", "step", job)) == ["0"]
+    srun = step_of(folder, job)
+    assert srun.environ().get("DTRAIN_TOKEN") is None
+    assert not re.search("[0-9a-f]{64}", " ".join([*srun.cmdline(), *srun.environ().values()]))
+    folder.slurm.say("scancel", job)
+    folder.ended(job, "CANCELLED")
+    wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
+
+
+def step_of(folder: Folder, job: str) -> psutil.Process:
+    """The srun of a job's one step; it has a helper of the same name."""
+    conf, here = str(folder.slurm.config), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "srun" and STEP_TASK in process.cmdline():
+                environ = process.environ()
+                ours = (environ["SLURM_JOB_ID"], environ["SLURM_CONF"]) == (job, conf)
+                here += [process] if ours and process.parent().name() != "srun" else []
+    (srun,) = here
+    return srun
+
+
+@BOTH_WAYS
+def test_an_agent_that_is_killed_is_named(folder: Folder) -> None:
+    folder.submit(WAIT, "-N2")
+    folder.await_up(2)
+    agents = [p for step in folder.slurm.steps("node2") for p in step.children(recursive=True) if is_agent(p)]
+    max(agents, key=psutil.Process.create_time).kill()  # of guard and agent the second
+    folder.await_said("processes left on")
+    assert folder.said("host node2 was lost.*: its agent was killed")
+
+
+def is_agent(process: psutil.Process) -> bool:
+    return process.cmdline()[-2:] == ["-m", "launcher.agent"]
+
+
+@BOTH_WAYS
+def test_a_step_that_somebody_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
+    job = folder.submit(WAIT, "-N2")
+    folder.await_up(2)
+    steps = re.findall(rf"StepId=({job}\.\d+)", folder.slurm.say("scontrol", "show", "step", job))
+    folder.slurm.say("scancel", *steps)
+    folder.await_said("processes left on")
+    # Its signal reaches workers, agents and tasks alike: which of them dtrain hears of first is chance.
+    cause = r"(?:host|on) node\d .*(?:CANCELLED AT|was killed|was lost|sent it SIGTERM)"
+    assert folder.said(cause), folder.log.read_text()
+
+
+@pytest.mark.parametrize("folder", ["2"], indirect=True)
+def test_without_dtrain_the_tasks_of_its_step_end(folder: Folder) -> None:
+    job = folder.submit(WAIT, "-N2")
+    folder.await_up(2)
+    srun = step_of(folder, job)
+    srun.parent().kill()
+    wait_until(lambda: not psutil.pid_exists(srun.pid) or srun.status() == psutil.STATUS_ZOMBIE, "srun has ended")
+    wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
+
+
+@BOTH_WAYS
 def test_usr1_reaches_every_worker_once(folder: Folder) -> None:
     job = folder.submit(SIGNALLED, "-N2")
     folder.await_up(2)

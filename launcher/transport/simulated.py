@@ -1,0 +1,151 @@
+"""Agents of simulated hosts, which are all on this machine: one process imports what an agent is, and forks them.
+
+A thousand of them then take the time of a few imports, and share that memory. Each is a process of its own, with its
+own guard, session and streams, as it is on a host of its own (agent/simulated.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+from launcher.errors import HostError
+from launcher.machine.processes import raise_file_limit
+from launcher.transport.local import LocalStream, start_process
+from launcher.transport.stream import LastWords
+
+__all__ = ["SimulatedAgents", "SimulatedStream"]
+
+_MESSAGE_BYTES = 64
+
+
+class SimulatedAgents:
+    """The process that forks the agents. It ends by itself once all of their streams are finished.
+
+    Raises HostError where it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = start_process(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        raise_file_limit()  # not before: the agents and workers are to have the user's
+        assert self._process.stderr is not None
+        self.words = LastWords(self._process.stderr)
+        self._lock = threading.Lock()
+        self._agents: list[_Agent] = []
+        self._unfinished = 0
+        self._status: int | None = None  # once the process has ended
+        threading.Thread(target=self._receive, name="ends of agents", daemon=True).start()
+
+    def start(self, key: str) -> _Agent:
+        """Start an agent; the key says what may be kept warm for it. Raises OSError."""
+        with self._lock:
+            agent = _Agent(self, len(self._agents))
+            self._agents.append(agent)
+            self._unfinished += 1
+            if self._status is not None:
+                agent.ended_with(self._status)
+        theirs = agent.open_pipes()
+        try:
+            # Where the process has ended, its agents' streams are closed, and say so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._control, [f"{agent.number} {key}".encode()], theirs)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        return agent
+
+    def kill(self, agent: _Agent) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(str(agent.number).encode())
+
+    def finished(self) -> None:
+        """Note that one more stream is finished; after the last one nobody asks for anything."""
+        with self._lock:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    self._control.shutdown(socket.SHUT_WR)
+
+    def _receive(self) -> None:
+        """Pass on how agents ended; in a thread of its own, until the process ends."""
+        # The socket stays open as long as this object lives: another thread may be sending.
+        with contextlib.suppress(ConnectionError):
+            while said := self._control.recv(_MESSAGE_BYTES):
+                number, _, status = said.partition(b" ")
+                self._agents[int(number)].ended_with(int(status))
+        status_of_all = self._process.wait()
+        with self._lock:
+            self._status = status_of_all
+            for agent in self._agents:
+                agent.ended_with(status_of_all)
+
+
+class _Agent:
+    """One of them, to LocalStream what a subprocess.Popen is."""
+
+    def __init__(self, agents: SimulatedAgents, number: int) -> None:
+        self.number = number
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
+        self._agents = agents
+        self._status: int | None = None
+        self._ended = threading.Event()
+
+    def open_pipes(self) -> list[int]:
+        """Open its pipes, and return the descriptors of their other ends. Raises OSError."""
+        with contextlib.ExitStack() as unless_open:
+            ends = []
+            for _ in range(3):
+                ends.append(os.pipe())
+                for descriptor in ends[-1]:
+                    unless_open.callback(os.close, descriptor)
+            (in_read, in_write), (out_read, out_write), (err_read, err_write) = ends
+            unless_open.pop_all()
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(in_write, "wb", 0),
+            os.fdopen(out_read, "rb", 0),
+            os.fdopen(err_read, "rb", 0),
+        )
+        return [in_read, out_write, err_write]
+
+    def ended_with(self, status: int) -> None:
+        if self._status is None:
+            self._status = status
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("agent", timeout or 0.0)
+        assert self._status is not None
+        return self._status
+
+    def kill(self) -> None:
+        self._agents.kill(self)
+
+
+class SimulatedStream(LocalStream):
+    """An agent that was forked, at the other end of its pipes. A `Stream`."""
+
+    def __init__(self, agents: SimulatedAgents, key: str = "") -> None:
+        try:
+            super().__init__(agents.start(key))
+        except OSError as error:
+            fix = "raise the limit of open files (ulimit -n; the hard one is used), or divide it between fewer hosts"
+            reason = f"no pipes for another agent: {error.strerror}; {fix}"
+            raise HostError("this machine", reason) from error
+        self._agents = agents
+        self._finishing = threading.Lock()
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        status, words = super().finish(wait_s)
+        if self._finishing.acquire(blocking=False):
+            self._agents.finished()
+        return status, words or ("" if status in (None, 0) else self._agents.words.wait(0.0))
