@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
@@ -45,6 +47,39 @@ class TorchSurface(TorchDistributedDataParallel):
 
     def _syncs_buffers(self) -> bool:
         return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes of forwards made inside only accumulate gradients on this rank.
+
+        The first backward pass of a forward made outside reduces the accumulated sum. It is the forward that counts:
+        around backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of inputs at different times, inside this context; all must enter it, and its end waits.
+
+        A rank that has no more inputs takes part in the others' reductions with zeros. With
+        `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
+        end, all ranks get parameters and buffers of one that joined last.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
     def broadcast_buffers(self) -> bool:

@@ -6,8 +6,7 @@ import dataclasses
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -79,7 +78,11 @@ class DistributedDataParallel(TorchSurface):
     - `device_mesh`: a one-dimensional one, instead of `process_group`; also a slice, as `mesh["dp"]` of a mesh whose
       other dimension the module uses by itself.
     - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
-      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order.
+      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order. By default these
+      are where it begins: on the CPU, after five steps, sizes follow by which a simulation of the step is quickest on
+      this link, but only where averages stay the same to the bit: with two ranks, or a backend that adds in the order
+      of the ranks whatever the sizes. "auto" lets them follow everywhere; then two runs of one script may differ in
+      the last bits of their sums.
     - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
       before, and use the bucket again although an older gradient may have been kept elsewhere. By default
       `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
@@ -91,7 +94,14 @@ class DistributedDataParallel(TorchSurface):
 
     These are new:
 
-    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
+    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`). "auto": after
+      five exact steps, as "bf16" or "int8" if a simulation of the step, with the measured times of the link, of
+      backward and of compressing, says that this saves a tenth of it, else uncompressed; `compression.Auto(["bf16"])`
+      considers only what it names. Timing decides, so two runs may decide differently; a checkpoint keeps the decision.
+    - `measure`: by default, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB a second
+      and more), and the first steps; buckets of the second and third step wait for the end of backward. `measurement`
+      has the figures. Nothing is measured if buckets have sizes of yours, with `init_sync=False`, off the CPU, or with
+      `measure=False`.
     - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them
       once; DriftError names the first parameter that differs, the step and the rank.
     - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them
@@ -332,20 +342,6 @@ class DistributedDataParallel(TorchSurface):
         if self._sync_buffers_of(root) and self._policy is not None and self._policy.late_buffer_hook is not None:
             self._policy.late_buffer_hook.run(self._named_buffers())
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes of forwards made inside only accumulate gradients on this rank.
-
-        The first backward pass of a forward made outside reduces the accumulated sum. It is the forward that counts:
-        around backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`, with `weight` for an average of shares of different size.
 
@@ -390,25 +386,6 @@ class DistributedDataParallel(TorchSurface):
         gradients = [parameter.grad for _, parameter in self._named_parameters() if parameter.grad is not None]
         if gradients and total != 1:
             foreach_divide(gradients, total)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Let ranks run out of inputs at different times, inside this context; all must enter it, and its end waits.
-
-        A rank that has no more inputs takes part in the others' reductions with zeros. With
-        `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
-        end, all ranks get parameters and buffers of one that joined last.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
@@ -527,6 +504,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)
+        self._measuring = Measuring()
         if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())
 

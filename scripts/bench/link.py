@@ -6,7 +6,9 @@ Two processes train replicas over gloo, each in a network namespace of its own; 
 `--rate` in each direction (a token bucket). The model is a chain of linear layers with a small batch, so that sending
 gradients takes most of a step. A round gives each variant one step, in random order; the time is that of the
 slower rank. PowerSGD is not measured with torch's class, which mixes up its collectives over gloo. The table gives
-medians over the rounds, and the median of the ratios within rounds.
+medians over the rounds, and the median of the ratios within rounds. "ddp 25 MB" measures nothing and keeps its buckets,
+"ddp auto" compresses if that pays. The last line holds the step of "ddp" against what it cannot be quicker than:
+"compute", the same step inside no_sync(), or the bytes of its gradients at the rate of the link.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
 
 _ADDRESSES = ("10.213.77.1", "10.213.77.2")
 _LINK = "dtr0"
+_WARM_UP = 7  # steps, after which what is measured has been decided
 
 _TORCH = "torch views"
 _OURS = "ddp"
 VARIANTS = (
-    _OURS, "ddp bf16", "ddp fp16", "ddp int8", "ddp powersgd",
+    "compute", _OURS, "ddp 25 MB", "ddp auto", "ddp bf16", "ddp fp16", "ddp int8", "ddp powersgd",
     "torch", _TORCH, "torch fp16 hook",
 )  # fmt: skip
 
@@ -44,6 +49,8 @@ def wrap(name: str, module: Any) -> Any:
     import ddp
 
     whose, _, how = name.partition(" ")
+    if whose == "compute" or how == "25 MB":
+        return ddp.DistributedDataParallel(module, measure=False)
     if whose == "ddp":
         compression = ddp.compression.PowerSGD(rank=4, start_step=2) if how == "powersgd" else how or None
         return ddp.DistributedDataParallel(module, compression=compression)
@@ -61,12 +68,14 @@ def stepper(name: str, width: int, depth: int) -> Callable[[], None]:
     torch.manual_seed(0)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = wrap(name, nn.Sequential(*layers, nn.Linear(width, 10)))
+    is_alone = name == "compute"
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     batch = torch.randn(2, width)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        with model.no_sync() if is_alone else nullcontext():
+            model(batch).square().mean().backward()
         optimizer.step()
 
     return step
@@ -83,7 +92,7 @@ def worker(arguments: argparse.Namespace) -> None:
     names = arguments.variants.split(",")
     every = [stepper(name, arguments.width, arguments.layers) for name in names]
     for step in every:
-        for _ in range(3):
+        for _ in range(_WARM_UP):
             step()
     times = torch.zeros(arguments.rounds, len(names), dtype=torch.float64)
     order = random.Random(0)  # the same on every rank
@@ -99,8 +108,9 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace, names: list[str], times: list[list[float]]) -> None:
-    megabytes = (arguments.layers * arguments.width * (arguments.width + 1) + 10 * (arguments.width + 1)) * 4 / 1e6
-    theirs = [name for name in names if name.startswith("torch")] or names
+    nbytes = (arguments.layers * arguments.width * (arguments.width + 1) + 10 * (arguments.width + 1)) * 4
+    megabytes = nbytes / 1e6
+    theirs = [name for name in names if name.startswith("torch")] or [name for name in names if name != "compute"]
     best = min(theirs, key=lambda name: statistics.median(times[names.index(name)]))
     own = _OURS if _OURS in names else names[0]
     print(f"\n{arguments.rate}, {megabytes:.0f} MB of float32 gradients, {arguments.rounds} rounds")
@@ -111,6 +121,14 @@ def report(arguments: argparse.Namespace, names: list[str], times: list[list[flo
             for other in (own, best)
         )
         print(f"  {name:20} {statistics.median(its) * 1e3:10.1f} {' '.join(f'{ratio:24.2f}' for ratio in ratios)}")
+    rate = re.fullmatch(r"([0-9.]+)([mg])bit", arguments.rate)
+    if rate is not None and {_OURS, "compute"} <= {*names}:
+        sending_s = nbytes * 8 / float(rate[1]) / (1e9 if rate[2] == "g" else 1e6)
+        computing_s, step_s = (statistics.median(times[names.index(name)]) for name in ("compute", _OURS))
+        print(
+            f"  {_OURS} takes {step_s / max(computing_s, sending_s):.2f} of the longer of compute "
+            f"({computing_s * 1e3:.1f} ms) and bytes by rate ({sending_s * 1e3:.1f} ms)"
+        )
     sys.stdout.flush()
 
 

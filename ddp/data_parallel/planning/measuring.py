@@ -15,7 +15,7 @@ from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.measure_compression import measure_compression
 from ddp.data_parallel.planning.measure_link import measure_link
-from ddp.errors import ArgumentError
+from ddp.errors import ArgumentError, UnsupportedError
 from ddp.torch_internals import sums_in_rank_order
 
 __all__ = ["Measuring"]
@@ -43,14 +43,22 @@ class Measuring:
         *,
         init_sync: bool,
     ) -> Measuring:
-        """What the arguments of a wrapper ask for. Raises ArgumentError if they contradict each other."""
+        """What the arguments of a wrapper ask for.
+
+        Raises ArgumentError if they contradict each other, UnsupportedError for what cannot be measured on `device`.
+        """
         auto = Auto() if compression == "auto" else compression if isinstance(compression, Auto) else None
-        if not measure and (cap_mb == "auto" or auto is not None):
-            what = 'bucket_cap_mb="auto"' if cap_mb == "auto" else 'compression="auto"'
-            raise ArgumentError(f"measure=False, but {what} decides by measurement: leave one of them out")
         if cap_mb == "auto" or auto is not None:
+            what = 'bucket_cap_mb="auto"' if cap_mb == "auto" else 'compression="auto"'
+            if not measure:
+                raise ArgumentError(f"measure=False, but {what} decides by measurement: leave one of them out")
+            if device.type != "cpu":
+                raise UnsupportedError(
+                    f"{what} on {device}: only steps on the CPU are measured, where hooks tell when gradients are "
+                    "ready. Give a size or the name of a compression"
+                )
             plans: Literal["yes", "no", "exact"] = "yes" if cap_mb == "auto" else "no"
-            return Measuring(device.type == "cpu", plans, () if auto is None else tuple(auto.among))
+            return Measuring(True, plans, () if auto is None else tuple(auto.among))
         is_on = measure and init_sync and cap_mb is None and not caps_mb and device.type == "cpu"
         return Measuring(is_on, "exact" if is_on and compression is None else "no")
 
