@@ -15,7 +15,7 @@ NAME = "shm"
 def register() -> None:
     """Make `shm` known to torch.distributed. May be repeated."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
@@ -29,7 +29,10 @@ def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[
     return of_ranks(store, rank, size, timeout.total_seconds())
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _create(options: Any, backend_options: Any) -> Any:
+    """What torch calls; `options` are its _DistributedBackendOptions."""
     from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+    from ddp.comm.shm.other_devices import OtherDevices
 
-    return ShmGroup(store, rank, size, timeout)
+    others = OtherDevices(options, backend_options)
+    return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, others)
