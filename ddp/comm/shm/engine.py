@@ -91,6 +91,46 @@ class Engine:
             self._ask()
             self._call_thread()
 
+    def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Run a collective and return when it is done, or raise its error.
+
+        If nothing else goes on, and the others come soon, then with little more than its own steps.
+        """
+        operation = None
+        if self.broken is None and self._driving.acquire(blocking=False):
+            try:
+                if not self._pending():
+                    operation = self._run_at_once(what, steps, results, timeout_s)
+                    if operation is None:
+                        return
+                    self._drive(operation, float("inf"))
+            finally:
+                self._release()
+            if operation is not None:
+                self.wait(operation, None)
+                return
+        self.run(Operation(what, steps, results, timeout_s), wait=True)
+
+    def _run_at_once(
+        self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float
+    ) -> Operation | None:
+        """Return None if it is done, else what is left of it."""
+        rounds = self.rounds
+        rounds.what = what
+        try:
+            next(steps)
+            while rounds.spin():
+                next(steps)
+        except StopIteration:
+            return None
+        except BaseException as error:
+            self._break(error if isinstance(error, Exception) else self.rounds.error("it was interrupted"))
+            raise
+        operation = Operation(what, steps, results, timeout_s)
+        self._queue.append(operation)
+        self._round_open, self._moved = True, time.monotonic()
+        return operation
+
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
         """Drive, or let drive, until an operation is done; raise its error, or CollectiveError after `timeout_s`.
 
