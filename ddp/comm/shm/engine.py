@@ -69,7 +69,7 @@ class Engine:
         self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
         self._thread: threading.Thread | None = None
-        self._left = threading.Semaphore(0)
+        self._left = threading.Event()  # something for the thread
         _engines.add(self)
 
     # For callers.
@@ -176,7 +176,7 @@ class Engine:
             return
         self._closed = True
         self._ask()
-        self._left.release()
+        self._left.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._driving:
@@ -334,14 +334,16 @@ class Engine:
         self.rounds.wake_driver()
 
     def _call_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
-            self._thread.start()
-        self._left.release()
+        self._left.set()
+        with self._telling:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+                self._thread.start()
 
     def _serve(self) -> None:
         while True:
-            self._left.acquire()
+            self._left.wait()
+            self._left.clear()
             time.sleep(_PAUSE_S)
             while self._pending() and not self._closed and self._driving.acquire(blocking=False):
                 try:
