@@ -375,10 +375,41 @@ def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist
     travel on the host where their group is of NCCL alone.
     """
     made = dist.ProcessGroup(store, group.rank(), group.size())
+    set_default, register = made._set_default_backend, made._register_backend  # both are there: now connect
     backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    set_default(dist.ProcessGroup.BackendType.GLOO)
+    register(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
+
+
+@_unless_lacking
+def device_group(options: Any, device: str, backend: str, backend_options: Any) -> dist.ProcessGroup:
+    """Make a group of torch's own for one type of device, beside a group of the same ranks that is written in Python.
+
+    `options` are those that torch gave the maker of that group. Does not wait for others, unless the backend does.
+    Without it, "cpu:shm,cuda:nccl" has no NCCL. 2.6.
+    """
+    make: Any = dist.distributed_c10d._new_process_group_helper
+    made, _ = make(
+        options.group_size,
+        options.group_rank,
+        options.global_ranks_in_group,
+        f"{device}:{backend}",
+        options.store,
+        f"{options.group_id}/{device}",
+        backend_options=backend_options,
+        timeout=options.timeout,
+    )
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    dist.distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", made)
+
+
+@_unless_lacking
+def destroy_device_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group that `device_group` made, unless torch has destroyed it with all others."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 @_unless_lacking
