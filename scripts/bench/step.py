@@ -95,6 +95,9 @@ def _conv_layer(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
+_SGD = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to measure and a batch for it."""
@@ -104,9 +107,7 @@ class Subject:
     batch: Callable[[], torch.Tensor]
     micro_batches: int = 1
     find_unused: bool = False
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = functools.partial(
-        torch.optim.SGD, lr=1e-4, momentum=0.9
-    )
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _SGD
     clip: float | None = None
 
 
