@@ -31,7 +31,8 @@ _MOST_BYTES = 1 << 46
 class SharedSegment:
     """A piece of memory of a fixed size, zeroed when made, as `tensor` (uint8, writable, at the start of a page).
 
-    Raises ParameterServerError if the host cannot give it. A segment that was made stays open to others until it is
+    With `populate`, its pages are there at once, else when each is first touched. Raises ParameterServerError if the
+    host cannot give it. A segment that was made stays open to others until it is
     closed or its process ends; the memory itself lives as long as anybody has a tensor of it.
     """
 
@@ -40,7 +41,7 @@ class SharedSegment:
     tensor: torch.Tensor
     ticket: dict[str, Any]  # JSON, for the process that shall `open` it; no secret: another user gets nothing by it
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, populate: bool = True) -> None:
         if size_bytes < 1:
             raise ArgumentError(f"a shared segment of {size_bytes} bytes; it must be 1 or more")
         if not self.available:
@@ -51,7 +52,7 @@ class SharedSegment:
             os.fchmod(self._descriptor, 0o600)
             os.ftruncate(self._descriptor, size_bytes)
             _fix_size(self._descriptor)
-            self.tensor = _mapped(self._descriptor, size_bytes)
+            self.tensor = _mapped(self._descriptor, size_bytes, populate)
         except OSError as error:
             self.close()
             raise ParameterServerError(f"no shared memory of {size_bytes} bytes: {error}") from error
@@ -64,7 +65,7 @@ class SharedSegment:
         }
 
     @classmethod
-    def open(cls, ticket: Mapping[str, Any]) -> SharedSegment | None:
+    def open(cls, ticket: Mapping[str, Any], *, populate: bool = True) -> SharedSegment | None:
         """Open the segment of another process of this host; None if it is on another host or in another container,
         belongs to another user, is gone, or is not what the ticket says."""
         if not cls.available:
@@ -81,14 +82,14 @@ class SharedSegment:
         except (OSError, KeyError, TypeError, ValueError, OverflowError):
             return None
         try:
-            return cls._opened(descriptor, dict(ticket), size_bytes)
+            return cls._opened(descriptor, dict(ticket), size_bytes, populate)
         except OSError:
             return None
         finally:
             os.close(descriptor)
 
     @classmethod
-    def _opened(cls, descriptor: int, ticket: dict[str, Any], size_bytes: int) -> SharedSegment | None:
+    def _opened(cls, descriptor: int, ticket: dict[str, Any], size_bytes: int, populate: bool) -> SharedSegment | None:
         status = os.fstat(descriptor)
         is_it = stat.S_ISREG(status.st_mode) and (status.st_size, status.st_ino) == (size_bytes, ticket.get("inode"))
         # Again, now that it is open: the pid may have passed to another process in between.
@@ -97,16 +98,20 @@ class SharedSegment:
             return None
         segment = cls.__new__(cls)
         segment._descriptor = -1
-        segment.tensor = _mapped(descriptor, size_bytes)
+        segment.tensor = _mapped(descriptor, size_bytes, populate)
         segment.ticket = ticket
         return segment
 
     def close(self) -> None:
         """Let go of the memory, which goes when its last tensor does; nobody can open it any more. May be repeated."""
+        self.close_descriptor()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def close_descriptor(self) -> None:
+        """Keep the memory, but let nobody open it any more."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        self.tensor = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -144,7 +149,8 @@ def _has_fixed_size(descriptor: int) -> bool:
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fixed == fixed
 
 
-def _mapped(descriptor: int, size_bytes: int) -> torch.Tensor:
+def _mapped(descriptor: int, size_bytes: int, populate: bool) -> torch.Tensor:
     # Zeroing the pages takes as long here as at the first touch (0.8 s/GB measured), but not within a training step.
-    memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
+    memory = mmap.mmap(descriptor, size_bytes, flags=flags)
     return torch.frombuffer(memory, dtype=torch.uint8)

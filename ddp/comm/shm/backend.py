@@ -1,0 +1,35 @@
+"""Makes the backend `shm` known to torch.distributed; what it consists of is imported when a group is made."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["NAME", "register", "sharing"]
+
+NAME = "shm"
+
+
+def register() -> None:
+    """Make `shm` known to torch.distributed. May be repeated."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+
+def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
+    """Return the ranks of each host, in order of their first: those of a tuple share memory. The same on all ranks.
+
+    All ranks call it, with a store (or a prefix of one) that nothing else uses. Blocks until all have; raises
+    RendezvousError after `timeout`.
+    """
+    from ddp.comm.shm.memory import sharing as of_ranks
+
+    return of_ranks(store, rank, size, timeout.total_seconds())
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+
+    return ShmGroup(store, rank, size, timeout)

@@ -1,0 +1,242 @@
+"""The algorithms: each a generator that ends every round with a `yield`, and goes on when all ranks have posted.
+
+Memory is given as addresses of contiguous tensors, which whoever runs the generator keeps alive. Copies are plain
+memmoves in one thread, without the interpreter's lock. What is larger than a slot goes in chunks.
+
+Two ranks combine what both have put into their slots, each for itself: one copy and one sum a byte. From three on, each
+rank combines its slice of a chunk and the others copy that: n - 1 sums become (n - 1)/n, and a copy is added. In both
+all ranks get the bits of rank 0 + rank 1 + ... (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", has the same two ways over messages.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ddp.comm.shm.combine import combine
+from ddp.comm.shm.memory import SLOT_BYTES
+from ddp.comm.shm.rounds import Rounds, header
+from ddp.comm.shm.waiting import memmove
+
+__all__ = [
+    "Steps",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+Steps = Iterator[None]
+
+# Measured: a chunk and its peers' stay in the second-level caches, and a round costs little beside it.
+_CHUNK = 1 << 18
+_SLICED_CHUNK = 1 << 19  # of at most half a slot: the other half has results
+_SMALL = 1 << 14  # up to here every rank combines all by itself, in one round, however many ranks
+_RESULT = SLOT_BYTES // 2  # where in a slot
+_LINE = 64
+
+assert max(_CHUNK, _SLICED_CHUNK) <= _RESULT < SLOT_BYTES
+
+
+def _spans(nbytes: int, chunk: int) -> list[tuple[int, int]]:
+    """(start, length) of each chunk; an empty tensor has one, of no bytes."""
+    return [(start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)] or [(0, 0)]
+
+
+def barrier(rounds: Rounds) -> Steps:
+    rounds.begin(header("barrier", torch.uint8, 0))
+    rounds.post()
+    yield
+    rounds.check()
+
+
+def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
+    """Replace `flat` (n,), contiguous, by the ranks' combined values."""
+    nbytes = flat.nbytes
+    if rounds.size <= 2 or nbytes <= _SMALL:
+        return _all_reduce_each(rounds, flat, reduction)
+    return _all_reduce_sliced(rounds, flat, reduction)
+
+
+def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
+    words = header("all_reduce", flat.dtype, flat.numel(), reduction)
+    address, itemsize = flat.data_ptr(), flat.itemsize
+    own = rounds.own
+    spans = _spans(flat.nbytes, _CHUNK)
+    for start, length in spans:
+        parity = rounds.begin(words)
+        memmove(own.slots[parity], address + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if not length:
+            continue
+        first, count = start // itemsize, length // itemsize
+        out = flat if len(spans) == 1 else flat[first : first + count]
+        combine(reduction, [peer.slot(parity, flat.dtype)[:count] for peer in rounds.peers], out)
+
+
+def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
+    """In each round: a chunk of this rank's values, and its slice of the results of the chunk before."""
+    words = header("all_reduce", flat.dtype, flat.numel(), reduction)
+    address, itemsize, dtype = flat.data_ptr(), flat.itemsize, flat.dtype
+    own = rounds.own
+    results = _RESULT // itemsize
+    spans = _spans(flat.nbytes, _SLICED_CHUNK)
+    for index in range(len(spans) + 1):
+        parity = rounds.begin(words)
+        if index < len(spans):
+            start, length = spans[index]
+            memmove(own.slots[parity], address + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if index:  # the results of the chunk before, which this round brought
+            start, length = spans[index - 1]
+            for peer, (begin, end) in zip(rounds.peers, _slices(length, rounds.size), strict=True):
+                memmove(address + start + begin, peer.slots[parity] + _RESULT, end - begin)
+        if index < len(spans):
+            begin, end = (each // itemsize for each in _slices(spans[index][1], rounds.size)[rounds.rank])
+            if begin < end:
+                parts = [peer.slot(parity, dtype)[begin:end] for peer in rounds.peers]
+                out = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
+                combine(reduction, parts, out)
+
+
+def _slices(nbytes: int, size: int) -> list[tuple[int, int]]:
+    """Each rank's share of a chunk, in bytes: whole cache lines."""
+    each = -(-nbytes // (size * _LINE)) * _LINE
+    return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(size)]
+
+
+def reduce(rounds: Rounds, flat: torch.Tensor, reduction: str, root: int) -> Steps:
+    """Replace `flat` on the root alone."""
+    words = header("reduce", flat.dtype, flat.numel(), reduction, root)
+    for start, length in _spans(flat.nbytes, _CHUNK):
+        parity = rounds.begin(words)
+        memmove(rounds.own.slots[parity], flat.data_ptr() + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if rounds.rank == root and length:
+            first, count = start // flat.itemsize, length // flat.itemsize
+            parts = [peer.slot(parity, flat.dtype)[:count] for peer in rounds.peers]
+            combine(reduction, parts, flat[first : first + count])
+
+
+def reduce_scatter(rounds: Rounds, out: torch.Tensor, pieces: Sequence[torch.Tensor], reduction: str) -> Steps:
+    """Combine piece r of all ranks into `out` of rank r; all are flat and of equal size."""
+    words = header("reduce_scatter", out.dtype, out.numel(), reduction)
+    room = _share(rounds.size)
+    for start, length in _spans(out.nbytes, room):
+        parity = rounds.begin(words)
+        for index, piece in enumerate(pieces):
+            memmove(rounds.own.slots[parity] + index * room, piece.data_ptr() + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if length:
+            first, count = start // out.itemsize, length // out.itemsize
+            at = rounds.rank * room // out.itemsize
+            parts = [peer.slot(parity, out.dtype)[at : at + count] for peer in rounds.peers]
+            combine(reduction, parts, out[first : first + count])
+
+
+def _share(size: int) -> int:
+    """How much of a chunk each of `size` pieces gets."""
+    return max(_SLICED_CHUNK // size // 4096 * 4096, 4096 if size <= SLOT_BYTES // 4096 else _LINE)
+
+
+def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
+    words = header("broadcast", flat.dtype, flat.numel(), root=root)
+    address = flat.data_ptr()
+    for start, length in _spans(flat.nbytes, _CHUNK):
+        parity = rounds.begin(words)
+        if rounds.rank == root:
+            memmove(rounds.own.slots[parity], address + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if rounds.rank != root:
+            memmove(address + start, rounds.peers[root].slots[parity], length)
+
+
+def all_gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> Steps:
+    """Write `flat` of rank r to `outs[r]` on all ranks; flat tensors of equal size."""
+    return _gather(rounds, outs, flat, header("all_gather", flat.dtype, flat.numel()))
+
+
+def gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> Steps:
+    """As `all_gather`, on the root alone: the others give no `outs`."""
+    return _gather(rounds, outs, flat, header("gather", flat.dtype, flat.numel(), root=root))
+
+
+def _gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor, words: tuple[int, int]) -> Steps:
+    address = flat.data_ptr()
+    to = [out.data_ptr() for out in outs]
+    for start, length in _spans(flat.nbytes, _CHUNK):
+        parity = rounds.begin(words)
+        memmove(rounds.own.slots[parity], address + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        for peer, out in zip(rounds.peers, to, strict=False):  # none on those that only give
+            memmove(out + start, peer.slots[parity], length)
+
+
+def scatter(rounds: Rounds, out: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> Steps:
+    """Write piece r of the root to `out` of rank r."""
+    words = header("scatter", out.dtype, out.numel(), root=root)
+    room = _share(rounds.size)
+    for start, length in _spans(out.nbytes, room):
+        parity = rounds.begin(words)
+        for index, piece in enumerate(pieces):  # none but on the root
+            memmove(rounds.own.slots[parity] + index * room, piece.data_ptr() + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        memmove(out.data_ptr() + start, rounds.peers[root].slots[parity] + rounds.rank * room, length)
+
+
+def all_to_all(rounds: Rounds, outs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Steps:
+    """Write piece r of rank s to `outs[s]` of rank r; sizes may differ by pair, if both of a pair agree."""
+    dtype = pieces[0].dtype
+    words = header("all_to_all", dtype, 0)
+    size, rank = rounds.size, rounds.rank
+    parity = rounds.begin(words)
+    sizes = torch.tensor([*(piece.nbytes for piece in pieces), *(out.nbytes for out in outs)], dtype=torch.int64)
+    memmove(rounds.own.slots[parity], sizes.data_ptr(), sizes.nbytes)
+    rounds.post()
+    yield
+    rounds.check()
+    table = [peer.slot(parity, torch.int64)[: 2 * size].tolist() for peer in rounds.peers]
+    wrong = [
+        f"rank {source} sends {table[source][to] // dtype.itemsize} elements to rank {to}, which expects "
+        f"{table[to][size + source] // dtype.itemsize}"
+        for source in range(size)
+        for to in range(size)
+        if table[source][to] != table[to][size + source]
+    ]
+    if wrong:
+        raise rounds.error("; ".join(wrong[:4]))
+    room = _share(size)
+    for start in range(0, max(max(sent[:size]) for sent in table), room):
+        parity = rounds.begin(words)
+        for index, piece in enumerate(pieces):
+            if start < piece.nbytes:
+                at = rounds.own.slots[parity] + index * room
+                memmove(at, piece.data_ptr() + start, min(room, piece.nbytes - start))
+        rounds.post()
+        yield
+        rounds.check()
+        for peer, out in zip(rounds.peers, outs, strict=True):
+            if start < out.nbytes:
+                at = peer.slots[parity] + rank * room
+                memmove(out.data_ptr() + start, at, min(room, out.nbytes - start))

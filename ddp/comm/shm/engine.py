@@ -1,0 +1,331 @@
+"""What runs when, and in which thread: the operations of one group.
+
+Collectives wait in one queue and run in its order; messages run beside them. Whoever has the lock drives: the caller of
+a synchronous operation or of `wait`, else a thread of the group, which is started when an asynchronous operation is
+left. An asynchronous call does what needs no other rank (it fills its slot and raises its counter), finishes if all
+ranks are there, and never waits.
+
+An error breaks the group: all that is queued and all that comes later fails with it, and the other ranks are told.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ddp.comm.shm.collectives import Steps
+from ddp.comm.shm.messages import Messages, Receive, Send
+from ddp.comm.shm.rounds import Lost, Rounds
+from ddp.errors import CollectiveError
+
+__all__ = ["Engine", "Operation"]
+
+_PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
+_LOOK_S = 0.05
+
+
+class Operation:
+    """A collective or a message on its way. `results` are the tensors that its future gives."""
+
+    __slots__ = (
+        "calls", "done", "error", "event", "in_inference", "results", "source", "steps", "then", "timeout_s", "what",
+    )  # fmt: skip
+
+    def __init__(
+        self, what: str, steps: Steps | Send | Receive, results: Sequence[torch.Tensor], timeout_s: float
+    ) -> None:
+        self.what, self.steps, self.results, self.timeout_s = what, steps, results, timeout_s
+        self.done = False
+        self.error: BaseException | None = None
+        self.event: threading.Event | None = None
+        self.calls: list[Callable[[], None]] = []
+        self.source = -1
+        self.in_inference = False
+        self.then: Callable[[], None] | None = None  # at the end of a message
+
+
+class Engine:
+    """Runs the operations of a group on this rank."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.broken: BaseException | None = None
+        self._queue: deque[Operation] = deque()  # collectives; the head of it runs
+        self._inbox: deque[Operation] = deque()  # messages that the driver has not taken yet
+        self._carried: dict[Send | Receive, Operation] = {}  # those that it has
+        self._messages = Messages(rounds, self._finish_message)
+        self._round_open = False  # the head of the queue waits for the other ranks
+        self._moved = 0.0  # when something last went on
+        self._asked = False  # somebody has added something: the driver shall look again
+        self._closed = False
+        self._driving = threading.Lock()
+        self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
+        self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
+        self._thread: threading.Thread | None = None
+        self._left = threading.Semaphore(0)
+        _engines.add(self)
+
+    # For callers.
+
+    def run(self, operation: Operation, *, wait: bool) -> None:
+        """Start an operation; with `wait`, return when it is done, and raise its error."""
+        if self.broken is not None:
+            raise self._refusal(operation.what)
+        (self._inbox if isinstance(operation.steps, Send | Receive) else self._queue).append(operation)
+        if wait:
+            self.wait(operation, None)
+            return
+        if self._driving.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._release()
+        else:
+            self._ask()
+            self._call_thread()
+
+    def wait(self, operation: Operation, timeout_s: float | None) -> None:
+        """Drive, or let drive, until an operation is done; raise its error, or CollectiveError after `timeout_s`.
+
+        Ctrl-C ends the wait; the operation goes on.
+        """
+        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not operation.done:
+            if self._driving.acquire(blocking=False):
+                try:
+                    self._drive(operation, until)
+                finally:
+                    self._release()
+            else:
+                self._wait_for_driver(operation, until)
+            if not operation.done and time.monotonic() >= until:
+                raise CollectiveError(
+                    f"{operation.what} on rank {self.rounds.rank} was not done within {timeout_s:g} s; it goes on",
+                    rank=self.rounds.rank,
+                    what=operation.what,
+                )
+        if operation.error is not None:
+            raise operation.error
+
+    def _wait_for_driver(self, operation: Operation, until: float) -> None:
+        self._ask()
+        with self._telling:
+            if operation.done:
+                return
+            event = operation.event = operation.event or threading.Event()
+        event.wait(max(min(_LOOK_S, until - time.monotonic()), 0))
+
+    def when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Call when the operation is done: here and now if it is."""
+        with self._telling:
+            if not operation.done:
+                operation.calls.append(call)
+                return
+        call()
+
+    def close(self) -> None:
+        """End the thread, fail what is not done, and tell the other ranks. May be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ask()
+        self._left.release()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._driving:
+            self._fail_all(self.rounds.error("the group was destroyed"))
+            self.rounds.close()
+        self._call_back()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the group is of no use here, and is the parent's."""
+        self._closed, self._thread = True, None
+        self._driving, self._telling = threading.Lock(), threading.Lock()
+        self.broken = self.rounds.error("this process was forked from the rank that made the group: make another one")
+        self._queue.clear()
+        self.rounds.close(in_child=True)
+
+    # The driver, which has the lock.
+
+    def _drive(self, target: Operation | None, until: float) -> None:
+        """Advance until `target` is done, or nothing is left, or somebody is to be called, or the time is over."""
+        while True:
+            self._asked = False
+            self._advance()
+            if target.done if target is not None else not self._pending():
+                return
+            if self._closed or self._calls or time.monotonic() >= until:
+                return
+            if not self.rounds.sleep(self._can_advance):
+                self._look_for_lost()
+
+    def _advance(self) -> None:
+        """Do all that can be done without waiting. An error breaks the group."""
+        try:
+            while self._step():
+                self._moved = time.monotonic()
+        except Exception as error:
+            self._break(error)
+        except BaseException:
+            self._break(self.rounds.error("it was interrupted"))  # Ctrl-C in the middle of a copy
+            raise
+
+    def _step(self) -> bool:
+        """Do one thing; return whether there was anything to do."""
+        moved = False
+        while self._inbox:
+            operation = self._inbox.popleft()
+            assert isinstance(operation.steps, Send | Receive)
+            self.rounds.what = operation.what
+            self._carried[operation.steps] = operation
+            self._messages.add(operation.steps)
+        if self._messages.pending:
+            moved = self._messages.advance()
+        if not self._queue or (self._round_open and not self.rounds.all_posted()):
+            return moved
+        operation = self._queue[0]
+        assert not isinstance(operation.steps, Send | Receive)
+        self.rounds.what = operation.what
+        try:
+            if operation.in_inference:
+                with torch.inference_mode():
+                    next(operation.steps)
+            else:
+                next(operation.steps)
+            self._round_open = True
+        except StopIteration:
+            self._round_open = False
+            self._queue.popleft()
+            self._finish(operation)
+        return True
+
+    def _can_advance(self) -> bool:
+        return (
+            (self._round_open and self.rounds.all_posted())
+            or self._asked
+            or (self._messages.pending > 0 and self._messages.can_advance())
+        )
+
+    def _pending(self) -> bool:
+        return bool(self._queue or self._inbox or self._messages.pending)
+
+    def _look_for_lost(self) -> None:
+        """Break the group if what is waited for cannot come any more, or is late."""
+        waited_s = time.monotonic() - self._moved
+        try:
+            if self._queue:
+                self.rounds.what = self._queue[0].what
+                limit_s = self._queue[0].timeout_s
+                self.rounds.look_for_lost(self.rounds.absent, limit_s if waited_s >= limit_s else None)
+            if self._carried:
+                self.rounds.what = next(iter(self._carried.values())).what
+                limit_s = min(operation.timeout_s for operation in self._carried.values())
+                self.rounds.look_for_lost(self._messages.absent, limit_s if waited_s >= limit_s else None)
+                if waited_s >= limit_s:  # one of any rank, and some are left
+                    raise self.rounds.error(f"no rank sent it within {limit_s:g} s")
+        except Lost as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        if self.broken is None:
+            self.broken = error
+            self.rounds.tell_failure(str(error))
+        self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        self.broken = self.broken or error
+        self._messages.drop()
+        left = [*self._queue, *self._inbox, *self._carried.values()]
+        self._queue.clear()
+        self._inbox.clear()
+        self._carried.clear()
+        self._round_open = False
+        for operation in left:
+            operation.error = error
+            self._finish(operation)
+
+    def _refusal(self, what: str) -> Lost:
+        return Lost(
+            f"{what} is refused on rank {self.rounds.rank}, since the group has failed: {self.broken}",
+            rank=self.rounds.rank,
+            what=what,
+        )
+
+    def _finish_message(self, message: Send | Receive) -> None:
+        operation = self._carried.pop(message)
+        if isinstance(message, Receive):
+            operation.source = message.source
+        if operation.then is not None:
+            operation.then()
+        self._finish(operation)
+
+    def _finish(self, operation: Operation) -> None:
+        with self._telling:
+            operation.done = True
+            self._calls.extend(operation.calls)
+        if operation.event is not None:
+            operation.event.set()
+
+    # Who drives.
+
+    def _release(self) -> None:
+        self._driving.release()
+        self._call_back()
+        if self._pending() and self.broken is None:
+            self._call_thread()
+
+    def _call_back(self) -> None:
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread took it
+                return
+            call()
+
+    def _ask(self) -> None:
+        self._asked = True
+        self.rounds.wake_driver()
+
+    def _call_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+            self._thread.start()
+        self._left.release()
+
+    def _serve(self) -> None:
+        while True:
+            self._left.acquire()
+            time.sleep(_PAUSE_S)
+            while self._pending() and not self._closed and self._driving.acquire(blocking=False):
+                try:
+                    self._drive(None, float("inf"))
+                finally:
+                    self._driving.release()
+                self._call_back()
+            if self._closed:
+                return
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process."""
+    for engine in list(_engines):
+        engine.close()
+
+
+def _leave_all() -> None:
+    for engine in list(_engines):
+        engine.leave_to_parent()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leave_all)

@@ -1,0 +1,344 @@
+"""The process group of `shm`: what torch.distributed calls, turned into operations of the engine.
+
+Names and arguments are those of torch's ProcessGroup, old and new ones; ranks are those of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.shm import collectives
+from ddp.comm.shm.collectives import Steps
+from ddp.comm.shm.combine import reduction_of
+from ddp.comm.shm.engine import Engine, Operation
+from ddp.comm.shm.flat import Flats
+from ddp.comm.shm.memory import open_all
+from ddp.comm.shm.messages import Receive, Send
+from ddp.comm.shm.rounds import Rounds
+from ddp.comm.shm.work import DoneWork, ShmWork
+from ddp.errors import ArgumentError
+
+__all__ = ["ShmGroup"]
+
+NAME = "shm"
+_DONE = DoneWork()
+_REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+# torch's stubs have overloads for each method, of which one Python method has to take all.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
+    """Ranks that share a host's memory. All of them make it at once; `timeout` is that of each operation too."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # the way with a store is not for subclasses
+        self._store = store
+        peers, pidfds = open_all(store, rank, size, timeout.total_seconds())
+        self.set_timeout(timeout)
+        self._rounds = Rounds(peers, rank, pidfds)
+        self._engine = Engine(self._rounds)
+
+    # What torch asks about it.
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Limit operations that start from now on."""
+        self._timeout_s = timeout.total_seconds()
+        self.options = SimpleNamespace(_timeout=timeout, backend=NAME)
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return self
+        raise RuntimeError(f"the group has no backend for {device.type}: it was made with {NAME} alone")
+
+    def shutdown(self) -> None:
+        self._engine.close()
+
+    def abort(self) -> None:
+        self._engine.close()
+
+    def __del__(self) -> None:
+        if "_engine" in vars(self):
+            self._engine.close()
+
+    # Collectives of one tensor a rank.
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        return self._all_reduce(_listed(tensors), opts, timeout)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+        return self._all_reduce(tensors, opts, None)
+
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], opts: Any, timeout: timedelta | None) -> dist.Work:
+        reduction, flats = _reduction(opts, tensors), Flats()
+        each = [collectives.all_reduce(self._rounds, flats.write(tensor), reduction) for tensor in tensors]
+        return self._run("all_reduce", each, flats, tensors, opts, timeout)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        tensors, root, flats = _listed(tensors), _root(opts), Flats()
+        flatten = flats.read if root == self._rounds.rank else flats.write
+        each = [collectives.broadcast(self._rounds, flatten(tensor), root) for tensor in tensors]
+        return self._run("broadcast", each, flats, tensors, opts, timeout)
+
+    def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        tensors, root, flats = _listed(tensors), _root(opts), Flats()
+        reduction = _reduction(opts, tensors)
+        flatten = flats.write if root == self._rounds.rank else flats.read
+        each = [collectives.reduce(self._rounds, flatten(tensor), reduction, root) for tensor in tensors]
+        return self._run("reduce", each, flats, tensors, opts, timeout)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        return self._run("barrier", [collectives.barrier(self._rounds)], Flats(), (), opts, timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier. Its error names all ranks that did not come, whatever `wait_all_ranks`."""
+        self._run("monitored_barrier", [collectives.barrier(self._rounds)], Flats(), (), None, timeout).wait()
+
+    # Collectives of many tensors a rank.
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        flats = Flats()
+        each = [
+            self._gathered(flats, [flats.write(out) for out in outs], tensor)
+            for outs, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._run("all_gather", each, flats, [out for outs in outputs for out in outs], opts, timeout)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+        return self.allgather([*zip(*outputs, strict=True)], inputs, opts)
+
+    def _allgather_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        return self._all_gather_single([output], [input], opts, timeout)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._all_gather_single(outputs, inputs, opts, None)
+
+    def _all_gather_single(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any, timeout: timedelta | None
+    ) -> dist.Work:
+        flats = Flats()
+        each = [
+            self._gathered(flats, flats.write_parts(out, [tensor.numel()] * self.size()), tensor)
+            for out, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._run("all_gather", each, flats, outputs, opts, timeout)
+
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+
+    def _gathered(self, flats: Flats, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        _check_alike(tensor, outs, self.size())
+        return collectives.all_gather(self._rounds, outs, flats.read(tensor))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        root, flats = _root(opts), Flats()
+        (tensor,) = inputs
+        outs = [flats.write(out) for outs in outputs for out in outs] if root == self._rounds.rank else []
+        if root == self._rounds.rank:
+            _check_alike(tensor, outs, self.size())
+        each = [collectives.gather(self._rounds, outs, flats.read(tensor), root)]
+        return self._run("gather", each, flats, outputs[0] if outputs else (), opts, timeout)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        root, flats = _root(opts), Flats()
+        (out,) = outputs
+        pieces = [flats.read(piece) for pieces in inputs for piece in pieces] if root == self._rounds.rank else []
+        if root == self._rounds.rank:
+            _check_alike(out, pieces, self.size())
+        each = [collectives.scatter(self._rounds, flats.write(out), pieces, root)]
+        return self._run("scatter", each, flats, outputs, opts, timeout)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        reduction, flats = _reduction(opts, outputs), Flats()
+        each = [
+            self._scattered(flats, out, [flats.read(piece) for piece in pieces], reduction)
+            for out, pieces in zip(outputs, inputs, strict=True)
+        ]
+        return self._run("reduce_scatter", each, flats, outputs, opts, timeout)
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        return self._reduce_scatter_single([output], [input], opts, timeout)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._reduce_scatter_single(outputs, inputs, opts, None)
+
+    def _reduce_scatter_single(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any, timeout: timedelta | None
+    ) -> dist.Work:
+        reduction, flats = _reduction(opts, outputs), Flats()
+        each = [
+            self._scattered(flats, out, flats.read_parts(tensor, [out.numel()] * self.size()), reduction)
+            for out, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._run("reduce_scatter", each, flats, outputs, opts, timeout)
+
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+
+    def _scattered(self, flats: Flats, out: torch.Tensor, pieces: Sequence[torch.Tensor], reduction: str) -> Steps:
+        _check_alike(out, pieces, self.size())
+        return collectives.reduce_scatter(self._rounds, flats.write(out), pieces, reduction)
+
+    def alltoall(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        flats = Flats()
+        outs, pieces = [flats.write(out) for out in outputs], [flats.read(piece) for piece in inputs]
+        return self._run("all_to_all", [self._exchanged(outs, pieces)], flats, outputs, opts, timeout)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        flats = Flats()
+        outs = flats.write_parts(output, _split(output, output_split_sizes, self.size()))
+        pieces = flats.read_parts(input, _split(input, input_split_sizes, self.size()))
+        return self._run("all_to_all", [self._exchanged(outs, pieces)], flats, [output], opts, timeout)
+
+    all_to_all_single = alltoall_base
+
+    def _exchanged(self, outs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Steps:
+        if not len(outs) == len(pieces) == self.size() or len({tensor.dtype for tensor in (*outs, *pieces)}) != 1:
+            raise ArgumentError(
+                f"all_to_all among {self.size()} ranks wants as many inputs and outputs, of one dtype; here are "
+                f"{len(pieces)} and {len(outs)}, of {', '.join(sorted({str(t.dtype) for t in (*outs, *pieces)}))}"
+            )
+        return collectives.all_to_all(self._rounds, outs, pieces)
+
+    # Messages.
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = _listed(tensors)
+        flats = Flats()
+        return self._start("send", Send(flats.read(tensor), self._other_rank(rank), tag), flats, tensors)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._receive(_listed(tensors), self._other_rank(rank), tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        return self._receive(_listed(tensors), -1, tag)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        flats = Flats()
+        return self._start("recv", Receive(flats.write(tensor), rank, tag), flats, tensors)
+
+    def _other_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.size() or rank == self._rounds.rank:
+            raise ArgumentError(f"rank {self._rounds.rank} of {self.size()} cannot exchange messages with rank {rank}")
+        return rank
+
+    # Starting them.
+
+    def _run(
+        self,
+        what: str,
+        each: Sequence[Steps],
+        flats: Flats,
+        results: Sequence[torch.Tensor],
+        opts: Any,
+        timeout: timedelta | None,
+    ) -> dist.Work:
+        steps = flats.then_back(each[0] if len(each) == 1 else _in_turn(each))
+        limit = timeout if timeout is not None else getattr(opts, "timeout", None)
+        limit_s = 0.0 if limit is None else limit.total_seconds()
+        operation = Operation(what, steps, results, limit_s if limit_s > 0 else self._timeout_s)
+        operation.in_inference = flats.in_inference
+        if not getattr(opts, "asyncOp", True):
+            self._engine.run(operation, wait=True)
+            return _DONE
+        self._engine.run(operation, wait=False)
+        return ShmWork(self._engine, operation)
+
+    def _start(self, what: str, message: Send | Receive, flats: Flats, results: Sequence[torch.Tensor]) -> dist.Work:
+        operation = Operation(what, message, results, self._timeout_s)
+        operation.then = flats.bring_back
+        self._engine.run(operation, wait=False)
+        return ShmWork(self._engine, operation)
+
+
+def _listed(tensors: Any) -> Sequence[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _in_turn(each: Sequence[Steps]) -> Iterator[None]:
+    for steps in each:
+        yield from steps
+
+
+def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
+    """The name of the reduction that options, or an operation itself, ask for; raises ArgumentError."""
+    asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    name = _REDUCTIONS[getattr(asked, "op", asked)]
+    for tensor in tensors:
+        reduction_of(name, tensor.dtype)
+    return name
+
+
+def _root(opts: Any) -> int:
+    return opts if isinstance(opts, int) else 0 if opts is None else int(opts.rootRank)
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
+    """Elements for each rank, of sizes along the first dimension; without sizes, equal parts."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes and rows % ranks:
+        raise ArgumentError(f"a tensor of {rows} rows cannot be divided equally among {ranks} ranks: give split sizes")
+    sizes = [*sizes] or [rows // ranks] * ranks
+    if sum(sizes) != rows or len(sizes) != ranks:
+        raise ArgumentError(f"split sizes {sizes} are not for {ranks} ranks and a tensor of {rows} rows")
+    return [size * (tensor.numel() // rows if rows else 0) for size in sizes]
+
+
+def _check_alike(tensor: torch.Tensor, others: Sequence[torch.Tensor], ranks: int) -> None:
+    wrong = {(other.dtype, other.numel()) for other in others} - {(tensor.dtype, tensor.numel())}
+    if wrong or len(others) != ranks:
+        raise ArgumentError(
+            f"expected {ranks} tensors of {tensor.numel()} elements of {tensor.dtype}, one a rank; got {len(others)}"
+            + "".join(f", some of {numel} elements of {dtype}" for dtype, numel in wrong)
+        )

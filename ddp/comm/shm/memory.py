@@ -1,0 +1,161 @@
+"""What the ranks of a group have mapped of each other, and how they find out that they can.
+
+Every rank makes one segment without a file and opens those of all others, by tickets that travel through the store. A
+token in the segment, which the ticket has too, proves that both see the same memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ddp.comm.shared_memory import SharedSegment
+from ddp.comm.shm import waiting
+from ddp.errors import ParameterServerError, RendezvousError
+
+__all__ = ["CHANNEL_BYTES", "CHANNEL_HEAD", "SLOT_BYTES", "Peer", "open_all", "sharing"]
+
+# Where in a segment, in bytes. Each word that a rank writes and others read has a cache line of its own.
+_TOKEN, POSTED, BELL, STATE, TEXT, HEADS = 0, 64, 128, 192, 256, 1024
+TEXT_BYTES = HEADS - TEXT
+HEAD_BYTES = 64
+_SLOTS = 4096
+SLOT_BYTES = 2 << 20  # of each of two
+_CHANNELS = _SLOTS + 2 * SLOT_BYTES
+CHANNEL_HEAD = 4096
+CHANNEL_BYTES = 1 << 18
+
+
+def segment_bytes(size: int) -> int:
+    return _CHANNELS + size * (CHANNEL_HEAD + CHANNEL_BYTES)
+
+
+class Peer:
+    """A rank's segment as this process has it mapped, its own too: words, and addresses of slots and channels."""
+
+    def __init__(self, segment: SharedSegment, rank: int, size: int) -> None:
+        self.rank = rank
+        self.pid = int(segment.ticket["pid"])
+        self._memory = segment.tensor  # keeps it mapped
+        self.address = segment.tensor.data_ptr()
+        array: Any = segment.tensor.numpy()  # has a buffer, which Python 3.11 has no type for
+        self.bytes = memoryview(array)
+        self.words = self.bytes.cast("Q")
+        self.bell = self.bytes[BELL : BELL + 4].cast("I")
+        self.bell_address = self.address + BELL
+        self.slots = (self.address + _SLOTS, self.address + _SLOTS + SLOT_BYTES)
+        self.channels = [_CHANNELS + to * (CHANNEL_HEAD + CHANNEL_BYTES) for to in range(size)]
+        self._typed: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def slot(self, parity: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of the two slots as a flat tensor."""
+        found = self._typed.get((dtype, parity))
+        if found is None:
+            start = _SLOTS + parity * SLOT_BYTES
+            found = self._typed[dtype, parity] = self._memory[start : start + SLOT_BYTES].view(dtype)
+        return found
+
+
+def open_all(store: Any, rank: int, size: int, timeout_s: float) -> tuple[list[Peer], list[int]]:
+    """Map the segments of all ranks; return them in order, and descriptors that tell whether each rank still runs.
+
+    All ranks call it. Raises RendezvousError on all if some cannot share memory, and after `timeout_s`.
+    """
+    segments, pidfds, hosts = _meet(store, rank, size, timeout_s, segment_bytes(size))
+    if len(hosts) > 1:
+        for pidfd in pidfds.values():
+            os.close(pidfd)
+        raise RendezvousError(
+            f"the backend shm is for ranks that share memory, but these do not: {_told(hosts)} (on other hosts, in "
+            "other containers, or of other users); use gloo, or a group of shm for each host"
+        )
+    return [Peer(segments[each], each, size) for each in range(size)], [pidfds[each] for each in range(size)]
+
+
+def sharing(store: Any, rank: int, size: int, timeout_s: float) -> list[tuple[int, ...]]:
+    """Return the ranks that share memory, host by host: `ddp.comm.shm.sharing`."""
+    _, pidfds, hosts = _meet(store, rank, size, timeout_s, 4096)
+    for pidfd in pidfds.values():
+        os.close(pidfd)
+    return hosts
+
+
+def _told(hosts: Sequence[Sequence[int]]) -> str:
+    return " | ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}" for ranks in hosts)
+
+
+def _meet(
+    store: Any, rank: int, size: int, timeout_s: float, size_bytes: int
+) -> tuple[dict[int, SharedSegment], dict[int, int], list[tuple[int, ...]]]:
+    """Make a segment, open those of the others; return what could be opened, and what all ranks could."""
+    own, token = _own_segment(size_bytes)
+    try:
+        ticket = None if own is None else {**own.ticket, "token": token.hex()}
+        tickets = _exchange(store, "ticket", rank, size, ticket, timeout_s)
+        segments, pidfds = {}, {}
+        for each, theirs in enumerate(tickets):
+            opened = None if own is None or theirs is None else _opened(own if each == rank else None, theirs)
+            if opened is not None:
+                segments[each], pidfds[each] = opened
+        seen = _exchange(store, "seen", rank, size, sorted(segments), timeout_s)
+    finally:
+        if own is not None:
+            own.close_descriptor()
+    return segments, pidfds, _hosts(seen)
+
+
+def _own_segment(size_bytes: int) -> tuple[SharedSegment | None, bytes]:
+    token = secrets.token_bytes(16)
+    if not waiting.available:
+        return None, token
+    try:
+        own = SharedSegment(size_bytes, populate=False)
+    except ParameterServerError:
+        return None, token
+    own.tensor[_TOKEN : _TOKEN + 16] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+    return own, token
+
+
+def _opened(own: SharedSegment | None, ticket: dict[str, Any]) -> tuple[SharedSegment, int] | None:
+    """Open a rank's segment, with a descriptor of its process; None if this process cannot."""
+    try:
+        pidfd = os.pidfd_open(int(ticket["pid"]))  # first: `open` then checks that the process is still that one
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    segment = own or SharedSegment.open(ticket, populate=False)
+    if segment is not None and segment.tensor[_TOKEN : _TOKEN + 16].numpy().tobytes().hex() == ticket["token"]:
+        return segment, pidfd
+    os.close(pidfd)
+    return None
+
+
+def _exchange(store: Any, what: str, rank: int, size: int, value: Any, timeout_s: float) -> list[Any]:
+    keys = [f"{what}/{each}" for each in range(size)]
+    store.set(keys[rank], json.dumps(value))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [json.loads(store.get(key)) for key in keys]
+    except RuntimeError as error:  # DistError is one
+        raise RendezvousError(
+            f"rank {rank} of {size} waited {timeout_s:.0f} s for the other ranks to make a group of the backend shm: "
+            f"{error}"
+        ) from error
+
+
+def _hosts(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Group ranks that all have opened each other. Deterministic, whatever was seen."""
+    hosts: list[list[int]] = []
+    for rank in range(len(seen)):
+        for host in hosts:
+            if all(rank in seen[other] and other in seen[rank] for other in host):
+                host.append(rank)
+                break
+        else:
+            hosts.append([rank])
+    return [tuple(host) for host in hosts]

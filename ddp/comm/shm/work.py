@@ -1,0 +1,93 @@
+"""What a collective of `shm` returns: torch's Work, of an operation that may still run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.shm.engine import Engine, Operation
+
+__all__ = ["DoneWork", "ShmWork"]
+
+
+def _future_of(results: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([*results])
+    return future
+
+
+class DoneWork(dist.Work):
+    """Of an operation that was done when its call returned. One does for all."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def synchronize(self) -> None:
+        pass
+
+    def get_future(self) -> Any:
+        return _future_of([])
+
+
+class ShmWork(dist.Work):
+    def __init__(self, engine: Engine, operation: Operation) -> None:
+        super().__init__()
+        self._engine, self._operation = engine, operation
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is done; raises its error, or CollectiveError after `timeout`."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        self._engine.wait(self._operation, seconds if seconds > 0 else None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        return self._operation.done and self._operation.error is None
+
+    def exception(self) -> Any:
+        return self._operation.error
+
+    def result(self) -> list[torch.Tensor]:
+        return [*self._operation.results]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._operation.source
+
+    def _source_rank(self) -> int:
+        return self._operation.source
+
+    def get_future(self) -> Any:
+        """A future of the tensors that the operation writes."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._engine.when_done(self._operation, self._complete)
+        return self._future
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        if isinstance(self._operation.error, Exception):
+            self._future.set_exception(self._operation.error)
+        else:
+            self._future.set_result([*self._operation.results])
