@@ -25,7 +25,8 @@ ORDERS = {
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
         "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.buckets", "compression",
-        "data", "comm", "monitoring", "world", "environment", "torch_internals", "errors",
+        "data", "comm", "monitoring", "world", "comm.shm", "comm.shared_memory",
+        "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
 

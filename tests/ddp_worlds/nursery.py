@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+BACKEND = os.environ.get("DDP_TEST_BACKEND", "gloo")  # of every world
 _kept: list[Any] = []  # by a rank until it exits
 _NO_FAULT = (  # what some versions say, and nobody can mend
     "Guards may run slower on Python",
@@ -163,7 +164,7 @@ def _run_rank(rank: int, world_size: int, case: str, arguments: dict[str, Any], 
 
     torch.manual_seed(1000 + rank)
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     group = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")
     result = getattr(importlib.import_module(module), function)(**arguments)

@@ -45,6 +45,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # the way with a store is not for subclasses
         self._store = store
+        self._name = self._desc = ""  # torch sets them; a group without a backend of C++ does not keep them
         peers, pidfds = open_all(store, rank, size, timeout.total_seconds())
         self.set_timeout(timeout)
         self._rounds = Rounds(peers, rank, pidfds)
@@ -57,6 +58,18 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     def name(self) -> str:
         return NAME
+
+    def setGroupName(self, name: str) -> None:  # torch's
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:
+        self._desc = text
+
+    def getGroupDesc(self) -> str:
+        return self._desc
 
     @property
     def _device_types(self) -> list[torch.device]:

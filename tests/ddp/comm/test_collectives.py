@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ddp_worlds.nursery import Nursery
 
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "shm"]
 SIZES = [2, 3]
 
 

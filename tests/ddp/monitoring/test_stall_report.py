@@ -118,7 +118,7 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
         assert report.startswith("rank 2 is missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank ")
         assert "rank 2: has exited (after step 2)" in report
         assert "ranks 0-1: in the all-reduce of bucket 1 of 1" in report
-        assert "torch says: " in report
+        assert "the backend says: " in report
     for report in returned.results[:2]:
         assert "rank 2: has deleted its last model (after step 1)" in report
     for report in (raised.results[0], raised.results[2]):
