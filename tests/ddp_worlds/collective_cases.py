@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import ddp
+from ddp.comm.shm import backend
 
 Group = dist.ProcessGroup
 Case = Callable[[Group], None]
@@ -40,12 +40,17 @@ def case(function: Case) -> Case:
     return function
 
 
-def run_cases(backend: str, only: Sequence[str] = ()) -> dict[str, str]:
-    """Run the cases, all by default; return what each said: nothing, or the traceback of this rank."""
-    assert ddp.DistributedDataParallel
+def run_cases(how: str, only: Sequence[str] = ()) -> dict[str, str]:
+    """Run the cases, all by default; return what each said: nothing, or the traceback of this rank.
+
+    `how` is a backend; "shm 0,1|2" is shm of a world in which ranks 0 and 1 share memory, and rank 2 does not.
+    """
+    name_of_backend, _, hosts = how.partition(" ")
+    if hosts:
+        pretend_hosts([[int(rank) for rank in ranks.split(",")] for ranks in hosts.split("|")])
     said = {}
     for name in only or CASES:
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=LIMIT_S))
+        group = dist.new_group(backend=name_of_backend, timeout=timedelta(seconds=LIMIT_S))
         try:
             with warnings.catch_warnings():
                 for kind in (DeprecationWarning, FutureWarning):  # of names that some versions of torch give up
@@ -57,6 +62,18 @@ def run_cases(backend: str, only: Sequence[str] = ()) -> dict[str, str]:
         dist.barrier()
         dist.destroy_process_group(group)
     return said
+
+
+def pretend_hosts(hosts: Sequence[Sequence[int]]) -> None:
+    """Let groups of shm believe from now on that only these ranks of the world share memory."""
+
+    def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
+        store.set(f"global/{rank}", str(dist.get_rank()))
+        known = [int(store.get(f"global/{other}")) for other in range(size)]
+        found = [tuple(known.index(each) for each in ranks if each in known) for ranks in hosts]
+        return sorted(ranks for ranks in found if ranks)
+
+    backend.sharing = sharing
 
 
 def given(rank: int, shape: Sequence[int] = (5,), dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -143,6 +160,23 @@ def all_reduce_is_the_same_bits_on_all_ranks(group: Group) -> None:
         others = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(others, mine, group=group)
         assert all(torch.equal(other, mine) for other in others)
+
+
+@case
+def all_reduce_of_pieces_gives_the_same_bits(group: Group) -> None:
+    """However a tensor is cut: the order of a sum depends on the element and the ranks only."""
+    if dist.get_backend(group) == "gloo":
+        return  # its order depends on where in a tensor an element is
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = (torch.randn(300_007, generator=torch.Generator().manual_seed(group.rank())) * 1e3).to(dtype)
+        whole = mine.clone()
+        dist.all_reduce(whole, group=group)
+        for cuts in ([1, 5, 1000, 100_000, 199_001], [299_990, 17]):
+            pieces = [piece.clone() for piece in mine.split(cuts)]
+            works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
+            for work in works:
+                work.wait()
+            same(torch.cat(pieces), whole)
 
 
 @case

@@ -6,8 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
-__all__ = ["NAME", "register", "sharing"]
+__all__ = ["NAME", "connect", "register", "sharing"]
 
 NAME = "shm"
 
@@ -15,7 +16,7 @@ NAME = "shm"
 def register() -> None:
     """Make `shm` known to torch.distributed. May be repeated."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, connect, devices=["cpu"])
 
 
 def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
@@ -29,7 +30,16 @@ def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[
     return of_ranks(store, rank, size, timeout.total_seconds())
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group that torch does not know of, over memory within hosts and gloo between them.
 
-    return ShmGroup(store, rank, size, timeout)
+    All ranks call it, with a store that nothing else uses. Blocks until all have, else raises RendezvousError after
+    `timeout`.
+    """
+    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+    from ddp.comm.shm.hosts_group import HostsGroup
+
+    hosts = sharing(PrefixStore("sharing", store), rank, size, timeout)
+    if len(hosts) == 1:
+        return ShmGroup(store, rank, size, timeout)
+    return HostsGroup(store, rank, size, timeout, hosts)

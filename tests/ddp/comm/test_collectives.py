@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from ddp_worlds.nursery import Nursery
 
-BACKENDS = ["gloo", "shm"]
-SIZES = [2, 3]
+WORLDS = [("gloo", 2), ("gloo", 3), ("shm", 2), ("shm", 3), ("shm 0,1|2,3", 4), ("shm 0,2|1|3", 4)]
 
 
 def _names() -> list[str]:
@@ -15,12 +14,12 @@ def _names() -> list[str]:
     return list(CASES)
 
 
-@pytest.fixture(scope="module", params=[(backend, size) for backend in BACKENDS for size in SIZES], ids=str)
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
 def said(request: pytest.FixtureRequest, nursery: Nursery) -> list[dict[str, str]]:
     """What went wrong in each case, by rank."""
-    backend, size = request.param
+    how, size = request.param
     found: list[dict[str, str]] = nursery.run(
-        size, "ddp_worlds.collective_cases:run_cases", backend=backend, deadline_s=180.0
+        size, "ddp_worlds.collective_cases:run_cases", how=how, group="gloo", deadline_s=180.0
     )
     return found
 
