@@ -374,6 +374,36 @@ def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist
 
 
 @_unless_lacking
+def device_group(options: Any, device: str, backend: str, backend_options: Any) -> dist.ProcessGroup:
+    """Make a group of torch's own for one type of device, beside a group of the same ranks that is written in Python.
+
+    `options` are those that torch gave the maker of that group. Does not wait for others, unless the backend does.
+    Without it, "cpu:shm,cuda:nccl" has no NCCL. 2.6.
+    """
+    make: Any = dist.distributed_c10d._new_process_group_helper
+    made, _ = make(
+        options.group_size,
+        options.group_rank,
+        options.global_ranks_in_group,
+        f"{device}:{backend}",
+        options.store,
+        f"{options.group_id}/{device}",
+        backend_options=backend_options,
+        timeout=options.timeout,
+    )
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    dist.distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", made)
+
+
+@_unless_lacking
+def destroy_device_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group that `device_group` made, unless torch has destroyed it with all others."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+@_unless_lacking
 def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:
     """Start gathering equal flat tensors into one. Without it: a list of tensors, and a copy more. 1.8."""
     work: dist.Work = group._allgather_base(into, mine)

@@ -79,11 +79,11 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     WORLD_SIZE (dtrain run, torchrun), else from Open MPI's or SLURM's variables; without any, the process
     is a world of one with a group of its own. Where torch has an accelerator with collectives of its own (CUDA and
     ROCm with NCCL, XPU with xccl), the device is `cuda:LOCAL_RANK` (`cuda:0` if only one is visible), made current,
-    and the backend NCCL, with another one for CPU tensors. NCCL connects at once, unless ranks of a host see one
-    device, which they may share; a user's `new_group()` of some ranks then splits the group, which all ranks must do at
-    once. Otherwise the CPU. CPU tensors go by `shm` where ranks share the memory of a host, which they find out by
-    trying, else by gloo. `backend="gloo"` stays on the CPU whatever there is, and never takes shm. The variable
-    DTRAIN_BACKEND, the same on every rank, is what `backend` is by default.
+    and the backend NCCL, with gloo for CPU tensors. NCCL connects at once, unless ranks of a host see one device, which
+    they may share; a user's `new_group()` of some ranks then splits the group, which all ranks must do at once.
+    Otherwise the CPU, and `shm` if ranks share the memory of a host, which they find out by trying, else gloo.
+    `backend="gloo"` stays on the CPU whatever there is, and never takes shm. The variable DTRAIN_BACKEND, the same on
+    every rank, is what `backend` is by default.
 
     A second call returns the same object. A default group that already exists is used and not closed at exit.
     Raises LaunchEnvironmentError for an inconsistent environment, RendezvousError if the ranks cannot meet.
@@ -232,12 +232,13 @@ def _store_at_address(placement: Placement, timeout: timedelta) -> Store:
 
 
 def _backend_for(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> str:
-    """Choose the backend on `device`; for host memory shm, if ranks share it, else gloo. Blocks; the same on all."""
+    """Choose the backend for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks; the same on all."""
+    if device.type != "cpu":
+        return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
     hosts = []
     if placement.world_size > 1:
         hosts = sharing(PrefixStore("ddp/sharing", store), placement.rank, placement.world_size, timeout)
-    on_host = SHM if any(len(ranks) > 1 for ranks in hosts) else "gloo"
-    return on_host if device.type == "cpu" else f"cpu:{on_host},{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    return SHM if any(len(ranks) > 1 for ranks in hosts) else "gloo"
 
 
 def _own_store(placement: Placement) -> Store:

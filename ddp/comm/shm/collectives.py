@@ -37,14 +37,11 @@ __all__ = [
 
 Steps = Iterator[None]
 
-# Measured: a chunk and its peers' stay in the second-level caches, and a round costs little beside it.
-_CHUNK = 1 << 18
-_SLICED_CHUNK = 1 << 19  # of at most half a slot: the other half has results
+# Measured: smaller ones cost rounds, in which each rank waits for its turn on a core; larger ones leave the caches.
+_CHUNK = SLOT_BYTES // 2  # the other half of a slot has results
 _SMALL = 1 << 14  # up to here every rank combines all by itself, in one round, however many ranks
-_RESULT = SLOT_BYTES // 2  # where in a slot
+_RESULT = _CHUNK  # where in a slot
 _LINE = 64
-
-assert max(_CHUNK, _SLICED_CHUNK) <= _RESULT < SLOT_BYTES
 
 
 def _spans(nbytes: int, chunk: int) -> list[tuple[int, int]]:
@@ -82,7 +79,7 @@ def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Step
             continue
         first, count = start // itemsize, length // itemsize
         out = flat if len(spans) == 1 else flat[first : first + count]
-        combine(reduction, [peer.slot(parity, flat.dtype)[:count] for peer in rounds.peers], out)
+        combine(reduction, rounds.parts(flat.dtype, 0, count), out)
 
 
 def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
@@ -91,7 +88,7 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
     address, itemsize, dtype = flat.data_ptr(), flat.itemsize, flat.dtype
     own = rounds.own
     results = _RESULT // itemsize
-    spans = _spans(flat.nbytes, _SLICED_CHUNK)
+    spans = _spans(flat.nbytes, _CHUNK)
     for index in range(len(spans) + 1):
         parity = rounds.begin(words)
         if index < len(spans):
@@ -107,7 +104,7 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
         if index < len(spans):
             begin, end = (each // itemsize for each in _slices(spans[index][1], rounds.size)[rounds.rank])
             if begin < end:
-                parts = [peer.slot(parity, dtype)[begin:end] for peer in rounds.peers]
+                parts = rounds.parts(dtype, begin, end - begin)
                 out = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
                 combine(reduction, parts, out)
 
@@ -129,7 +126,7 @@ def reduce(rounds: Rounds, flat: torch.Tensor, reduction: str, root: int) -> Ste
         rounds.check()
         if rounds.rank == root and length:
             first, count = start // flat.itemsize, length // flat.itemsize
-            parts = [peer.slot(parity, flat.dtype)[:count] for peer in rounds.peers]
+            parts = rounds.parts(flat.dtype, 0, count)
             combine(reduction, parts, flat[first : first + count])
 
 
@@ -147,13 +144,13 @@ def reduce_scatter(rounds: Rounds, out: torch.Tensor, pieces: Sequence[torch.Ten
         if length:
             first, count = start // out.itemsize, length // out.itemsize
             at = rounds.rank * room // out.itemsize
-            parts = [peer.slot(parity, out.dtype)[at : at + count] for peer in rounds.peers]
+            parts = rounds.parts(out.dtype, at, count)
             combine(reduction, parts, out[first : first + count])
 
 
 def _share(size: int) -> int:
     """How much of a chunk each of `size` pieces gets."""
-    return max(_SLICED_CHUNK // size // 4096 * 4096, 4096 if size <= SLOT_BYTES // 4096 else _LINE)
+    return max(_CHUNK // size // 4096 * 4096, 4096 if size <= SLOT_BYTES // 4096 else _LINE)
 
 
 def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
@@ -218,7 +215,7 @@ def all_to_all(rounds: Rounds, outs: Sequence[torch.Tensor], pieces: Sequence[to
     rounds.post()
     yield
     rounds.check()
-    table = [peer.slot(parity, torch.int64)[: 2 * size].tolist() for peer in rounds.peers]
+    table = [part.tolist() for part in rounds.parts(torch.int64, 0, 2 * size)]
     wrong = [
         f"rank {source} sends {table[source][to] // dtype.itemsize} elements to rank {to}, which expects "
         f"{table[to][size + source] // dtype.itemsize}"

@@ -5,7 +5,8 @@ Names and arguments are those of torch's ProcessGroup, old and new ones; ranks a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +20,34 @@ from ddp.comm.shm.engine import Engine, Operation
 from ddp.comm.shm.flat import Flats
 from ddp.comm.shm.memory import open_all
 from ddp.comm.shm.messages import Receive, Send
+from ddp.comm.shm.other_devices import OtherDevices
 from ddp.comm.shm.rounds import Rounds
 from ddp.comm.shm.work import DoneWork, ShmWork
 from ddp.errors import ArgumentError
+from ddp.torch_internals import backend_of
 
 __all__ = ["ShmGroup"]
 
 NAME = "shm"
 _DONE = DoneWork()
 _REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+def _or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Leave a call with tensors on other devices, or sparse ones, to a group that moves them."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: ShmGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        first = args[0] or args[1] if isinstance(args[0], list) else args[0]
+        while isinstance(first, list | tuple):
+            first = first[0]
+        if first.is_cpu and first.layout is torch.strided:
+            return method(self, *args, **kwargs)
+        work: dist.Work = getattr(self.elsewhere(first), name)(*args, **kwargs)
+        return work
+
+    return call
 
 
 # torch's stubs have overloads for each method, of which one Python method has to take all.
@@ -41,12 +61,14 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, others: OtherDevices | None = None
+    ) -> None:
         super().__init__(rank, size)  # the way with a store is not for subclasses
-        self._store = store
-        self._name = self._desc = ""  # torch sets them; a group without a backend of C++ does not keep them
+        self._store, self._others = store, others
         self._rank = rank
         self.set_timeout(timeout)
+        self._group_name, self._group_desc = "", "undefined"
         self._connect(store, rank, size, timeout)
 
     def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -63,21 +85,31 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     def name(self) -> str:
         return NAME
 
-    def setGroupName(self, name: str) -> None:  # torch's
-        self._name = name
+    # torch's own keep these in their C++ backends, of which this has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
 
     def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupDesc(self, text: str) -> None:
-        self._desc = text
+        return self._group_name
 
     def getGroupDesc(self) -> str:
-        return self._desc
+        return self._group_desc
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), *map(torch.device, self._others.backends(self) if self._others else ())]
+
+    def elsewhere(self, tensor: torch.Tensor) -> Any:
+        """The group of torch's own that moves a tensor which this one does not."""
+        if self._others is None:
+            raise ArgumentError(f"the group moves dense tensors in host memory, not {tensor.layout} on {tensor.device}")
+        return self._others.for_sparse(self) if tensor.is_cpu else self._others.group_for(self, tensor.device.type)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit operations that start from now on."""
@@ -90,10 +122,25 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
             return self
-        raise RuntimeError(f"the group has no backend for {device.type}: it was made with {NAME} alone")
+        if self._others is None:
+            raise RuntimeError(f"the group has no backend for {device.type}: it was made with {NAME} alone")
+        return backend_of(self._others.group_for(self, device.type), device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescer(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._coalescer(device)._end_coalescing(device)
+
+    def _coalescer(self, device: torch.device) -> Any:
+        if device.type == "cpu" or self._others is None:
+            raise RuntimeError("the backend shm coalesces lists of tensors, not calls: leave out `device`")
+        return self._others.group_for(self, device.type)
 
     def shutdown(self) -> None:
         self._engine.close()
+        if self._others is not None:
+            self._others.close()
 
     def fail(self, text: str) -> None:
         """Let the other ranks fail with this text; the group is of no use any more."""
@@ -109,9 +156,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Collectives of one tensor a rank.
 
+    @_or_elsewhere
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         return self._all_reduce(_listed(tensors), opts, timeout)
 
+    @_or_elsewhere
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self._all_reduce(tensors, opts, None)
 
@@ -120,12 +169,14 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.all_reduce(flats.write(tensor), reduction) for tensor in tensors]
         return self._run("all_reduce", each, flats, tensors, opts, timeout)
 
+    @_or_elsewhere
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         tensors, root, flats = _listed(tensors), self._root(opts), Flats()
         flatten = flats.read if root == self._rank else flats.write
         each = [self._algorithms.broadcast(flatten(tensor), root) for tensor in tensors]
         return self._run("broadcast", each, flats, tensors, opts, timeout)
 
+    @_or_elsewhere
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         tensors, root, flats = _listed(tensors), self._root(opts), Flats()
         reduction = _reduction(opts, tensors)
@@ -142,6 +193,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Collectives of many tensors a rank.
 
+    @_or_elsewhere
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -152,14 +204,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("all_gather", each, flats, [out for outs in outputs for out in outs], opts, timeout)
 
+    @_or_elsewhere
     def allgather_coalesced(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self.allgather([*zip(*outputs, strict=True)], inputs, opts)
 
+    @_or_elsewhere
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._all_gather_single([output], [input], opts, timeout)
 
+    @_or_elsewhere
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -182,6 +237,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         steps: Steps = self._algorithms.all_gather(outs, flats.read(tensor))
         return steps
 
+    @_or_elsewhere
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         root, flats = self._root(opts), Flats()
         (tensor,) = inputs
@@ -191,6 +247,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.gather(outs, flats.read(tensor), root)]
         return self._run("gather", each, flats, outputs[0] if outputs else (), opts, timeout)
 
+    @_or_elsewhere
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         root, flats = self._root(opts), Flats()
         (out,) = outputs
@@ -200,6 +257,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.scatter(flats.write(out), pieces, root)]
         return self._run("scatter", each, flats, outputs, opts, timeout)
 
+    @_or_elsewhere
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
@@ -212,11 +270,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("reduce_scatter", each, flats, outputs, opts, timeout)
 
+    @_or_elsewhere
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._reduce_scatter_single([output], [input], opts, timeout)
 
+    @_or_elsewhere
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -239,6 +299,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         steps: Steps = self._algorithms.reduce_scatter(flats.write(out), pieces, reduction)
         return steps
 
+    @_or_elsewhere
     def alltoall(
         self,
         outputs: Sequence[torch.Tensor],
@@ -250,6 +311,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         outs, pieces = [flats.write(out) for out in outputs], [flats.read(piece) for piece in inputs]
         return self._run("all_to_all", [self._exchanged(outs, pieces)], flats, outputs, opts, timeout)
 
+    @_or_elsewhere
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -277,14 +339,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Messages.
 
+    @_or_elsewhere
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = _listed(tensors)
         flats = Flats()
         return self._start("send", Send(flats.read(tensor), self._other_rank(rank), tag), flats, tensors)
 
+    @_or_elsewhere
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), self._other_rank(rank), tag)
 
+    @_or_elsewhere
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), -1, tag)
 

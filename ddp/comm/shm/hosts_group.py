@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.engine import Operation
-from ddp.comm.shm.group import ShmGroup
+from ddp.comm.shm.group import ShmGroup, _or_elsewhere
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
 
@@ -39,9 +39,10 @@ class HostsGroup(ShmGroup):
         size: int,
         timeout: timedelta,
         hosts: Sequence[Sequence[int]],
+        others: Any = None,
     ) -> None:
         self._hosts = hosts
-        super().__init__(store, rank, size, timeout)
+        super().__init__(store, rank, size, timeout, others)
 
     def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._algorithms = AcrossHosts(store, rank, size, timeout, self._hosts, ShmGroup)
@@ -52,14 +53,17 @@ class HostsGroup(ShmGroup):
         """A barrier. Its error names ranks that did not come."""
         self._flat.monitored_barrier(timeout or self.options._timeout, wait_all_ranks)
 
+    @_or_elsewhere
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.send(tensors, rank, tag)
         return work
 
+    @_or_elsewhere
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.recv(tensors, rank, tag)
         return work
 
+    @_or_elsewhere
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.recv_anysource(tensors, tag)
         return work

@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -24,6 +25,7 @@ __all__ = ["DTYPES", "KINDS", "REDUCTIONS", "Lost", "Rounds", "header"]
 
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
 _POSTED, _STATE, _HEADS = POSTED // 8, STATE // 8, HEADS // 8
+_KEPT_PARTS = 64  # views of slots: a training step asks for the same ones again
 _SLICE_S = 0.05  # how long a rank sleeps before it looks whether the others still run
 
 KINDS = (
@@ -43,6 +45,7 @@ class Lost(CollectiveError):
     """A collective of `shm` failed on this rank; the group is of no use any more."""
 
 
+@lru_cache(maxsize=256)
 def header(kind: str, dtype: torch.dtype, numel: int, reduction: str = "none", root: int = -1) -> tuple[int, int]:
     """What all ranks must call alike, as two words."""
     return _KIND[kind] | _REDUCTION[reduction] << 8 | _DTYPE[dtype] << 16 | (root + 1) << 32, numel
@@ -76,6 +79,7 @@ class Rounds:
         self._counters = [peer.words for peer in self.others]
         self._bells = [(peer.bell, peer.bell_address) for peer in self.others]
         self._words = (0, 0)
+        self._parts: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}
 
     # In a round.
 
@@ -115,13 +119,29 @@ class Rounds:
         return True
 
     def check(self) -> None:
-        """Raise Lost if not all ranks began this round with the same header. Call it when all have posted."""
+        """Raise Lost if not all ranks began this round with the same header, or one has failed since.
+
+        Call it when all have posted.
+        """
         self.fence()
         first, second = self._words
         at = _HEADS + self.parity * (HEAD_BYTES // 8)
         for words in self._counters:
             if words[at] != first or words[at + 1] != second:
                 raise self._mismatch(at)
+            if words[_STATE] == _FAILED:  # it does not wait for this rank any more: nor has it the result
+                raise self.error("; ".join(filter(None, (self._why_gone(peer.rank) for peer in self.others))))
+
+    def parts(self, dtype: torch.dtype, start: int, count: int) -> list[torch.Tensor]:
+        """`count` elements from `start` on of the slots of all ranks, of this round."""
+        key = (dtype, start, count, self.parity)
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= _KEPT_PARTS:
+                self._parts.clear()
+            found = [peer.slot(self.parity, dtype)[start : start + count] for peer in self.peers]
+            self._parts[key] = found
+        return found
 
     def _mismatch(self, at: int) -> Lost:
         calls: dict[tuple[int, int], list[int]] = {}

@@ -1,0 +1,59 @@
+"""What a group of `shm` does not move itself: tensors of other devices, and sparse ones.
+
+torch takes a group that is written in Python as the whole group, and makes no backend for its other devices. So this
+makes them, when the first tensor of such a device comes, by what the whole group was asked for ("cpu:shm,cuda:nccl").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+
+from ddp.torch_internals import destroy_device_group, device_group, host_group
+
+__all__ = ["OtherDevices"]
+
+
+class OtherDevices:
+    """Groups of torch's own of the same ranks. `options` and `backend_options` are those that torch makes groups by."""
+
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        self._options, self._backend_options = options, backend_options
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def backends(self, group: dist.ProcessGroup) -> dict[str, str]:
+        """The backends of a group's other devices, by type. While torch still makes the group: all that it could be."""
+        try:
+            config = dist.get_backend_config(group)
+        except (AssertionError, RuntimeError, ValueError):  # torch does not know it yet
+            known = dict(dist.Backend.default_device_backend_map)
+        else:
+            known = dict(pair.split(":") for pair in config.split(","))
+        known.pop("cpu", None)
+        return known
+
+    def group_for(self, group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+        """The group that moves tensors of a type of device; RuntimeError if `group` has no backend for it."""
+        if device not in self._groups:
+            backend = self.backends(group).get(device)
+            if backend is None:
+                raise RuntimeError(
+                    f"the group moves tensors in host memory (shm), but none on {device}: make it with "
+                    f'"cpu:shm,{device}:BACKEND"'
+                )
+            self._groups[device] = device_group(self._options, device, backend, self._backend_options)
+        return self._groups[device]
+
+    def for_sparse(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A group of gloo. All ranks must come the first time."""
+        if "sparse" not in self._groups:
+            store = PrefixStore("sparse", self._options.store)
+            self._groups["sparse"] = host_group(group, store, self._options.timeout)
+        return self._groups["sparse"]
+
+    def close(self) -> None:
+        for made in self._groups.values():
+            destroy_device_group(made)
+        self._groups.clear()

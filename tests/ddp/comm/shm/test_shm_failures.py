@@ -1,0 +1,37 @@
+"""Ranks of the backend `shm` that end, stall, fork or are interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddp_worlds.nursery import Nursery
+
+CASES = "ddp_worlds.shm_failures"
+
+
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "recv", "barrier"]
+)
+def test_a_dead_rank_is_named_on_all_others(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    case = f"{CASES}:a_dead_rank_is_named_on_all_others"
+    nursery.run(3, case, folder=str(tmp_path), name=name, chunks=0)
+    if name not in ("barrier", "recv"):
+        nursery.run(3, case, folder=str(tmp_path), name=name, chunks=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a_rank_that_stalls_is_named",
+        "a_monitored_barrier_names_all_that_are_missing",
+        "a_wait_has_a_limit_of_its_own",
+        "ctrl_c_ends_a_wait",
+        "a_wait_costs_no_core",
+        "a_forked_child_leaves_the_group_alone",
+        "a_rank_that_leaves_is_named",
+        "nothing_is_left_of_a_group",
+    ],
+)
+def test_of_three_ranks(nursery: Nursery, tmp_path: Path, case: str) -> None:
+    nursery.run(3, f"{CASES}:{case}", folder=str(tmp_path))

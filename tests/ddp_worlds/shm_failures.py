@@ -1,0 +1,228 @@
+"""What the backend `shm` does when ranks end, stall, fork or are interrupted: each asserts on every rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
+
+from ddp.comm.shm.group import ShmGroup
+from ddp.comm.shm.rounds import Lost
+from ddp.errors import CollectiveError
+
+LIMIT_S = 60.0
+_LARGE = 3_000_000  # elements: several chunks
+
+
+def _group_of(folder: str, rank: int, timeout_s: float = LIMIT_S) -> ShmGroup:
+    store = FileStore(str(Path(folder) / "shm"), dist.get_world_size())
+    return ShmGroup(store, rank, dist.get_world_size(), timedelta(seconds=timeout_s))
+
+
+def _in_child(run: Callable[[], None]) -> int:
+    """Run in a forked process, which shall kill itself; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _calls(group: ShmGroup) -> dict[str, Callable[[], Any]]:
+    """One of each kind, large enough for several rounds."""
+    rank, size = group.rank(), group.size()
+    mine = torch.ones(_LARGE)
+    return {
+        "all_reduce": lambda: group.allreduce([mine]),
+        "broadcast": lambda: group.broadcast([mine]),
+        "reduce": lambda: group.reduce([mine]),
+        "all_gather": lambda: group.allgather([[torch.zeros(_LARGE) for _ in range(size)]], [mine]),
+        "reduce_scatter": lambda: group.reduce_scatter([torch.zeros(_LARGE)], [[mine] * size]),
+        "all_to_all": lambda: group.alltoall([torch.zeros(_LARGE) for _ in range(size)], [mine] * size),
+        "recv": lambda: group.recv([mine], size - 1) if rank == 0 else group.allreduce([mine]),
+        "barrier": group.barrier,
+    }
+
+
+def a_dead_rank_is_named_on_all_others(folder: str, name: str, chunks: int) -> None:
+    """The last rank is killed: after so many chunks of the call, or before it."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    folder = f"{folder}/{name}{chunks}"
+    if rank == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+
+    def dies() -> None:
+        group = _group_of(folder, last)
+        group.allreduce([torch.ones(3)]).wait()
+        if chunks:
+            began = group._rounds.begin
+
+            def begin(words: tuple[int, int]) -> int:
+                if group._rounds.round == chunks + 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return began(words)
+
+            group._rounds.begin = begin  # type: ignore[method-assign]
+            _calls(group)[name]().wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == last:
+        os.waitpid(_in_child(dies), 0)
+        return
+    group = _group_of(folder, rank)
+    group.allreduce([torch.ones(3)]).wait()
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=rf"rank {last} \(pid \d+\) has ended"):
+        _calls(group)[name]().wait()
+    assert time.monotonic() - began < LIMIT_S / 2
+    with pytest.raises(CollectiveError, match=rf"refused on rank {rank}, since the group has failed: .*rank {last} "):
+        group.barrier()
+    group.shutdown()
+
+
+def a_rank_that_stalls_is_named(folder: str) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = _group_of(folder, rank, timeout_s=LIMIT_S if rank == last else 0.5)
+    if rank == last:
+        dist.barrier()  # until the others have given up
+        with pytest.raises(CollectiveError, match=rf"rank {last} did not come within 0.5 s"):
+            group.allreduce([torch.ones(3)]).wait()
+        return
+    try:
+        with pytest.raises(Lost, match=rf"all_reduce failed on rank .*rank {last} did not come within 0.5 s"):
+            group.allreduce([torch.ones(3)]).wait()
+    finally:
+        dist.barrier()
+
+
+def a_monitored_barrier_names_all_that_are_missing(folder: str) -> None:
+    rank = dist.get_rank()
+    group = _group_of(folder, rank)
+    group.monitored_barrier()
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"monitored_barrier failed on rank 0: ranks 1, 2 did not come"):
+            group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+    dist.barrier()
+
+
+def a_wait_has_a_limit_of_its_own(folder: str) -> None:
+    """After it, the operation goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = _group_of(folder, rank)
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = group.allreduce([tensor])
+        with pytest.raises(CollectiveError, match=r"was not done within 0.1 s; it goes on"):
+            work.wait(timedelta(seconds=0.1))
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        group.allreduce([tensor]).wait()
+    assert (tensor == size).all()
+
+
+def ctrl_c_ends_a_wait(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = _group_of(folder, rank)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tensor = torch.ones(4)
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        options = dist.AllreduceOptions() if hasattr(dist, "AllreduceOptions") else None
+        work = group.allreduce([tensor], options)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        group.allreduce([tensor]).wait()
+    assert (tensor == size).all()
+
+
+def a_wait_costs_no_core(folder: str) -> None:
+    rank = dist.get_rank()
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    if rank == 0:
+        began, used = time.monotonic(), time.process_time()
+        group.barrier().wait()
+        assert time.process_time() - used < 0.2 * (time.monotonic() - began)
+    else:
+        time.sleep(2)
+        group.barrier().wait()
+
+
+def a_forked_child_leaves_the_group_alone(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with pytest.raises(CollectiveError, match="this process was forked from the rank that made the group"):
+                group.barrier()
+            del group
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    tensor = torch.ones(1000)
+    group.allreduce([tensor]).wait()
+    assert (tensor == size).all()
+
+
+def a_rank_that_leaves_is_named(folder: str) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    if rank == last:
+        group.shutdown()
+        with pytest.raises(CollectiveError, match="was destroyed"):
+            group.barrier()
+    else:
+        with pytest.raises(CollectiveError, match=rf"rank {last} \(pid \d+\) has destroyed the group"):
+            group.barrier().wait()
+    dist.barrier()
+
+
+def nothing_is_left_of_a_group(folder: str) -> None:
+    rank = dist.get_rank()
+    group: Any = dist.new_group(backend="shm")
+    assert _left()
+    dist.all_reduce(torch.ones(_LARGE), group=group, async_op=True).wait()  # type: ignore[union-attr]
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    dist.barrier()
+    assert _left() == [], rank
+
+
+def _left() -> list[str]:
+    """Memory, descriptors and threads of groups that this process has."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:dtrain" in line]
+    paths = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
+    found = [path for path in paths if "pidfd" in path or "memfd:dtrain" in path]
+    return maps + found + [thread.name for thread in threading.enumerate() if thread.name == "shm"]
+
+
+def _is_open(descriptor: str) -> bool:
+    return Path(f"/proc/self/fd/{descriptor}").is_symlink()
