@@ -222,6 +222,15 @@ def _control_group() -> None:
     control_group(group, torch.device("cuda"))
 
 
+def _other_devices_beside_shm() -> None:
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
+    group._get_backend(torch.device("cuda"))
+    dist.destroy_process_group(group)
+
+
 def _version() -> None:
     from ddp.torch_internals import version_of
 
@@ -256,6 +265,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "verify": _verify,
     "central storage": _central_storage,
     "control group": _control_group,
+    "other devices beside shm": _other_devices_beside_shm,
     "buffers' versions": _version,
     "states of compiled models": _compiled_state,
 }

@@ -54,6 +54,6 @@ class OtherDevices:
         return self._groups["sparse"]
 
     def close(self) -> None:
-        for made in self._groups.values():
+        groups, self._groups = self._groups, {}
+        for made in groups.values():
             destroy_device_group(made)
-        self._groups.clear()

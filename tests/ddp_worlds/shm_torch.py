@@ -1,0 +1,201 @@
+"""What torch does with a default group of `shm`: each asserts on every rank, and makes the group itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
+
+import ddp  # registers the backend
+from ddp.comm.shared_memory import SharedSegment
+from ddp.comm.shm import memory
+from ddp.comm.shm.backend import sharing
+from ddp.errors import ArgumentError, RendezvousError
+
+
+@contextmanager
+def _default_group(folder: str, backend: str) -> Iterator[tuple[int, int]]:
+    """A default group in place of the world's own, which is made again afterwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kept = dist.group.WORLD
+    dist.destroy_process_group()
+    limit = timedelta(seconds=30)
+    store = FileStore(str(Path(folder) / backend), size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    yield rank, size
+    dist.destroy_process_group()
+    store = FileStore(str(Path(folder) / f"{backend} after"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    del kept
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 3000), nn.Linear(3000, 1)).double()
+
+
+def torchs_ddp_trains_as_on_the_whole_batch(folder: str) -> None:
+    x = torch.randn(12, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with _default_group(folder, "shm") as (rank, size):
+        assert dist.get_backend() == "shm"
+        alone, shared = _model(), _model()
+        model = nn.parallel.DistributedDataParallel(shared, bucket_cap_mb=0.1)
+        batches = ((alone, x), (model, x.chunk(size)[rank]))
+        optimizers = [torch.optim.SGD(net.parameters(), 0.01) for net, _ in batches]
+        for _ in range(4):
+            for (net, batch), optimizer in zip(batches, optimizers, strict=True):
+                optimizer.zero_grad()
+                net(batch).square().mean().backward()
+                optimizer.step()
+        for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+        del model
+        gc.collect()
+
+
+def ddps_own_trains_as_on_the_whole_batch(folder: str) -> None:
+    x = torch.randn(12, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with _default_group(folder, "shm") as (rank, size):
+        alone, shared = _model(), _model()
+        model = ddp.DistributedDataParallel(shared)
+        for net, batch in ((alone, x), (model, x.chunk(size)[rank])):
+            net(batch).square().mean().backward()
+        for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        del model
+        gc.collect()
+
+
+def functional_collectives_and_meshes_use_it(folder: str) -> None:
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.device_mesh import DeviceMesh
+
+    warnings.filterwarnings("ignore", ".* is deprecated. Please use")  # names that older torchs do not have otherwise
+    with _default_group(folder, "shm") as (rank, size):
+        mesh = DeviceMesh("cpu", [*range(size)])
+        group = mesh.get_group()
+        summed = functional.all_reduce(torch.full((4,), float(rank)), "sum", group)
+        assert (summed + 0 == sum(range(size))).all()
+        whole = functional.all_gather_tensor(torch.full((2,), float(rank)), 0, group)
+        assert torch.equal(whole + 0, torch.arange(size).repeat_interleave(2).float())
+        part = functional.reduce_scatter_tensor(torch.arange(float(size)), "sum", 0, group)
+        assert (part + 0 == rank * size).all()
+
+
+def some_ranks_have_a_group_of_their_own(folder: str) -> None:
+    with _default_group(folder, "shm") as (rank, size):
+        groups = [dist.new_group([0, size - 1]), dist.new_group([size - 1])]
+        tensor = torch.ones(3)
+        if rank in (0, size - 1):
+            assert dist.get_backend(groups[0]) == "shm"
+            dist.all_reduce(tensor, group=groups[0])
+            dist.broadcast(tensor, size - 1, group=groups[0])
+            assert (tensor == 2).all()
+        if rank == size - 1:
+            dist.all_reduce(tensor, group=groups[1])
+        dist.barrier()
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        dist.all_reduce(tensor)
+
+
+def other_devices_have_their_backends(folder: str) -> None:
+    """There is no such device here; its backend is made, and the whole group ends without it, too."""
+    for backend in ("cpu:shm,cuda:gloo", "cuda:gloo,cpu:shm"):
+        with _default_group(folder, backend) as (rank, size):
+            group: Any = dist.group.WORLD
+            assert dist.get_backend_config() == backend
+            assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+            found: list[Any] = [None] * size
+            dist.all_gather_object(found, rank)
+            assert found == [*range(size)]
+            assert group._get_backend(torch.device("cuda")).name() == "gloo"
+            with pytest.raises(RuntimeError, match="none on xpu"):
+                group._get_backend(torch.device("xpu"))
+            part = dist.new_group([0])
+            if rank == 0:
+                assert part._get_backend(torch.device("cuda")).name() == "gloo"
+                dist.destroy_process_group(part)
+            dist.barrier()
+
+
+def sparse_tensors_go_by_gloo(folder: str) -> None:
+    with _default_group(folder, "shm") as (rank, size):
+        sparse = torch.sparse_coo_tensor([[rank, 0]], [1.0, 2.0], (size,), check_invariants=True)
+        dist.all_reduce(sparse)
+        wanted = torch.ones(size)
+        wanted[0] += 2 * size
+        assert torch.equal(sparse.to_dense(), wanted)
+
+
+def torch_checks_nothing_else_in_detail(folder: str) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    with _default_group(folder, "shm") as (_, size):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert (tensor == size).all()
+
+
+def tensors_of_any_kind(folder: str) -> None:
+    with _default_group(folder, "shm") as (rank, size):
+        parameter = nn.Parameter(torch.full((3, 4), float(rank)))
+        dist.all_reduce(parameter)
+        assert (parameter == sum(range(size))).all()
+        dist.broadcast(parameter, 0)
+        with torch.inference_mode():
+            inferred = torch.ones(5)
+            works = [dist.all_reduce(inferred, async_op=True)]
+        works.append(dist.all_reduce(torch.ones(3), async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert (inferred == size).all()
+        whole = torch.zeros(4, 6)
+        dist.all_reduce(whole[1:3, 2:5].fill_(1))
+        assert whole.sum() == 6 * size
+        assert (whole[1:3, 2:5] == size).all()
+        turned = torch.ones(3, dtype=torch.complex64).mul(1j)
+        dist.all_reduce(turned)
+        assert torch.equal(turned, torch.full((3,), size * 1j, dtype=torch.complex64))
+        for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.AVG, torch.int32)):
+            with pytest.raises(ArgumentError, match="convert the tensor first"):
+                dist.all_reduce(torch.ones(3, dtype=dtype), op)
+        with pytest.raises(ArgumentError, match="one a rank"):
+            dist.all_gather([torch.ones(3)] * (size + 1), torch.ones(3))
+        dist.barrier()  # a wrong argument has broken nothing
+
+
+def ranks_that_share_no_memory_are_refused_on_all(folder: str) -> None:
+    """The last rank cannot open the others' memory, nor they its: as if it were on another host."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    limit = timedelta(seconds=30)
+    assert sharing(FileStore(f"{folder}/all", size), rank, size, limit) == [tuple(range(size))]
+    opened = SharedSegment.open.__func__  # type: ignore[attr-defined]
+
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+
+    def of_same_host(cls: type[SharedSegment], ticket: Any, **options: Any) -> SharedSegment | None:
+        is_apart = ticket["pid"] == pids[-1]
+        return opened(cls, ticket, **options) if is_apart == (rank == size - 1) else None
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory.SharedSegment, "open", classmethod(of_same_host))
+        hosts = sharing(FileStore(f"{folder}/some", size), rank, size, limit)
+        assert hosts == [tuple(range(size - 1)), (size - 1,)]
+        with pytest.raises(RendezvousError, match=rf"do not: ranks 0, 1 \| rank {size - 1} "):
+            dist.new_group(backend="shm")
+    dist.barrier()
