@@ -428,6 +428,16 @@ def messages_between_all_pairs(group: Group) -> None:
 
 
 @case
+def a_rank_may_wait_for_the_first_message_of_a_group(group: Group) -> None:
+    if group.rank() == 0:
+        time.sleep(0.3)
+        dist.send(torch.ones(3), group_dst=1, group=group)
+    elif group.rank() == 1:
+        dist.recv(came := torch.empty(3), group_src=0, group=group)
+        assert (came == 1).all()
+
+
+@case
 def messages_both_ways_at_once(group: Group) -> None:
     rank, size = group.rank(), group.size()
     to, source = (rank + 1) % size, (rank - 1) % size

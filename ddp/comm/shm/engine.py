@@ -186,6 +186,7 @@ class Engine:
             self.rounds.what = operation.what
             self._carried[operation.steps] = operation
             self._messages.add(operation.steps)
+            self._moved = time.monotonic()  # from here on it is waited for, whatever was before
         if self._messages.pending:
             moved = self._messages.advance()
         if not self._queue or (self._round_open and not self.rounds.all_posted()):

@@ -26,14 +26,14 @@ from ddp.comm.shm.work import DoneWork, ShmWork
 from ddp.errors import ArgumentError
 from ddp.torch_internals import backend_of
 
-__all__ = ["ShmGroup"]
+__all__ = ["ShmGroup", "or_elsewhere"]
 
 NAME = "shm"
 _DONE = DoneWork()
 _REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
 
 
-def _or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+def or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """Leave a call with tensors on other devices, or sparse ones, to a group that moves them."""
     name = method.__name__
 
@@ -156,11 +156,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Collectives of one tensor a rank.
 
-    @_or_elsewhere
+    @or_elsewhere
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         return self._all_reduce(_listed(tensors), opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self._all_reduce(tensors, opts, None)
 
@@ -169,14 +169,14 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.all_reduce(flats.write(tensor), reduction) for tensor in tensors]
         return self._run("all_reduce", each, flats, tensors, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         tensors, root, flats = _listed(tensors), self._root(opts), Flats()
         flatten = flats.read if root == self._rank else flats.write
         each = [self._algorithms.broadcast(flatten(tensor), root) for tensor in tensors]
         return self._run("broadcast", each, flats, tensors, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         tensors, root, flats = _listed(tensors), self._root(opts), Flats()
         reduction = _reduction(opts, tensors)
@@ -193,7 +193,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Collectives of many tensors a rank.
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -204,17 +204,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("all_gather", each, flats, [out for outs in outputs for out in outs], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather_coalesced(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self.allgather([*zip(*outputs, strict=True)], inputs, opts)
 
-    @_or_elsewhere
+    @or_elsewhere
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._all_gather_single([output], [input], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -237,7 +237,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         steps: Steps = self._algorithms.all_gather(outs, flats.read(tensor))
         return steps
 
-    @_or_elsewhere
+    @or_elsewhere
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         root, flats = self._root(opts), Flats()
         (tensor,) = inputs
@@ -247,7 +247,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.gather(outs, flats.read(tensor), root)]
         return self._run("gather", each, flats, outputs[0] if outputs else (), opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         root, flats = self._root(opts), Flats()
         (out,) = outputs
@@ -257,7 +257,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         each = [self._algorithms.scatter(flats.write(out), pieces, root)]
         return self._run("scatter", each, flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
@@ -270,13 +270,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("reduce_scatter", each, flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._reduce_scatter_single([output], [input], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -299,7 +299,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         steps: Steps = self._algorithms.reduce_scatter(flats.write(out), pieces, reduction)
         return steps
 
-    @_or_elsewhere
+    @or_elsewhere
     def alltoall(
         self,
         outputs: Sequence[torch.Tensor],
@@ -311,7 +311,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         outs, pieces = [flats.write(out) for out in outputs], [flats.read(piece) for piece in inputs]
         return self._run("all_to_all", [self._exchanged(outs, pieces)], flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -339,17 +339,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Messages.
 
-    @_or_elsewhere
+    @or_elsewhere
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = _listed(tensors)
         flats = Flats()
         return self._start("send", Send(flats.read(tensor), self._other_rank(rank), tag), flats, tensors)
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), self._other_rank(rank), tag)
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), -1, tag)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.engine import Operation
-from ddp.comm.shm.group import ShmGroup, _or_elsewhere
+from ddp.comm.shm.group import ShmGroup, or_elsewhere
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
 
@@ -51,19 +51,19 @@ class HostsGroup(ShmGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier. Its error names ranks that did not come."""
-        self._flat.monitored_barrier(timeout or self.options._timeout, wait_all_ranks)
+        self._flat.monitored_barrier(timeout or timedelta(seconds=self._timeout_s), wait_all_ranks)
 
-    @_or_elsewhere
+    @or_elsewhere
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.send(tensors, rank, tag)
         return work
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.recv(tensors, rank, tag)
         return work
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         work: dist.Work = self._flat.recv_anysource(tensors, tag)
         return work
