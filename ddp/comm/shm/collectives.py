@@ -79,7 +79,10 @@ def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Step
             continue
         first, count = start // itemsize, length // itemsize
         out = flat if len(spans) == 1 else flat[first : first + count]
-        combine(reduction, rounds.parts(flat.dtype, 0, count), out)
+        parts = rounds.parts(flat.dtype, 0, count)
+        if rounds.size == 2:  # with its own values where they are: one stream of memory less
+            parts = [out, parts[1]] if rounds.rank == 0 else [parts[0], out]
+        combine(reduction, parts, out)
 
 
 def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
@@ -93,7 +96,9 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
         parity = rounds.begin(words)
         if index < len(spans):
             start, length = spans[index]
-            memmove(own.slots[parity], address + start, length)
+            begin, end = _slices(length, rounds.size)[rounds.rank]  # nobody else reads this rank's slice
+            memmove(own.slots[parity], address + start, begin)
+            memmove(own.slots[parity] + end, address + start + end, length - end)
         rounds.post()
         yield
         rounds.check()
@@ -102,9 +107,11 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
             for peer, (begin, end) in zip(rounds.peers, _slices(length, rounds.size), strict=True):
                 memmove(address + start + begin, peer.slots[parity] + _RESULT, end - begin)
         if index < len(spans):
-            begin, end = (each // itemsize for each in _slices(spans[index][1], rounds.size)[rounds.rank])
+            start, length = spans[index]
+            begin, end = (each // itemsize for each in _slices(length, rounds.size)[rounds.rank])
             if begin < end:
-                parts = rounds.parts(dtype, begin, end - begin)
+                parts = [*rounds.parts(dtype, begin, end - begin)]
+                parts[rounds.rank] = flat[start // itemsize :][begin:end]
                 out = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
                 combine(reduction, parts, out)
 
