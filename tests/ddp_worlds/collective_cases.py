@@ -561,6 +561,19 @@ def a_work_has_a_future_with_its_result(group: Group) -> None:
 
 
 @case
+def a_future_s_callback_may_wait_for_another_collective(group: Group) -> None:
+    """As torch's PowerSGD hook does."""
+
+    def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        inner = dist.all_reduce(future.value()[0], group=group, async_op=True)
+        return inner.get_future().wait()[0]
+
+    for numel in (1, 400_000):
+        future = dist.all_reduce(torch.ones(numel), group=group, async_op=True).get_future().then(again)
+        assert (future.wait() == group.size() ** 2).all()
+
+
+@case
 def a_wait_may_be_given_less_time(group: Group) -> None:
     """It ends with an error when time is up, and the collective goes on."""
     if group.rank() == 0:

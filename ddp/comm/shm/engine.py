@@ -69,6 +69,7 @@ class Engine:
         self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
         self._thread: threading.Thread | None = None
+        self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
         self._left = threading.Semaphore(0)
         _engines.add(self)
 
@@ -278,9 +279,9 @@ class Engine:
 
     def _release(self) -> None:
         self._driving.release()
-        self._call_back()
         if self._pending() and self.broken is None:
-            self._call_thread()
+            self._call_thread()  # first: a callback may wait for what is left
+        self._call_back()
 
     def _call_back(self) -> None:
         while self._calls:
@@ -295,13 +296,15 @@ class Engine:
         self.rounds.wake_driver()
 
     def _call_thread(self) -> None:
-        if self._thread is None:
+        if self._thread is None or self._thread_calls:
             self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+            self._thread_calls = False
             self._thread.start()
         self._left.release()
 
     def _serve(self) -> None:
-        while True:
+        """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
+        while self._thread is threading.current_thread() and not self._closed:
             self._left.acquire()
             time.sleep(_PAUSE_S)
             while self._pending() and not self._closed and self._driving.acquire(blocking=False):
@@ -309,9 +312,13 @@ class Engine:
                     self._drive(None, float("inf"))
                 finally:
                     self._driving.release()
+                self._thread_calls = bool(self._calls)
+                if self._thread_calls and self._pending():
+                    self._call_thread()
                 self._call_back()
-            if self._closed:
-                return
+                if self._thread is not threading.current_thread():
+                    return
+                self._thread_calls = False
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

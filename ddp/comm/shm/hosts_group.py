@@ -148,8 +148,13 @@ class _Engine:
             operation.done = True
         assert operation.event is not None
         operation.event.set()
-        for call in operation.calls:
-            call()
+        if operation.calls:  # they may wait for another operation, which this thread does
+            threading.Thread(target=_call_all, args=(operation.calls,), name="shm-futures", daemon=True).start()
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 _engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
