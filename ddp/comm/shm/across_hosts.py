@@ -74,15 +74,14 @@ class AcrossHosts:
             self._peers = dist.ProcessGroupGloo(named, self._host, len(hosts), timeout)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections: whoever waits for this rank on another host fails."""
         self.local.shutdown()
+        self.flat = self._peers = None
 
     def fail(self, text: str) -> None:
-        """Let whoever waits for this rank fail, on this host with this text, on others because connections close."""
+        """Close them after an error, which the ranks of this host are told."""
         self.local.fail(text)
-        for group in (self.flat, self._peers):
-            if group is not None:
-                group.abort()
+        self.close()
 
     def error(self, what: str, error: Exception) -> Lost:
         """What went wrong, with the ranks of this group."""

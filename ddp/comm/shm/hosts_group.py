@@ -47,7 +47,12 @@ class HostsGroup(ShmGroup):
     def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._algorithms = AcrossHosts(store, rank, size, timeout, self._hosts, ShmGroup)
         self._engine = _Engine(self._algorithms)
-        self._flat = self._algorithms.flat
+
+    @property
+    def _flat(self) -> Any:
+        if self._algorithms.flat is None:
+            raise self._engine.broken
+        return self._algorithms.flat
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier. Its error names ranks that did not come."""
