@@ -803,3 +803,25 @@ def a_rank_that_does_not_come_is_an_error_in_time(group: Group) -> None:
         dist.all_reduce(torch.ones(3), group=made)
     assert time.monotonic() - start > 0.9
     dist.barrier()
+
+
+@case
+def a_rank_that_leaves_is_an_error_on_all_others_at_once(group: Group) -> None:
+    if dist.get_backend(group) == "gloo":
+        return  # whose default group, which is not this one, then fails as well
+    for numel in (1, 3_000_000):
+        made = dist.new_group(backend=dist.get_backend(group), timeout=timedelta(seconds=LIMIT_S))
+        if group.rank() == group.size() - 1:
+            dist.barrier()
+            dist.destroy_process_group(made)
+            dist.barrier()
+            continue
+        start = time.monotonic()
+        work = dist.all_reduce(torch.ones(numel), group=made, async_op=True)
+        dist.barrier()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        assert time.monotonic() - start < LIMIT_S
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(numel), group=made)
+        dist.barrier()

@@ -228,6 +228,7 @@ def _other_devices_beside_shm() -> None:
 
     group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
     group._get_backend(torch.device("cuda"))
+    dist.barrier()  # or the first closes before the other is connected
     dist.destroy_process_group(group)
 
 

@@ -37,6 +37,7 @@ def _default_group(folder: str, backend: str) -> Iterator[tuple[int, int]]:
     dist.destroy_process_group()
     store = FileStore(str(Path(folder) / f"{backend} after"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    dist.barrier()  # or the first closes before the last is connected
     del kept
 
 

@@ -70,7 +70,7 @@ class Engine:
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
         self._thread: threading.Thread | None = None
         self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
-        self._left = threading.Semaphore(0)
+        self._left = threading.Event()  # something for the thread
         _engines.add(self)
 
     # For callers.
@@ -91,6 +91,46 @@ class Engine:
         else:
             self._ask()
             self._call_thread()
+
+    def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Run a collective and return when it is done, or raise its error.
+
+        If nothing else goes on, and the others come soon, then with little more than its own steps.
+        """
+        operation = None
+        if self.broken is None and self._driving.acquire(blocking=False):
+            try:
+                if not self._pending():
+                    operation = self._run_at_once(what, steps, results, timeout_s)
+                    if operation is None:
+                        return
+                    self._drive(operation, float("inf"))
+            finally:
+                self._release()
+            if operation is not None:
+                self.wait(operation, None)
+                return
+        self.run(Operation(what, steps, results, timeout_s), wait=True)
+
+    def _run_at_once(
+        self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float
+    ) -> Operation | None:
+        """Return None if it is done, else what is left of it."""
+        rounds = self.rounds
+        rounds.what = what
+        try:
+            next(steps)
+            while rounds.spin():
+                next(steps)
+        except StopIteration:
+            return None
+        except BaseException as error:
+            self._break(error if isinstance(error, Exception) else self.rounds.error("it was interrupted"))
+            raise
+        operation = Operation(what, steps, results, timeout_s)
+        self._queue.append(operation)
+        self._round_open, self._moved = True, time.monotonic()
+        return operation
 
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
         """Drive, or let drive, until an operation is done; raise its error, or CollectiveError after `timeout_s`.
@@ -137,7 +177,7 @@ class Engine:
             return
         self._closed = True
         self._ask()
-        self._left.release()
+        self._left.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._driving:
@@ -296,16 +336,18 @@ class Engine:
         self.rounds.wake_driver()
 
     def _call_thread(self) -> None:
-        if self._thread is None or self._thread_calls:
-            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
-            self._thread_calls = False
-            self._thread.start()
-        self._left.release()
+        self._left.set()
+        with self._telling:
+            if self._thread is None or self._thread_calls:
+                self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+                self._thread_calls = False
+                self._thread.start()
 
     def _serve(self) -> None:
         """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
         while self._thread is threading.current_thread() and not self._closed:
-            self._left.acquire()
+            self._left.wait()
+            self._left.clear()
             time.sleep(_PAUSE_S)
             while self._pending() and not self._closed and self._driving.acquire(blocking=False):
                 try:

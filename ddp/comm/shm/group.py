@@ -39,8 +39,8 @@ def or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
 
     @functools.wraps(method)
     def call(self: ShmGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        first = args[0] or args[1] if isinstance(args[0], list) else args[0]
-        while isinstance(first, list | tuple):
+        first = args[0] if isinstance(args[0], torch.Tensor) else (args[0] or args[1])[0]
+        while not isinstance(first, torch.Tensor):
             first = first[0]
         if first.is_cpu and first.layout is torch.strided:
             return method(self, *args, **kwargs)
@@ -383,12 +383,15 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         steps = flats.then_back(each[0] if len(each) == 1 else _in_turn(each))
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
         limit_s = 0.0 if limit is None else limit.total_seconds()
-        operation = Operation(what, steps, results, limit_s if limit_s > 0 else self._timeout_s)
-        operation.in_inference = flats.in_inference
-        if not getattr(opts, "asyncOp", True):
-            self._engine.run(operation, wait=True)
+        if limit_s <= 0:  # not set
+            limit_s = self._timeout_s
+        is_async = getattr(opts, "asyncOp", True)
+        if not is_async and not flats.in_inference:
+            self._engine.run_now(what, steps, results, limit_s)
             return _DONE
-        self._engine.run(operation, wait=False)
+        operation = Operation(what, steps, results, limit_s)
+        operation.in_inference = flats.in_inference
+        self._engine.run(operation, wait=not is_async)
         return ShmWork(self._engine, operation)
 
     def _start(self, what: str, message: Send | Receive, flats: Flats, results: Sequence[torch.Tensor]) -> dist.Work:
@@ -410,7 +413,7 @@ def _in_turn(each: Sequence[Steps]) -> Iterator[None]:
 def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
     """The name of the reduction that options, or an operation itself, ask for; raises ArgumentError."""
     asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    name = _REDUCTIONS[getattr(asked, "op", asked)]
+    name = "SUM" if asked == dist.ReduceOp.SUM else _REDUCTIONS[getattr(asked, "op", asked)]  # a look-up is slow
     for tensor in tensors:
         reduction_of(name, tensor.dtype)
     return name

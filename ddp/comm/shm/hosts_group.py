@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.shm.across_hosts import AcrossHosts
+from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.engine import Operation
 from ddp.comm.shm.group import ShmGroup, or_elsewhere
 from ddp.comm.shm.rounds import Lost
@@ -100,6 +101,10 @@ class _Engine:
         self._queue.put(operation)
         if wait:
             self.wait(operation, None)
+
+    def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Run an operation; return when it is done, and raise its error."""
+        self.run(Operation(what, steps, results, timeout_s), wait=True)
 
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
         """Block until an operation is done; raise its error, or CollectiveError after `timeout_s`: then it goes on."""

@@ -156,6 +156,10 @@ class Rounds:
         """The ranks that this round waits for."""
         return [peer.rank for peer in self.others if peer.words[_POSTED] < self.round]
 
+    def spin(self) -> bool:
+        """Look for a moment whether all have posted."""
+        return spin(self.all_posted, self._crowded)
+
     def sleep(self, is_ready: Callable[[], bool]) -> bool:
         """Look for a moment, then sleep until `is_ready()`, woken or not, for a slice; return whether it was short."""
         if spin(is_ready, self._crowded):
