@@ -25,9 +25,13 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
     FileStore,
     HashStore,
+    PrefixStore,
     Store,
+    rendezvous,
 )
 
+from ddp.comm.shm.backend import NAME as SHM
+from ddp.comm.shm.backend import sharing
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
 
@@ -38,6 +42,7 @@ _CHOOSERS = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
 }
+_TIMEOUT = timedelta(minutes=30)  # torch's, to meet
 _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 
@@ -76,7 +81,9 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     ROCm with NCCL, XPU with xccl), the device is `cuda:LOCAL_RANK` (`cuda:0` if only one is visible), made current,
     and the backend NCCL, with gloo for CPU tensors. NCCL connects at once, unless ranks of a host see one device, which
     they may share; a user's `new_group()` of some ranks then splits the group, which all ranks must do at once.
-    Otherwise the CPU and gloo. `backend="gloo"` stays on the CPU whatever there is.
+    Otherwise the CPU, and `shm` if ranks share the memory of a host, which they find out by trying, else gloo.
+    `backend="gloo"` stays on the CPU whatever there is, and never takes shm. The variable DTRAIN_BACKEND, the same on
+    every rank, is what `backend` is by default.
 
     A second call returns the same object. A default group that already exists is used and not closed at exit.
     Raises LaunchEnvironmentError for an inconsistent environment, RendezvousError if the ranks cannot meet.
@@ -90,11 +97,9 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
         _world = _adopt()
         return _world
     placement = read_placement(os.environ)
+    backend = backend or os.environ.get("DTRAIN_BACKEND") or None
     device = choose_device(placement, backend)
-    if backend is None:
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
-    _join(placement, backend, timeout_s, device)
-    _world = world_at(placement, device, backend)
+    _world = world_at(placement, device, _join(placement, backend, timeout_s, device))
     return _world
 
 
@@ -128,7 +133,7 @@ def _adopt() -> World:
         )
     accelerator = _accelerator()
     device = torch.device("cpu")
-    if accelerator is not None and backend != "gloo":
+    if accelerator is not None and backend not in ("gloo", SHM):
         # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
         device = torch.device(accelerator, torch.accelerator.current_device_index())
     return world_at(placement, device, backend)
@@ -189,25 +194,51 @@ def _eager_device(placement: Placement, backend: str, device: torch.device) -> t
     return None if may_share else device
 
 
-def _join(placement: Placement, backend: str, timeout_s: float | None, device: torch.device) -> None:
-    options: dict[str, Any] = {"backend": backend, "rank": placement.rank, "world_size": placement.world_size}
-    if timeout_s is not None:
-        options["timeout"] = timedelta(seconds=timeout_s)
-    if (eager := _eager_device(placement, backend, device)) is not None:
-        options["device_id"] = eager
-    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT") and placement.source != "alone":
-        options["init_method"] = "env://"
-    else:
-        options["store"] = _own_store(placement)
+def _join(placement: Placement, backend: str | None, timeout_s: float | None, device: torch.device) -> str:
+    """Make the default group; return its backend, which the ranks choose together if None is given."""
+    given = None if timeout_s is None else timedelta(seconds=timeout_s)
+    is_by_address = (
+        bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")) and placement.source != "alone"
+    )
     try:
-        dist.init_process_group(**options)
+        store = _store_at_address(placement, given or _TIMEOUT) if is_by_address else _own_store(placement)
+        backend = backend or _backend_for(placement, device, store, given or _TIMEOUT)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=given,
+            device_id=_eager_device(placement, backend, device),
+        )
+    except (RendezvousError, LaunchEnvironmentError):
+        raise
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        meeting_point = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")).strip(":")
+        meeting_point = f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if is_by_address else ""
+        how = "" if backend is None else f" with backend {backend!r}"
         raise RendezvousError(
-            f"rank {placement.rank} of {placement.world_size} could not join the others"
-            f"{' at ' + meeting_point if 'init_method' in options else ''} with backend {backend!r}: {error}"
+            f"rank {placement.rank} of {placement.world_size} could not join the others{meeting_point}{how}: {error}"
         ) from error
     atexit.register(leave)
+    return backend
+
+
+def _store_at_address(placement: Placement, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR, as init_process_group() itself would take it."""
+    found = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)
+    store, _, _ = next(found)
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store)
+
+
+def _backend_for(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> str:
+    """Choose the backend for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks; the same on all."""
+    if device.type != "cpu":
+        return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    hosts = []
+    if placement.world_size > 1:
+        hosts = sharing(PrefixStore("ddp/sharing", store), placement.rank, placement.world_size, timeout)
+    return SHM if any(len(ranks) > 1 for ranks in hosts) else "gloo"
 
 
 def _own_store(placement: Placement) -> Store:

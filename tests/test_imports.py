@@ -40,7 +40,8 @@ ORDERS = {
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
         "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining", "data_parallel.planning",
         "data_parallel.buckets", "compression",
-        "data", "comm", "monitoring", "world", "environment", "torch_internals", "errors",
+        "data", "comm", "monitoring", "world", "comm.shm", "comm.shared_memory",
+        "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddp.comm.objects import gather_values
+from ddp.comm.shm.backend import NAME as SHM
+from ddp.comm.shm.backend import connect
 from ddp.compression.compressor import completed
 from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
@@ -44,6 +47,7 @@ from ddp.torch_internals import allgather_flat, backend_of, default_store, is_in
 __all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
 
 _CPU = torch.device("cpu")
+_TORCHS_TIMEOUT = timedelta(minutes=30)
 
 # How long an interpreter that ends waits for its threads here, which may have a bucket that nobody waited for, after an
 # error say. A thread that comes back from a collective later wants the interpreter's lock when there is none any more,
@@ -157,7 +161,7 @@ _Queue = queue.SimpleQueue[_Pending | None]
 class _Pipeline:
     """Buckets between their steps, first in, first out: the caller starts the first, threads do the rest."""
 
-    def __init__(self, second: dist.ProcessGroupGloo, report: StallReport) -> None:
+    def __init__(self, second: Any, report: StallReport) -> None:
         self._second = second
         self._report = report
         self._sent: _Queue = queue.SimpleQueue()
@@ -268,22 +272,25 @@ def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures
     return work.get_future().then(lambda _: finish())
 
 
-def _connect_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo | None:
-    """Connect the ranks of `group` once more, if it moves host memory by gloo; None otherwise.
+def _connect_again(group: dist.ProcessGroup, name: str) -> Any:
+    """Connect the ranks of `group` once more, if it moves host memory, by gloo or shm; None otherwise.
 
     `dist.new_group(use_local_synchronization=True)` would do, but it derives the name under which ranks meet from the
     number of groups that this process is a member of, and hangs where that differs between them.
     """
     if "cpu:" not in dist.get_backend_config(group):
         return None
-    if backend_of(group, _CPU).name() != "gloo":
+    backend = backend_of(group, _CPU).name()
+    if backend not in ("gloo", SHM):
         raise UnsupportedError(
-            f"compression needs gloo for tensors in host memory, but the group has {dist.get_backend_config(group)}"
+            f"compression needs gloo or shm for tensors in host memory, but the group has "
+            f"{dist.get_backend_config(group)}"
         )
     store = PrefixStore(f"ddp/exchange/{name}", default_store())
-    timeout = timeout_of(group, _CPU)
-    limit = () if timeout is None else (timeout,)  # else torch's default
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), *limit)
+    timeout = timeout_of(group, _CPU) or _TORCHS_TIMEOUT
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return connect(store, group.rank(), group.size(), timeout)
 
 
 def _settle() -> None:

@@ -26,6 +26,7 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, printable
@@ -172,9 +173,9 @@ class StallReport:
         self._position = (what, None, monotonic(), how)
         try:
             yield
-        except DdpError:
-            raise
         except RuntimeError as error:
+            if isinstance(error, DdpError) and not isinstance(error, Lost):
+                raise
             raise self.error(what, str(error)) from error
         finally:
             self._position = before

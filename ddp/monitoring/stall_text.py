@@ -186,7 +186,7 @@ def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
 
 def _advice(scene: Scene, gone: Sequence[int], trouble: str) -> str:
     if scene.torchs_text:
-        return f"  torch says: {scene.torchs_text}"
+        return f"  the backend says: {scene.torchs_text}"
     if gone or trouble:
         return f"  If a rank is only slow, allow more than stall_timeout_s = {scene.limit_s:g} s."
     return (

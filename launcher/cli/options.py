@@ -25,7 +25,7 @@ from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, J
 __all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
 
 # Variables that are no option's. The first are for the workers.
-_NO_OPTION = ("AGENT", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
+_NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM")  # fmt: skip
 
 

@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
 
-_ADDRESSES = ("10.213.77.1", "10.213.77.2")
-_LINK = "dtr0"
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+LINK = "dtr0"
 _WARM_UP = 7  # steps, after which what is measured has been decided
 
 _TORCH = "torch views"
@@ -143,21 +143,21 @@ class Link:
         from testbed.namespaces import await_word, path_of, run_part
 
         try:
-            for _ in _ADDRESSES:
+            for _ in ADDRESSES:
                 argv = [path_of("unshare"), "--net", "--", "sh", "-c", "echo up; read _"]
                 holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
                 self._holders.append(holder)
                 await_word(holder, "a network namespace")
             first, second = (holder.pid for holder in self._holders)
             run_part(
-                "ip", "link", "add", _LINK, "type", "veth", "peer", "name", _LINK, "netns", str(second), inside=first
+                "ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(second), inside=first
             )
-            for holder, address in zip(self._holders, _ADDRESSES, strict=True):
+            for holder, address in zip(self._holders, ADDRESSES, strict=True):
                 run_part("ip", "link", "set", "lo", "up", inside=holder.pid)
-                run_part("ip", "addr", "add", f"{address}/24", "dev", _LINK, inside=holder.pid)
-                run_part("ip", "link", "set", _LINK, "up", inside=holder.pid)
+                run_part("ip", "addr", "add", f"{address}/24", "dev", LINK, inside=holder.pid)
+                run_part("ip", "link", "set", LINK, "up", inside=holder.pid)
                 bucket = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "100ms"]
-                run_part("tc", "qdisc", "add", "dev", _LINK, "root", *bucket, inside=holder.pid)
+                run_part("tc", "qdisc", "add", "dev", LINK, "root", *bucket, inside=holder.pid)
             return [first, second]
         except BaseException:
             self.__exit__()
@@ -196,8 +196,8 @@ def run_ranks(namespaces: list[int]) -> int:
     from step import run_all
     from testbed.namespaces import path_of
 
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1"}
-    shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": _LINK}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29501", "OMP_NUM_THREADS": "1"}
+    shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": LINK}
     return run_all(
         [
             (

@@ -1,10 +1,11 @@
 """Compare the time of a training step with torch's DistributedDataParallel, in turns in one run.
 
-    python scripts/bench/step.py [--steps 2] [--rounds 30] [--models mlp,small,conv,gpt,unused,accumulate]
+    python scripts/bench/step.py [--steps 2] [--rounds 30] [--models mlp,small,conv,gpt,nano,unused,accumulate]
 
 Two processes on this machine train replicas of the same model over gloo: one wrapped by ddp, one by torch's
 class with its defaults, one by torch's class with gradient_as_bucket_view=True, and one by torch's class a
-second time, whose ratio to the first shows how far noise alone goes. "alone" is the same model without a wrapper,
+second time, whose ratio to the first shows how far noise alone goes. "ddp shm" and "torch shm" are the first two over
+the backend shm. "alone" is the same model without a wrapper,
 which sends nothing: what others take longer, divided by the number of parameters, is the overhead of each. Where
 a model leaves parameters unused, torch's class gets find_unused_parameters=True, which it needs. A round gives each
 variant a block of steps, in random order; a block's time is that of the slower rank. The table gives medians over the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import platform
 import random
@@ -24,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,9 @@ def _conv_layer(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
+_SGD = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to measure and a batch for it."""
@@ -102,6 +107,8 @@ class Subject:
     batch: Callable[[], torch.Tensor]
     micro_batches: int = 1
     find_unused: bool = False
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _SGD
+    clip: float | None = None
 
 
 SUBJECTS = {
@@ -137,9 +144,15 @@ SUBJECTS = {
         lambda: torch.randn(8, 1024), micro_batches=4,
     ),
     "gpt": Subject("GPT, 4 blocks of width 256", Gpt, lambda: torch.randint(2048, (2, 64))),
+    "nano": Subject(
+        "nanoGPT as its README runs it on a CPU: 4 blocks of width 128, AdamW, clipped",
+        lambda: Gpt(vocabulary=65, length=64, width=128, depth=4, heads=4),
+        lambda: torch.randint(65, (12, 64)),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.99)), clip=1.0,
+    ),
 }  # fmt: skip
 
-VARIANTS = ("ddp", "ddp views", "torch", "torch views", "torch again", "alone")
+VARIANTS = ("ddp", "ddp views", "ddp shm", "torch", "torch views", "torch shm", "torch again", "alone")
 THEIRS = ("torch", "torch views")
 
 
@@ -150,17 +163,23 @@ def wrap(name: str, subject: Subject) -> nn.Module:
     if name == "alone":
         return module
     views = name.endswith("views")
+    group = _shm_group() if name.endswith("shm") else None
     if name.startswith("ddp"):
-        return ddp.DistributedDataParallel(module, gradient_as_bucket_view=views)
+        return ddp.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
     return nn.parallel.DistributedDataParallel(
-        module, gradient_as_bucket_view=views, find_unused_parameters=subject.find_unused
+        module, process_group=group, gradient_as_bucket_view=views, find_unused_parameters=subject.find_unused
     )
+
+
+@functools.cache
+def _shm_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="shm")
 
 
 def stepper(subject: Subject, name: str) -> Callable[[], None]:
     """A function that makes one training step of a fresh replica."""
     model = wrap(name, subject)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = subject.optimizer(model.parameters())
     batch = subject.batch()
 
     def step() -> None:
@@ -169,6 +188,8 @@ def stepper(subject: Subject, name: str) -> Callable[[], None]:
             for _ in range(subject.micro_batches - 1):
                 model(batch).square().mean().backward()
         model(batch).square().mean().backward()
+        if subject.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), subject.clip)
         optimizer.step()
 
     return step

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+BACKEND = os.environ.get("DDP_TEST_BACKEND", "gloo")  # of every world
 _kept: list[Any] = []  # by a rank until it exits
 _NO_FAULT = (  # what some versions say, and nobody can mend
     "Guards may run slower on Python",
@@ -62,18 +63,23 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def run(self, world_size: int, case: str, *, deadline_s: float = 100.0, **arguments: Any) -> list[Any]:
-        """Run `case` ("module:function") on `world_size` ranks; return what each rank's call returned, by rank."""
+    def run(
+        self, world_size: int, case: str, *, deadline_s: float = 100.0, group: str = BACKEND, **arguments: Any
+    ) -> list[Any]:
+        """Run `case` ("module:function") on `world_size` ranks; return what each rank's call returned, by rank.
+
+        `group` is the backend of the default group.
+        """
         with tempfile.TemporaryDirectory(prefix="ddp-world-") as folder:
-            self._connection.send((world_size, case, arguments, deadline_s, folder))
+            self._connection.send((world_size, case, group, arguments, deadline_s, folder))
             failure = self._connection.recv()
             if failure is not None:
                 raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
             return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
 
-    def in_turn(self, world_size: int, module: str, cases: Sequence[str]) -> None:
+    def in_turn(self, world_size: int, module: str, cases: Sequence[str], *, group: str = BACKEND) -> None:
         """Run several functions of a module in one world."""
-        self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases)
+        self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases, group=group)
 
 
 def call_in_turn(module: str, cases: Sequence[str]) -> None:
@@ -130,14 +136,14 @@ def _serve(folder: Path, listener: socket.socket) -> None:
 def _serve_client(connection: Connection) -> None:
     while True:
         try:
-            world_size, case, arguments, deadline_s, folder = connection.recv()
+            world_size, case, group, arguments, deadline_s, folder = connection.recv()
         except EOFError:
             os._exit(0)
-        pids = {_fork(rank, world_size, case, arguments, Path(folder)): rank for rank in range(world_size)}
+        pids = {_fork(rank, world_size, case, group, arguments, Path(folder)): rank for rank in range(world_size)}
         connection.send(_watch(pids, deadline_s, Path(folder)))
 
 
-def _fork(rank: int, world_size: int, case: str, arguments: dict[str, Any], folder: Path) -> int:
+def _fork(rank: int, world_size: int, case: str, group: str, arguments: dict[str, Any], folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -146,7 +152,7 @@ def _fork(rank: int, world_size: int, case: str, arguments: dict[str, Any], fold
         warnings.simplefilter("error")
         for message in _NO_FAULT:
             warnings.filterwarnings("ignore", message)
-        result = _run_rank(rank, world_size, case, arguments, folder)
+        result = _run_rank(rank, world_size, case, group, arguments, folder)
         (folder / f"result.{rank}").write_bytes(pickle.dumps(result))
         status = 0
     except BaseException:
@@ -155,7 +161,7 @@ def _fork(rank: int, world_size: int, case: str, arguments: dict[str, Any], fold
         os._exit(status)
 
 
-def _run_rank(rank: int, world_size: int, case: str, arguments: dict[str, Any], folder: Path) -> Any:
+def _run_rank(rank: int, world_size: int, case: str, group: str, arguments: dict[str, Any], folder: Path) -> Any:
     from datetime import timedelta
 
     import torch
@@ -163,12 +169,12 @@ def _run_rank(rank: int, world_size: int, case: str, arguments: dict[str, Any], 
 
     torch.manual_seed(1000 + rank)
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
-    group = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
+    dist.init_process_group(group, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    kept = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")
     result = getattr(importlib.import_module(module), function)(**arguments)
     dist.destroy_process_group()
-    _kept.append(group)
+    _kept.append(kept)
     return result
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.nursery import BACKEND
 
 import ddp
 from ddp.comm import small_sum
@@ -66,6 +67,18 @@ def stall(stall_report: StallReport, what: str = "all-reduce of bucket 1 of 1", 
         stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
     assert (caught.value.rank, caught.value.what) == (stall_report.rank, what)
     return str(caught.value)
+
+
+def stall_and_tell(stall_report: StallReport, folder: Path) -> str:
+    """The report of a wait that must fail; `others_wait` sees when all ranks wait that do so."""
+    thread = when_waiting(stall_report, (folder / f"waits.{os.getpid()}").touch)
+    report = stall(stall_report)
+    thread.join()
+    return report
+
+
+def others_wait(folder: Path, size: int) -> None:
+    until(lambda: len(list(folder.glob("waits.*"))) == size - 1)
 
 
 def all_come(folder: Path, name: str, size: int) -> None:
@@ -111,6 +124,8 @@ def comes_late(folder: Path, size: int) -> str | None:
         others = until(lambda: [path for path in folder.glob("waits.*") if len(list(folder.glob("waits.*"))) == 2])
         until(lambda: all(is_gone(int(path.suffix[1:])) for path in others))  # the line that the others name
         stall_report.at("user code")
+        if dist.get_backend() == "shm":  # what the others gave before they left is there
+            stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True), "all-reduce of bucket 1 of 1")
         return stall(stall_report)
     (folder / f"waits.{os.getpid()}").touch()
     stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True), "all-reduce of bucket 1 of 1")
@@ -122,8 +137,9 @@ def exits_early(folder: Path, size: int) -> str | None:
     for _ in range(2):
         reduce(stall_report)
     if dist.get_rank() == size - 1:
+        others_wait(folder, size)
         return None
-    report = stall(stall_report)
+    report = stall_and_tell(stall_report, folder)
     all_come(folder, "end", size - 1)
     return report
 
@@ -135,8 +151,9 @@ def returns_from_main_early(folder: Path, size: int) -> str | None:
     if dist.get_rank() == size - 1:
         del stall_report
         until(lambda: not monitors())
+        others_wait(folder, size)
         return None
-    report = stall(stall_report)
+    report = stall_and_tell(stall_report, folder)
     all_come(folder, "end", size - 1)
     return report
 
@@ -145,8 +162,9 @@ def raises(folder: Path, size: int) -> str | None:
     stall_report = make(30.0)
     reduce(stall_report)
     if dist.get_rank() == 1:
+        others_wait(folder, size)
         raise ValueError("no such sample: 17\nand more")
-    report = stall(stall_report)
+    report = stall_and_tell(stall_report, folder)
     all_come(folder, "end", size - 1)
     return report
 
@@ -157,11 +175,9 @@ def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
     stall_report._patience_s = lambda: 4.0
     reduce(stall_report)
     if dist.get_rank() == who:
-        until(lambda: len(list(folder.glob("waits.*"))) == size - 1)
+        others_wait(folder, size)
         os.kill(os.getpid(), number)
-    thread = when_waiting(stall_report, (folder / f"waits.{os.getpid()}").touch)
-    report = stall(stall_report)
-    thread.join()
+    report = stall_and_tell(stall_report, folder)
     all_come(folder, "end", size - 1)
     return report
 
@@ -528,7 +544,14 @@ def codes(pids: list[int]) -> Iterator[int]:
 
 
 def run_rank(
-    rank: int, folder: Path, case: str, size: int, store: str, whole_end: bool = False, **arguments: Any
+    rank: int,
+    folder: Path,
+    case: str,
+    size: int,
+    store: str,
+    whole_end: bool = False,
+    backend: str = BACKEND,
+    **arguments: Any,
 ) -> None:
     os.dup2(os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     os.dup2(os.open(folder / "stdout", os.O_WRONLY | os.O_CREAT, 0o600), 1)  # what gloo prints is no reply
@@ -539,7 +562,7 @@ def run_rank(
     torch.manual_seed(rank)
     group_store = tcp_store(rank, size, folder) if store == "tcp" else dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(
-        "gloo", store=group_store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        backend, store=group_store, rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     del group_store
     result = globals()[case](folder, size, **arguments)

@@ -4,8 +4,8 @@
     dist.init_process_group("shm")                     # or "cpu:shm,cuda:nccl"
     group = dist.new_group(ranks, backend="shm")
 
-`backend.sharing(store, rank, size, timeout)` says for all ranks which of them share memory, before a group is made. A
-group with ranks that do not is refused on all of them, with RendezvousError.
+`backend.sharing(store, rank, size, timeout)` says for all ranks which of them share memory. Where not all ranks of a
+group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `hosts_group`).
 
 What is sent is copied once into memory that all ranks have mapped, and read there by those who want it. Operations of
 a group run in the order in which they were called, each as rounds: a rank fills its slot, raises its counter, and goes

@@ -6,8 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
-__all__ = ["NAME", "register", "sharing"]
+__all__ = ["NAME", "connect", "register", "sharing"]
 
 NAME = "shm"
 
@@ -29,10 +30,24 @@ def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[
     return of_ranks(store, rank, size, timeout.total_seconds())
 
 
+def connect(store: Any, rank: int, size: int, timeout: timedelta, others: Any = None) -> Any:
+    """Make a group, over memory within hosts and gloo between them; torch does not know of it.
+
+    All ranks call it, with a store that nothing else uses. Blocks until all have, else raises RendezvousError after
+    `timeout`. `others` moves what is not in host memory.
+    """
+    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+    from ddp.comm.shm.hosts_group import HostsGroup
+
+    hosts = sharing(PrefixStore("sharing", store), rank, size, timeout)
+    if len(hosts) == 1:
+        return ShmGroup(store, rank, size, timeout, others)
+    return HostsGroup(store, rank, size, timeout, hosts, others)
+
+
 def _create(options: Any, backend_options: Any) -> Any:
     """What torch calls; `options` are its _DistributedBackendOptions."""
-    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
     from ddp.comm.shm.other_devices import OtherDevices
 
     others = OtherDevices(options, backend_options)
-    return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, others)
+    return connect(options.store, options.group_rank, options.group_size, options.timeout, others)

@@ -12,6 +12,7 @@ Communication Operations in MPICH", has the same two ways over messages.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from ddp.comm.shm.rounds import Rounds, header
 from ddp.comm.shm.waiting import memmove
 
 __all__ = [
+    "Algorithms",
     "Steps",
     "all_gather",
     "all_reduce",
@@ -244,3 +246,21 @@ def all_to_all(rounds: Rounds, outs: Sequence[torch.Tensor], pieces: Sequence[to
             if start < out.nbytes:
                 at = peer.slots[parity] + rank * room
                 memmove(out.data_ptr() + start, at, min(room, out.nbytes - start))
+
+
+class Algorithms:
+    """The above, over the rounds of one group."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        for algorithm in (
+            barrier,
+            all_reduce,
+            reduce,
+            reduce_scatter,
+            broadcast,
+            all_gather,
+            gather,
+            scatter,
+            all_to_all,
+        ):
+            setattr(self, algorithm.__name__, partial(algorithm, rounds))

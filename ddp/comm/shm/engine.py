@@ -69,6 +69,7 @@ class Engine:
         self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
         self._thread: threading.Thread | None = None
+        self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
         self._left = threading.Event()  # something for the thread
         _engines.add(self)
 
@@ -226,6 +227,7 @@ class Engine:
             self.rounds.what = operation.what
             self._carried[operation.steps] = operation
             self._messages.add(operation.steps)
+            self._moved = time.monotonic()  # from here on it is waited for, whatever was before
         if self._messages.pending:
             moved = self._messages.advance()
         if not self._queue or (self._round_open and not self.rounds.all_posted()):
@@ -317,9 +319,9 @@ class Engine:
 
     def _release(self) -> None:
         self._driving.release()
-        self._call_back()
         if self._pending() and self.broken is None:
-            self._call_thread()
+            self._call_thread()  # first: a callback may wait for what is left
+        self._call_back()
 
     def _call_back(self) -> None:
         while self._calls:
@@ -336,12 +338,14 @@ class Engine:
     def _call_thread(self) -> None:
         self._left.set()
         with self._telling:
-            if self._thread is None:
+            if self._thread is None or self._thread_calls:
                 self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+                self._thread_calls = False
                 self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
+        while self._thread is threading.current_thread() and not self._closed:
             self._left.wait()
             self._left.clear()
             time.sleep(_PAUSE_S)
@@ -350,9 +354,13 @@ class Engine:
                     self._drive(None, float("inf"))
                 finally:
                     self._driving.release()
+                self._thread_calls = bool(self._calls)
+                if self._thread_calls and self._pending():
+                    self._call_thread()
                 self._call_back()
-            if self._closed:
-                return
+                if self._thread is not threading.current_thread():
+                    return
+                self._thread_calls = False
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.comm.shm import collectives
-from ddp.comm.shm.collectives import Steps
+from ddp.comm.shm.collectives import Algorithms, Steps
 from ddp.comm.shm.combine import reduction_of
 from ddp.comm.shm.engine import Engine, Operation
 from ddp.comm.shm.flat import Flats
@@ -27,14 +26,14 @@ from ddp.comm.shm.work import DoneWork, ShmWork
 from ddp.errors import ArgumentError
 from ddp.torch_internals import backend_of
 
-__all__ = ["ShmGroup"]
+__all__ = ["ShmGroup", "or_elsewhere"]
 
 NAME = "shm"
 _DONE = DoneWork()
 _REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}
 
 
-def _or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+def or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """Leave a call with tensors on other devices, or sparse ones, to a group that moves them."""
     name = method.__name__
 
@@ -67,11 +66,16 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     ) -> None:
         super().__init__(rank, size)  # the way with a store is not for subclasses
         self._store, self._others = store, others
-        peers, pidfds = open_all(store, rank, size, timeout.total_seconds())
+        self._rank = rank
         self.set_timeout(timeout)
         self._group_name, self._group_desc = "", "undefined"
-        self._rounds = Rounds(peers, rank, pidfds)
-        self._engine = Engine(self._rounds)
+        self._connect(store, rank, size, timeout)
+
+    def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        peers, pidfds = open_all(store, rank, size, timeout.total_seconds())
+        rounds = Rounds(peers, rank, pidfds)
+        self._algorithms: Any = Algorithms(rounds)
+        self._engine: Any = Engine(rounds)
 
     # What torch asks about it.
 
@@ -138,6 +142,11 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         if self._others is not None:
             self._others.close()
 
+    def fail(self, text: str) -> None:
+        """Let the other ranks fail with this text; the group is of no use any more."""
+        self._engine.rounds.tell_failure(text)
+        self._engine.close()
+
     def abort(self) -> None:
         self._engine.close()
 
@@ -147,44 +156,44 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Collectives of one tensor a rank.
 
-    @_or_elsewhere
+    @or_elsewhere
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         return self._all_reduce(_listed(tensors), opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self._all_reduce(tensors, opts, None)
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], opts: Any, timeout: timedelta | None) -> dist.Work:
         reduction, flats = _reduction(opts, tensors), Flats()
-        each = [collectives.all_reduce(self._rounds, flats.write(tensor), reduction) for tensor in tensors]
+        each = [self._algorithms.all_reduce(flats.write(tensor), reduction) for tensor in tensors]
         return self._run("all_reduce", each, flats, tensors, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        tensors, root, flats = _listed(tensors), _root(opts), Flats()
-        flatten = flats.read if root == self._rounds.rank else flats.write
-        each = [collectives.broadcast(self._rounds, flatten(tensor), root) for tensor in tensors]
+        tensors, root, flats = _listed(tensors), self._root(opts), Flats()
+        flatten = flats.read if root == self._rank else flats.write
+        each = [self._algorithms.broadcast(flatten(tensor), root) for tensor in tensors]
         return self._run("broadcast", each, flats, tensors, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        tensors, root, flats = _listed(tensors), _root(opts), Flats()
+        tensors, root, flats = _listed(tensors), self._root(opts), Flats()
         reduction = _reduction(opts, tensors)
-        flatten = flats.write if root == self._rounds.rank else flats.read
-        each = [collectives.reduce(self._rounds, flatten(tensor), reduction, root) for tensor in tensors]
+        flatten = flats.write if root == self._rank else flats.read
+        each = [self._algorithms.reduce(flatten(tensor), reduction, root) for tensor in tensors]
         return self._run("reduce", each, flats, tensors, opts, timeout)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        return self._run("barrier", [collectives.barrier(self._rounds)], Flats(), (), opts, timeout)
+        return self._run("barrier", [self._algorithms.barrier()], Flats(), (), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier. Its error names all ranks that did not come, whatever `wait_all_ranks`."""
-        self._run("monitored_barrier", [collectives.barrier(self._rounds)], Flats(), (), None, timeout).wait()
+        self._run("monitored_barrier", [self._algorithms.barrier()], Flats(), (), None, timeout).wait()
 
     # Collectives of many tensors a rank.
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -195,17 +204,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("all_gather", each, flats, [out for outs in outputs for out in outs], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather_coalesced(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         return self.allgather([*zip(*outputs, strict=True)], inputs, opts)
 
-    @_or_elsewhere
+    @or_elsewhere
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._all_gather_single([output], [input], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -225,29 +234,30 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     def _gathered(self, flats: Flats, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
         _check_alike(tensor, outs, self.size())
-        return collectives.all_gather(self._rounds, outs, flats.read(tensor))
+        steps: Steps = self._algorithms.all_gather(outs, flats.read(tensor))
+        return steps
 
-    @_or_elsewhere
+    @or_elsewhere
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        root, flats = _root(opts), Flats()
+        root, flats = self._root(opts), Flats()
         (tensor,) = inputs
-        outs = [flats.write(out) for outs in outputs for out in outs] if root == self._rounds.rank else []
-        if root == self._rounds.rank:
+        outs = [flats.write(out) for outs in outputs for out in outs] if root == self._rank else []
+        if root == self._rank:
             _check_alike(tensor, outs, self.size())
-        each = [collectives.gather(self._rounds, outs, flats.read(tensor), root)]
+        each = [self._algorithms.gather(outs, flats.read(tensor), root)]
         return self._run("gather", each, flats, outputs[0] if outputs else (), opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        root, flats = _root(opts), Flats()
+        root, flats = self._root(opts), Flats()
         (out,) = outputs
-        pieces = [flats.read(piece) for pieces in inputs for piece in pieces] if root == self._rounds.rank else []
-        if root == self._rounds.rank:
+        pieces = [flats.read(piece) for pieces in inputs for piece in pieces] if root == self._rank else []
+        if root == self._rank:
             _check_alike(out, pieces, self.size())
-        each = [collectives.scatter(self._rounds, flats.write(out), pieces, root)]
+        each = [self._algorithms.scatter(flats.write(out), pieces, root)]
         return self._run("scatter", each, flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
@@ -260,13 +270,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         ]
         return self._run("reduce_scatter", each, flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         return self._reduce_scatter_single([output], [input], opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -286,9 +296,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     def _scattered(self, flats: Flats, out: torch.Tensor, pieces: Sequence[torch.Tensor], reduction: str) -> Steps:
         _check_alike(out, pieces, self.size())
-        return collectives.reduce_scatter(self._rounds, flats.write(out), pieces, reduction)
+        steps: Steps = self._algorithms.reduce_scatter(flats.write(out), pieces, reduction)
+        return steps
 
-    @_or_elsewhere
+    @or_elsewhere
     def alltoall(
         self,
         outputs: Sequence[torch.Tensor],
@@ -300,7 +311,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         outs, pieces = [flats.write(out) for out in outputs], [flats.read(piece) for piece in inputs]
         return self._run("all_to_all", [self._exchanged(outs, pieces)], flats, outputs, opts, timeout)
 
-    @_or_elsewhere
+    @or_elsewhere
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -323,21 +334,22 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
                 f"all_to_all among {self.size()} ranks wants as many inputs and outputs, of one dtype; here are "
                 f"{len(pieces)} and {len(outs)}, of {', '.join(sorted({str(t.dtype) for t in (*outs, *pieces)}))}"
             )
-        return collectives.all_to_all(self._rounds, outs, pieces)
+        steps: Steps = self._algorithms.all_to_all(outs, pieces)
+        return steps
 
     # Messages.
 
-    @_or_elsewhere
+    @or_elsewhere
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = _listed(tensors)
         flats = Flats()
         return self._start("send", Send(flats.read(tensor), self._other_rank(rank), tag), flats, tensors)
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), self._other_rank(rank), tag)
 
-    @_or_elsewhere
+    @or_elsewhere
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._receive(_listed(tensors), -1, tag)
 
@@ -347,11 +359,17 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return self._start("recv", Receive(flats.write(tensor), rank, tag), flats, tensors)
 
     def _other_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.size() or rank == self._rounds.rank:
-            raise ArgumentError(f"rank {self._rounds.rank} of {self.size()} cannot exchange messages with rank {rank}")
+        if not 0 <= rank < self.size() or rank == self._rank:
+            raise ArgumentError(f"rank {self._rank} of {self.size()} cannot exchange messages with rank {rank}")
         return rank
 
     # Starting them.
+
+    def _root(self, opts: Any) -> int:
+        root = opts if isinstance(opts, int) else 0 if opts is None else int(opts.rootRank)
+        if not 0 <= root < self.size():
+            raise ArgumentError(f"the root is rank {root}, but the group has {self.size()} ranks, from 0")
+        return root
 
     def _run(
         self,
@@ -399,10 +417,6 @@ def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
     for tensor in tensors:
         reduction_of(name, tensor.dtype)
     return name
-
-
-def _root(opts: Any) -> int:
-    return opts if isinstance(opts, int) else 0 if opts is None else int(opts.rootRank)
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:

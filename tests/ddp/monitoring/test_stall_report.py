@@ -103,7 +103,7 @@ def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(wor
     assert late.startswith("ranks 0, 2 are missing: the all-reduce of bucket 1 of 1 of step 2 failed on rank 1 of 3")
     assert "ended with ddp.errors.CollectiveError: rank 1 is missing: rank 0 of 3 has waited " in late
     assert "in comes_late, " not in late
-    assert "Connection closed by peer" in late
+    assert any(said in late for said in ("closed by peer", "has ended", "has destroyed the group"))
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
@@ -118,7 +118,7 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
         assert report.startswith("rank 2 is missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank ")
         assert "rank 2: has exited (after step 2)" in report
         assert "ranks 0-1: in the all-reduce of bucket 1 of 1" in report
-        assert "torch says: " in report
+        assert "the backend says: " in report
     for report in returned.results[:2]:
         assert "rank 2: has deleted its last model (after step 1)" in report
     for report in (raised.results[0], raised.results[2]):
@@ -132,7 +132,8 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
 
 def test_waiting_for_host_memory_is_bounded_whatever_the_model_s_device_is(worlds: Worlds) -> None:
     on_host, interrupted = worlds.run_at_once(
-        {"case": "on_host", "size": 2, "store": "tcp"}, {"case": "interrupted", "size": 2, "store": "tcp"}
+        {"case": "on_host", "size": 2, "store": "tcp", "backend": "gloo"},
+        {"case": "interrupted", "size": 2, "store": "tcp"},
     )
     assert (on_host.codes, interrupted.codes) == ([0, 0], [0, 0]), (on_host.errors, interrupted.errors)
     assert on_host.results[0].startswith("rank 1 is missing: rank 0 of 2 has waited ")

@@ -22,7 +22,7 @@ CASES = "ddp_worlds.shm_torch"
         ("sparse_tensors_go_by_gloo", 2),
         ("torch_checks_nothing_else_in_detail", 2),
         ("tensors_of_any_kind", 3),
-        ("ranks_that_share_no_memory_are_refused_on_all", 3),
+        ("ranks_that_share_no_memory_go_by_gloo", 3),
     ],
 )
 def test_with_torch(nursery: Nursery, tmp_path: Path, case: str, world_size: int) -> None:

@@ -1,0 +1,179 @@
+"""The process group of `shm` where not all of its ranks share memory: `across_hosts` has the algorithms.
+
+Operations run one after the other, in the order of their calls, in a thread of the group; messages go by gloo. An error
+breaks the group: all that is queued and all that comes later fails with it, as do the other ranks, on this host by
+memory and on others because their connections close.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.comm.shm.across_hosts import AcrossHosts
+from ddp.comm.shm.collectives import Steps
+from ddp.comm.shm.engine import Operation
+from ddp.comm.shm.group import ShmGroup, or_elsewhere
+from ddp.comm.shm.rounds import Lost
+from ddp.errors import CollectiveError
+
+__all__ = ["HostsGroup"]
+
+_LEAVE_S = 5.0  # how long the end waits for a collective that hangs
+
+
+class HostsGroup(ShmGroup):
+    """Ranks of several hosts. All of them make it at once; `hosts` are the ranks that share memory, the same on all."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        hosts: Sequence[Sequence[int]],
+        others: Any = None,
+    ) -> None:
+        self._hosts = hosts
+        super().__init__(store, rank, size, timeout, others)
+
+    def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._algorithms = AcrossHosts(store, rank, size, timeout, self._hosts, ShmGroup)
+        self._engine = _Engine(self._algorithms)
+
+    @property
+    def _flat(self) -> Any:
+        if self._algorithms.flat is None:
+            raise self._engine.broken
+        return self._algorithms.flat
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier. Its error names ranks that did not come."""
+        self._flat.monitored_barrier(timeout or timedelta(seconds=self._timeout_s), wait_all_ranks)
+
+    @or_elsewhere
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        work: dist.Work = self._flat.send(tensors, rank, tag)
+        return work
+
+    @or_elsewhere
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        work: dist.Work = self._flat.recv(tensors, rank, tag)
+        return work
+
+    @or_elsewhere
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        work: dist.Work = self._flat.recv_anysource(tensors, tag)
+        return work
+
+
+class _Engine:
+    """Runs the operations of a group on this rank, as `engine.Engine` does for one host."""
+
+    def __init__(self, algorithms: AcrossHosts) -> None:
+        self.broken: Exception | None = None
+        self._algorithms = algorithms
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="shm-hosts", daemon=True)
+        self._thread.start()
+        _engines.add(self)
+
+    def run(self, operation: Operation, *, wait: bool) -> None:
+        """Start an operation; with `wait`, return when it is done, and raise its error."""
+        if self.broken is not None:
+            raise Lost(
+                f"{operation.what} is refused on rank {self._algorithms.rank}, since the group has failed: "
+                f"{self.broken}",
+                rank=self._algorithms.rank,
+                what=operation.what,
+            )
+        operation.event = threading.Event()
+        self._queue.put(operation)
+        if wait:
+            self.wait(operation, None)
+
+    def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Run an operation; return when it is done, and raise its error."""
+        self.run(Operation(what, steps, results, timeout_s), wait=True)
+
+    def wait(self, operation: Operation, timeout_s: float | None) -> None:
+        """Block until an operation is done; raise its error, or CollectiveError after `timeout_s`: then it goes on."""
+        assert operation.event is not None
+        if not operation.event.wait(timeout_s):
+            raise CollectiveError(
+                f"{operation.what} on rank {self._algorithms.rank} was not done within {timeout_s:g} s; it goes on",
+                rank=self._algorithms.rank,
+                what=operation.what,
+            )
+        if operation.error is not None:
+            raise operation.error
+
+    def when_done(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Call when the operation is done: here and now if it is."""
+        with self._telling:
+            if not operation.done:
+                operation.calls.append(call)
+                return
+        call()
+
+    def close(self) -> None:
+        """End the thread, fail what is not done, and tell the other ranks. May be repeated."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.broken = self.broken or self._algorithms.error("it", RuntimeError("the group was destroyed"))
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_S)  # nothing runs, unless somebody has given up waiting for it
+        if self._thread.is_alive():
+            self._algorithms.fail(str(self.broken))
+        self._algorithms.close()
+
+    def _serve(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            self._do(operation)
+            del operation
+
+    def _do(self, operation: Operation) -> None:
+        if self.broken is None:
+            try:
+                with torch.inference_mode(operation.in_inference), torch.no_grad():
+                    for _ in operation.steps:  # type: ignore[union-attr]  # messages are not queued here
+                        pass
+            except Exception as error:
+                self.broken = self._algorithms.error(operation.what, error)
+                self._algorithms.fail(str(self.broken))
+        with self._telling:
+            operation.error = self.broken
+            operation.done = True
+        assert operation.event is not None
+        operation.event.set()
+        if operation.calls:  # they may wait for another operation, which this thread does
+            threading.Thread(target=_call_all, args=(operation.calls,), name="shm-futures", daemon=True).start()
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process."""
+    for engine in list(_engines):
+        engine.close()
+
+
+atexit.register(_close_all)
