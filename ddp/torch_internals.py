@@ -367,9 +367,10 @@ def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist
     travel on the host where their group is of NCCL alone.
     """
     made = dist.ProcessGroup(store, group.rank(), group.size())
+    set_default, register = made._set_default_backend, made._register_backend  # both are there: now connect
     backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    set_default(dist.ProcessGroup.BackendType.GLOO)
+    register(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
 
 

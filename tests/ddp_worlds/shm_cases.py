@@ -309,6 +309,29 @@ def messages_find_their_receivers() -> None:
         assert (strided == 1 - rank).all()
 
 
+def messages_of_a_tag_keep_their_order() -> None:
+    """The second is asked for while the first, which nobody had asked for, is still arriving."""
+    group, rank, size = make(), dist.get_rank(), dist.get_world_size()
+    for _ in range(5):
+        if rank == 0:
+            works = [dist.isend(torch.full((3_000_000,), float(value)), 1, group=group) for value in (1, 2)]
+            dist.barrier()
+        elif rank == 1:
+            later = torch.zeros(1)
+            works = [dist.irecv(later, size - 1, group=group, tag=7) if size > 2 else None]
+            got = [torch.zeros(3_000_000) for _ in range(2)]
+            works += [dist.irecv(each, 0, group=group) for each in got]
+            dist.barrier()
+        else:
+            dist.barrier()
+            works = [dist.isend(torch.ones(1), 1, group=group, tag=7) if rank == size - 1 else None]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if rank == 1:
+            assert [(each == value).all().item() for value, each in enumerate(got, 1)] == [True, True]
+
+
 def different_calls_are_an_error_on_all() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     odd = rank == size - 1

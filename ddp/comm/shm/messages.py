@@ -146,6 +146,9 @@ class Messages:
             self._arriving[rank] = None
             if message.receive is not None:
                 self._received(message.receive, rank)
+            else:  # who has asked for it meanwhile gets it before what comes next of the same tag
+                for receive in [*self._receives]:
+                    self._take_kept(receive)
         return True
 
     def _match(self, message: _Arriving, rank: int) -> None:

@@ -27,6 +27,7 @@ def test_all_that_is_moved_arrives(nursery: Nursery, world_size: int) -> None:
         "an_asynchronous_call_does_not_wait",
         "futures_are_complete_without_a_wait",
         "messages_find_their_receivers",
+        "messages_of_a_tag_keep_their_order",
         "different_calls_are_an_error_on_all",
     ],
 )
