@@ -57,6 +57,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     """Ranks that share a host's memory. All of them make it at once; `timeout` is that of each operation too."""
 
+    sums_in_rank_order = True  # whatever the sizes
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
