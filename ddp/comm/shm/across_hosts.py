@@ -76,8 +76,9 @@ class AcrossHosts:
         if self._place < self._carriers:
             named = PrefixStore(f"peers/{self._place}", store)
             self._peers = Peers(named, self._host, [ranks[self._place] for ranks in hosts], timeout)
+        slot_bytes = -(-_CHUNK_BYTES // self._carriers // 64) * 64  # aligned for every dtype
         with torch.inference_mode(False):  # else it could not be used outside
-            self._came = torch.empty(_SLOTS, _CHUNK_BYTES // self._carriers, dtype=torch.uint8)
+            self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the connections: whoever waits for this rank on another host fails."""
@@ -130,7 +131,7 @@ class AcrossHosts:
             next(rest, None)
 
     def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Steps:
-        """Go on when something else has been done meanwhile."""
+        """Add up here and send; combine what came."""
         name = "SUM" if reduction == "AVG" else reduction
         peers = self._peers if self._is_even or self._place == 0 else None
         every = flat.new_empty(len(self._hosts), flat.numel())
