@@ -180,6 +180,26 @@ def all_reduce_of_pieces_gives_the_same_bits(group: Group) -> None:
 
 
 @case
+def all_reduce_in_chunks_gives_the_same_bits(group: Group) -> None:
+    """More chunks than are on their way at once, whose borders the cuts do not meet."""
+    if dist.get_backend(group) == "gloo":
+        return
+    for dtype, op in ((torch.float32, Op.SUM), (torch.bfloat16, Op.AVG)):
+        numel = 26_000_000 // dtype.itemsize + 7
+        mine = (torch.randn(numel, generator=torch.Generator().manual_seed(group.rank())) * 1e3).to(dtype)
+        whole = mine.clone()
+        dist.all_reduce(whole, op, group=group)
+        for cuts in ([numel // 3 + 1, 11, numel - numel // 3 - 12], [5, numel - 5]):
+            pieces = [piece.clone() for piece in mine.split(cuts)]
+            for piece in pieces:
+                dist.all_reduce(piece, op, group=group)
+            same(torch.cat(pieces), whole)
+        others = whole.clone()
+        dist.broadcast(others, group_src=0, group=group)
+        same(whole, others)
+
+
+@case
 def all_reduce_of_many_sizes(group: Group) -> None:
     for numel in (2, 63, 64, 65, 1023, 4097, 65_537, 1_000_003, 5_000_000):
         mine = torch.full((numel,), float(group.rank() + 1))

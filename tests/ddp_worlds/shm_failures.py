@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.comm.shm.group import ShmGroup
+from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
 
@@ -226,3 +227,17 @@ def _left() -> list[str]:
 
 def _is_open(descriptor: str) -> bool:
     return Path(f"/proc/self/fd/{descriptor}").is_symlink()
+
+
+def a_rank_that_stalls_on_another_host_is_an_error_on_all_others(folder: str) -> None:
+    """In the middle of an all-reduce. Each of two hosts has two of four ranks, of which the last one stalls."""
+    store, rank = FileStore(str(Path(folder) / "hosts"), 4), dist.get_rank()
+    group = HostsGroup(store, rank, 4, timedelta(seconds=3), [(0, 1), (2, 3)])
+    group.allreduce([torch.ones(_LARGE)]).wait()
+    if rank < 3:
+        start = time.monotonic()
+        with pytest.raises(Lost, match=r"rank [23] on another host|among ranks 2, 3"):
+            group.allreduce([torch.ones(_LARGE)]).wait()
+        assert time.monotonic() - start < LIMIT_S
+    dist.barrier()
+    group.shutdown()

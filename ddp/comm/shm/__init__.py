@@ -5,7 +5,7 @@
     group = dist.new_group(ranks, backend="shm")
 
 `backend.sharing(store, rank, size, timeout)` says for all ranks which of them share memory. Where not all ranks of a
-group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `hosts_group`).
+group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `peers`, `hosts_group`).
 
 What is sent is copied once into memory that all ranks have mapped, and read there by those who want it. Operations of
 a group run in the order in which they were called, each as rounds: a rank fills its slot, raises its counter, and goes

@@ -7,6 +7,9 @@ host) + (those of the second) + ..., whatever the sizes and the timing, with the
 hosts exchange parts and combine them here, which moves as much as gloo's ring, whose order depends on the size.
 (Hierarchical all-reduce as in Horovod and NCCL; its parts: Thakur, Rabenseifner and Gropp 2005.)
 
+A large tensor goes in chunks: while some are on the wire, the next is added up within the host, and one that came is
+gathered there. All in place: a host gets combined values of a part only after it has sent its own of it.
+
 With unequal numbers of ranks per host, as many ranks of each carry as the host with the fewest has.
 """
 
@@ -23,14 +26,15 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # publi
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.combine import combine
+from ddp.comm.shm.peers import Peers, bytes_of
 from ddp.comm.shm.rounds import Lost
 
 __all__ = ["AcrossHosts"]
 
 _SMALL_BYTES = 1 << 15  # up to here all of a tensor travels between hosts at once: one message instead of two
-_OPS: dict[str, Any] = {
-    name: getattr(dist.ReduceOp, name) for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-}
+_CHUNK_BYTES = 4 << 20  # of a whole tensor
+_AHEAD = 2  # chunks: so early is asked for what comes, and so late gathered what came
+_SLOTS = 2 * _AHEAD  # chunks that are on their way at once
 
 
 def _in_one_step(function: Callable[..., None]) -> Callable[..., Steps]:
@@ -68,14 +72,19 @@ class AcrossHosts:
         self._is_even = all(len(ranks) == self._carriers for ranks in hosts)
         self.local = make_local(PrefixStore(f"host/{self._host}", store), self._place, self._places, timeout)
         self.flat: Any = dist.ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout)
-        self._peers: Any = None  # the ranks of the same number, one on each host
+        self._peers: Any = None  # Peers, of a rank that carries
         if self._place < self._carriers:
             named = PrefixStore(f"peers/{self._place}", store)
-            self._peers = dist.ProcessGroupGloo(named, self._host, len(hosts), timeout)
+            self._peers = Peers(named, self._host, [ranks[self._place] for ranks in hosts], timeout)
+        slot_bytes = -(-_CHUNK_BYTES // self._carriers // 64) * 64  # aligned for every dtype
+        with torch.inference_mode(False):  # else it could not be used outside
+            self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the connections: whoever waits for this rank on another host fails."""
         self.local.shutdown()
+        if self._peers is not None:
+            self._peers.close()
         self.flat = self._peers = None
 
     def fail(self, text: str) -> None:
@@ -104,52 +113,93 @@ class AcrossHosts:
         self._all_reduce(flat, reduction)
 
     def _all_reduce(self, flat: torch.Tensor, reduction: str) -> None:
-        name = "SUM" if reduction == "AVG" else reduction
         share = self._carriers * len(self._hosts)
         whole = flat.numel() // share * share if flat.nbytes > _SMALL_BYTES else 0
-        if whole:
-            self._reduce_in_parts(flat[:whole], name)
+        rest = self._reduce_at_once(flat[whole:], reduction)
         if whole < flat.numel():
-            self._reduce_at_once(flat[whole:], name)
-        if reduction == "AVG":
-            flat.div_(self.size)
+            next(rest)
+        most = _CHUNK_BYTES // flat.itemsize // share * share
+        chunks = [
+            self._reduce_chunk(chunk, self._came[index % _SLOTS], 1 + 2 * index, reduction)
+            for index, chunk in enumerate(torch.split(flat[:whole], most) if whole else ())
+        ]
+        for step in range(-_AHEAD, len(chunks) + _AHEAD):
+            for index in (step, step - 1, step - _AHEAD, step + _AHEAD):
+                if 0 <= index < len(chunks):
+                    next(chunks[index], None)
+        if whole < flat.numel():
+            next(rest, None)
 
-    def _reduce_at_once(self, flat: torch.Tensor, name: str) -> None:
-        self._run_local("allreduce", [flat], _OPS[name])
-        if self._peers is not None and (self._is_even or self._place == 0):
-            every = [torch.empty_like(flat) for _ in self._hosts]
-            self._peers.allgather([list(map(_bytes, every))], [_bytes(flat)]).wait()
-            combine(name, every, flat)
+    def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Steps:
+        """Add up here and send; combine what came."""
+        name = "SUM" if reduction == "AVG" else reduction
+        peers = self._peers if self._is_even or self._place == 0 else None
+        every = flat.new_empty(len(self._hosts), flat.numel())
+        if peers:
+            peers.receive(list(every), 0)
+        self._run_local("all_reduce", flat, name)
+        if peers:
+            peers.send([flat] * len(every), 0)
+        yield
+        if peers:
+            peers.wait(0)
+            every[self._host] = flat
+            combine(name, list(every), flat)
+            self._divide(flat, reduction)
         if not self._is_even:
-            self._run_local("broadcast", [flat], 0)
+            self._run_local("broadcast", flat, 0)
 
-    def _reduce_in_parts(self, flat: torch.Tensor, name: str) -> None:
-        parts = flat.view(self._carriers, -1)
+    def _reduce_chunk(self, flat: torch.Tensor, memory: torch.Tensor, tag: int, reduction: str) -> Steps:
+        """Ask; add up here and send; combine what came; gather here. In `memory` is room for what comes.
+
+        Each host combines a piece of the part, and gives that to the others. Of two hosts each combines the whole part:
+        that is one message instead of two, and as many bytes.
+        """
+        name = "SUM" if reduction == "AVG" else reduction
+        parts = [*flat.view(self._carriers, -1)]
+        peers, host, hosts = self._peers, self._host, len(self._hosts)
+        if peers:
+            part = parts[self._place]
+            came = memory[: part.nbytes].view(flat.dtype)
+            mine, theirs = ([each] * 2 if hosts == 2 else [*each.view(hosts, -1)] for each in (part, came))
+            peers.receive(theirs, tag)
+            if hosts > 2:
+                peers.receive(mine, tag + 1)
+        yield
+        self._reduce_in_host(parts, name)
+        if peers:
+            peers.send(mine, tag)
+        yield
+        if peers:
+            peers.wait(tag)
+            out = mine[host] if hosts == 2 else theirs[host]
+            combine(name, [*theirs[:host], mine[host], *theirs[host + 1 :]], out)
+            self._divide(out, reduction)
+            if hosts > 2:
+                mine[host].copy_(out)
+                peers.send([out] * hosts, tag + 1)
+        yield
+        if peers and hosts > 2:
+            peers.wait(tag + 1)
+        self._gather_in_host(parts)
+
+    def _reduce_in_host(self, parts: Sequence[torch.Tensor], name: str) -> None:
         if self._is_even:
-            part = torch.empty_like(parts[self._place])
-            self._run_local("_reduce_scatter_base", part, flat, _OPS[name])
-            self._exchange(part, name)
-            self._run_local("_allgather_base", flat, part)
+            self._run_local("reduce_scatter", parts[self._place], parts, name)  # reads a span before it writes it
             return
-        for carrier in range(self._carriers):
-            options = dist.ReduceOptions()
-            options.rootRank, options.reduceOp = carrier, _OPS[name]
-            self._run_local("reduce", [parts[carrier]], options)
-        if self._peers is not None:
-            self._exchange(parts[self._place], name)
-        for carrier in range(self._carriers):
-            self._run_local("broadcast", [parts[carrier]], carrier)
+        for carrier, part in enumerate(parts):
+            self._run_local("reduce", part, name, carrier)
 
-    def _exchange(self, part: torch.Tensor, name: str) -> None:
-        """Combine `part` over the hosts: each combines a piece of it and gives that to the others."""
-        pieces = part.view(len(self._hosts), -1)
-        came = torch.empty_like(pieces)
-        self._peers.alltoall_base(_bytes(came), _bytes(pieces), [], []).wait()
-        mine = pieces[self._host]
-        combine(name, list(came), mine)
-        gathered = [_bytes(piece) for piece in came]
-        self._peers.allgather([gathered], [_bytes(mine)]).wait()
-        pieces.copy_(came)
+    def _gather_in_host(self, parts: Sequence[torch.Tensor]) -> None:
+        if self._is_even:
+            self._run_local("all_gather", parts, parts[self._place])
+            return
+        for carrier, part in enumerate(parts):
+            self._run_local("broadcast", part, carrier)
+
+    def _divide(self, total: torch.Tensor, reduction: str) -> None:
+        if reduction == "AVG":
+            total.div_(self.size)
 
     @_in_one_step
     def reduce(self, flat: torch.Tensor, reduction: str, root: int) -> None:
@@ -167,36 +217,37 @@ class AcrossHosts:
         # First the pieces of the ranks of number 0 on each host, then those of number 1, ...
         by_place = torch.cat([pieces[ranks[place]] for place in range(self._places) for ranks in self._hosts])
         mine = by_place.new_empty(len(self._hosts), out.numel())
-        self._run_local("_reduce_scatter_base", mine, by_place, _OPS[name])
-        came = torch.empty_like(mine)
-        self._peers.alltoall_base(_bytes(came), _bytes(mine), [], []).wait()
-        combine(name, list(came), out)
-        if reduction == "AVG":
-            out.div_(self.size)
+        self.local.run_now("reduce_scatter", mine.view(-1), [*by_place.view(self._places, -1)], name)
+        every = torch.empty_like(mine)
+        every[self._host] = mine[self._host]
+        self._peers.exchange(list(mine), list(every))
+        combine(name, list(every), out)
+        self._divide(out, reduction)
 
     @_in_one_step
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Once to each other host over the network."""
         host, place = self._position(root)
         if place >= self._carriers and host == self._host:
-            self._run_local("broadcast", [flat], place)
+            self._run_local("broadcast", flat, place)
         carrier = place if place < self._carriers else 0
         if self._place == carrier:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            self._peers.broadcast([_bytes(flat)], options).wait()
+            self._peers.group.broadcast([bytes_of(flat)], options).wait()
         if host != self._host or place < self._carriers:
-            self._run_local("broadcast", [flat], carrier)
+            self._run_local("broadcast", flat, carrier)
 
     @_in_one_step
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         if not self._is_even:
-            self.flat.allgather([list(map(_bytes, outs))], [_bytes(flat)]).wait()
+            self.flat.allgather([list(map(bytes_of, outs))], [bytes_of(flat)]).wait()
             return
         came = flat.new_empty(len(self._hosts), flat.numel())  # of this number on each host
-        self._peers.allgather([list(map(_bytes, came))], [_bytes(flat)]).wait()
+        came[self._host] = flat
+        self._peers.exchange([flat] * len(came), list(came))
         every = flat.new_empty(self._places, *came.shape)
-        self._run_local("_allgather_base", every, came)
+        self.local.run_now("all_gather", [*every.view(self._places, -1)], came.view(-1))
         for host, ranks in enumerate(self._hosts):
             for place, rank in enumerate(ranks):
                 outs[rank].copy_(every[place, host])
@@ -205,28 +256,24 @@ class AcrossHosts:
     def gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> None:
         options = dist.GatherOptions()
         options.rootRank = root
-        self.flat.gather([list(map(_bytes, outs))] if outs else [], [_bytes(flat)], options).wait()
+        self.flat.gather([list(map(bytes_of, outs))] if outs else [], [bytes_of(flat)], options).wait()
 
     @_in_one_step
     def scatter(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = root
-        self.flat.scatter([_bytes(out)], [list(map(_bytes, pieces))] if pieces else [], options).wait()
+        self.flat.scatter([bytes_of(out)], [list(map(bytes_of, pieces))] if pieces else [], options).wait()
 
     @_in_one_step
     def all_to_all(self, outs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-        sent = torch.cat([_bytes(piece) for piece in pieces])
+        sent = torch.cat([bytes_of(piece) for piece in pieces])
         came = sent.new_empty(sum(out.nbytes for out in outs))
         sizes = [[each.nbytes for each in tensors] for tensors in (outs, pieces)]
         self.flat.alltoall_base(came, sent, *sizes).wait()
         for out, part in zip(outs, torch.split(came, sizes[0]), strict=True):
-            _bytes(out).copy_(part)
+            bytes_of(out).copy_(part)
 
     def _run_local(self, name: str, *args: Any) -> None:
-        if self._places > 1 or name.endswith("_base"):
-            getattr(self.local, name)(*args).wait()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as (n,) uint8: gloo moves any dtype so."""
-    return tensor.view(-1).view(torch.uint8)
+        """Run what a single rank has nothing to do in."""
+        if self._places > 1:
+            self.local.run_now(name, *args)

@@ -366,6 +366,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     # Starting them.
 
+    def run_now(self, what: str, *args: Any) -> None:
+        """Run one of `collectives` on flat tensors; return when it is done, or raise its error."""
+        self._engine.run_now(what, getattr(self._algorithms, what)(*args), (), self._timeout_s)
+
     def _root(self, opts: Any) -> int:
         root = opts if isinstance(opts, int) else 0 if opts is None else int(opts.rootRank)
         if not 0 <= root < self.size():

@@ -28,3 +28,10 @@ def said(request: pytest.FixtureRequest, nursery: Nursery) -> list[dict[str, str
 def test_collective(said: list[dict[str, str]], name: str) -> None:
     wrong = [f"rank {rank}:\n{each[name]}" for rank, each in enumerate(said) if each[name]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_all_reduce_of_three_ranks_on_each_of_two_hosts(nursery: Nursery) -> None:
+    names = ["all_reduce_of_many_sizes", "all_reduce_is_the_same_bits_on_all_ranks"]
+    case = "ddp_worlds.collective_cases:run_cases"
+    found = nursery.run(6, case, how="shm 0,1,2|3,4,5", only=names, group="gloo", deadline_s=120.0)
+    assert not any(text for each in found for text in each.values()), found

@@ -35,3 +35,7 @@ def test_a_dead_rank_is_named_on_all_others(nursery: Nursery, tmp_path: Path, na
 )
 def test_of_three_ranks(nursery: Nursery, tmp_path: Path, case: str) -> None:
     nursery.run(3, f"{CASES}:{case}", folder=str(tmp_path))
+
+
+def test_a_rank_that_stalls_on_another_host(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(4, f"{CASES}:a_rank_that_stalls_on_another_host_is_an_error_on_all_others", folder=str(tmp_path))

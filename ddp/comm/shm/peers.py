@@ -1,0 +1,67 @@
+"""Messages between the ranks of one number on all hosts, over gloo.
+
+Ask for what comes before anything is sent: a request waits behind the data that this rank has sent before it, and a
+rank that is not asked sends nothing. gloo's own collectives send first, so that a slow link is used in one direction
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Peers", "bytes_of"]
+
+
+class Peers:
+    """`ranks`, one on each host, of which this process is the one on `host`. Rows are contiguous tensors, one a host.
+
+    A tag is free again after `wait`.
+    """
+
+    def __init__(self, store: Any, host: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.group: Any = dist.ProcessGroupGloo(store, host, len(ranks), timeout)
+        self._ranks = ranks
+        self._others = [(host + step) % len(ranks) for step in range(1, len(ranks))]
+        self._works: dict[int, list[tuple[int, Any]]] = defaultdict(list)  # by tag, with the host
+
+    def receive(self, rows: Sequence[torch.Tensor], tag: int) -> None:
+        """Ask each other host for its row."""
+        self._works[tag] += [(host, self.group.recv([bytes_of(rows[host])], host, tag)) for host in self._others]
+
+    def send(self, rows: Sequence[torch.Tensor], tag: int) -> None:
+        """Send each other host its row, when it asks for it."""
+        self._works[tag] += [(host, self.group.send([bytes_of(rows[host])], host, tag)) for host in self._others]
+
+    def wait(self, tag: int) -> None:
+        """Block until all of this tag has come and gone. RuntimeError if a rank is gone or too late."""
+        works = self._works[tag]
+        while works:
+            host = works[0][0]
+            try:
+                works.pop(0)[1].wait()  # no frame of a traceback may have a work: it keeps the connections open
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
+        del self._works[tag]
+
+    def exchange(self, rows: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
+        """Give each other host its row of `rows`, and get one of each."""
+        self.receive(came, 0)
+        self.send(rows, 0)
+        self.wait(0)
+
+    def close(self) -> None:
+        """Close the connections: whoever waits for this rank fails."""
+        for works in self._works.values():
+            works.clear()
+        self.group = None
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as (n,) uint8: gloo moves any dtype so."""
+    return tensor.view(-1).view(torch.uint8)
