@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import pytest
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
-from launcher.agent.warm.folder import Folder
+from launcher.agent.warm.folder import Folder, prefix_of
 from launcher.agent.warm.handover import ask
-from launcher.agent.warm.kept import describe, stop
+from launcher.agent.warm.kept import describe, new_socket, stop
 from launcher.errors import WarmError
 
 SCRIPT = """
@@ -519,6 +520,32 @@ def test_one_that_does_not_answer_is_not_waited_for(runtime: Path) -> None:
         os.kill(server, signal.SIGCONT)
     wait_until(lambda: describe(), "it answers again")
     assert describe()[0]["runs"] == 0  # what it was asked meanwhile is of no use to anybody
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path, ends: bool) -> None:
+    asked: list[str] = []
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            while data := connection.recv(1 << 16):
+                asked.append(json.loads(data)["ask"])
+                if asked[-1] == "check":
+                    connection.send(b'{"reason": ""}')
+                elif ends:
+                    return
+
+    with new_socket(prefix_of("0")) as (path, listening):
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        result = run("script.py")
+        thread.join(60)
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
+    assert asked == ["check", "run"]
+    assert "what was warm could not be used" in result.stderr
+    assert importer(result)  # one worker, of one agent
 
 
 def test_an_order_of_no_sense_ends_the_connection_only(runtime: Path) -> None:
