@@ -23,7 +23,7 @@ from testbed.sshd import SshHosts
 
 from launcher.agent.warm.folder import Folder, prefix_of
 from launcher.agent.warm.handover import ask
-from launcher.agent.warm.kept import describe, new_socket, stop
+from launcher.agent.warm.kept import describe, extend, new_socket, stop
 from launcher.errors import WarmError
 
 SCRIPT = """
@@ -197,6 +197,7 @@ CHANGES = {
     "umask": ("umask 26", "not the same as then: umask"),
     "nice": ("renice -n 5 -p $$", "not the same as then: niceness"),
     "processors": ("taskset -pc 0 $$", "not the same as then: processors that may be used"),
+    "scheduling": ("chrt -b -p 0 $$", "not the same as then: scheduling policy"),
     "nohup": ("trap '' HUP", "not the same as then: ignored signals"),
 }
 
@@ -315,7 +316,7 @@ def test_two_runs_use_one_process_at_the_same_time(runtime: Path, tmp_path: Path
 
 @pytest.mark.parametrize("how", ["time", "stop"])
 def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path: Path, how: str) -> None:
-    server = importer(run("--keep-warm", "5s" if how == "time" else "5m", "script.py"))
+    server = importer(run("--keep-warm", "5m", "script.py"))
     write(tmp_path, "script.py", WAITING)
     with started_dtrain("run", "-v", "script.py") as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
@@ -323,6 +324,7 @@ def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path:
             stopped = run_dtrain("warm", "--stop").stderr
             assert "1 of them in use by a run" in stopped
         else:
+            assert extend("", 1.0)
             wait_until(lambda: describe()[0]["left_s"] == 0.0, "the time is over")
         assert not gone(server)
         (tmp_path / "go").touch()
@@ -546,6 +548,20 @@ def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path,
     assert asked == ["check", "run"]
     assert "what was warm could not be used" in result.stderr
     assert importer(result)  # one worker, of one agent
+
+
+def test_sockets_of_other_hosts_are_left_alone(runtime: Path) -> None:
+    with Folder.opened(make=True) as folder:
+        assert folder is not None
+        other = f"0{prefix_of('0-0')}1"
+        folder.bind(other).close()
+        assert describe() == []
+        assert os.listdir(folder.path) == [other]
+        own = f"{prefix_of('0-0')}1"
+        folder.bind(own).close()
+        assert describe() == []
+        assert os.listdir(folder.path) == [other]
+        folder.remove(other)
 
 
 def test_an_order_of_no_sense_ends_the_connection_only(runtime: Path) -> None:
