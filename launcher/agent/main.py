@@ -421,7 +421,9 @@ class Agent:
     def _keep_warm(self) -> str:
         """Have the fork server stay if that was asked for; return why it does not."""
         prepared = self._prepared
-        if prepared is None or not prepared.keep_warm_s:
+        if prepared is None:
+            return "the run ended before it had begun there"
+        if not prepared.keep_warm_s:
             return ""
         if not self._fork_server.stays or self._left:
             return self._fork_server.why_not or "the run did not end in good order"

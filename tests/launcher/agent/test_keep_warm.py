@@ -234,11 +234,14 @@ def test_a_package_of_the_working_folder_is_never_imported_before(runtime: Path,
 
 def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
     first = run("--keep-warm", "5m", "-x", "MINE=of the run", "-x", "OTHER_API_KEY=secret", "script.py",
-                env={"SOME_TOKEN": "secret", "HF_TOKEN": "secret", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
+                env={"SOME_TOKEN": "secret", "HF_TOKEN": "secret", "PGPASSWORD": "secret", "MYSQL_PWD": "secret",
+                     "GITHUB_PAT": "secret", "SENTRY_DSN": "secret", "https_proxy": "http://me:secret@proxy",
+                     "OLDPWD": "/stays", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
     server = importer(first)
     assert "1 workers were forked" in first.stderr
     environ = Path(f"/proc/{server}/environ").read_bytes()
     assert b"TOKENIZERS_PARALLELISM=1\0" in environ
+    assert b"OLDPWD=/stays\0" in environ
     for word in (b"of the run", b"secret", b"DTRAIN_AGENT", b"DTRAIN_RUN_KEY", b"MASTER_"):
         assert word not in environ
     files = {os.readlink(f"/proc/{server}/fd/{name}").split(":")[0] for name in os.listdir(f"/proc/{server}/fd")}
