@@ -24,6 +24,8 @@ else:
         """What is to be said of a field beside its type, by the words of dataclasses."""
 
         def __init__(self, **words):
+            if unknown := words.keys() - {"default", "default_factory", "compare", "repr"}:
+                raise TypeError(f"a field has no {min(unknown)} here; see launcher/frozen.py")
             self.words = words
 
     def replace(instance, /, **changes):
@@ -45,6 +47,8 @@ else:
             return cls.__dataclass_fields__
 
     def _make(cls):
+        if hasattr(cls, "__post_init__"):
+            raise TypeError(f"{cls.__name__}: __post_init__ is not called here")
         names = tuple(cls.__annotations__)
         known = frozenset(names)
         given = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
@@ -90,6 +94,7 @@ else:
         cls.__match_args__, cls._given, cls.__dataclass_fields__ = names, given, _StandardFields()
         cls.__init__, cls.__eq__, cls.__hash__, cls.__repr__ = __init__, __eq__, __hash__, __repr__
         cls.__setattr__ = cls.__delattr__ = _refuse
+        cls.__replace__ = replace  # for copy.replace of Python 3.13
         return cls
 
     def _refuse(self, name, *_):

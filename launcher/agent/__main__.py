@@ -1,7 +1,8 @@
 """`python -m launcher.agent [KEY]` is the agent of one host; the key says what may be kept warm for it.
 
-Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS` are then the two halves
-of one (workers/keeper.py). With `--simulated`, it starts the agents of simulated hosts.
+Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS`, the number of
+an open file, are then the two halves of one (workers/keeper.py). With `--simulated`, it starts the agents of simulated
+hosts.
 Each imports no more than it needs: these are the milliseconds until a run begins.
 """
 
@@ -11,11 +12,11 @@ match sys.argv[1:]:
     case ["guard", orders]:
         from launcher.agent import guard
 
-        guard.main_lent(orders)
+        guard.main_lent(int(orders))
     case ["agent", orders]:
         from launcher.agent import main
 
-        main.main_lent(orders)
+        main.main_lent(int(orders))
     case ["--simulated"]:
         from launcher.agent.simulated import serve
 

@@ -14,25 +14,33 @@ import select
 import signal
 import time
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launcher.agent.lease import Limits
 from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 
-__all__ = ["guard", "main_lent", "reap"]
+__all__ = ["guard", "main_lent", "read_orders", "reap"]
 
 BLIND_S = 5.0  # so long after the controller's end it should have noticed
 LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
-def main_lent(text: str) -> NoReturn:
-    """Be the guard of an agent that a process kept warm has forked, with its orders."""
+def main_lent(descriptor: int) -> NoReturn:
+    """Be the guard of an agent that a process kept warm has forked, with its orders in an open file."""
     processes.adopt_orphans()
-    orders = json.loads(text)
+    orders = read_orders(descriptor)
     run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
     os._exit(guard(orders["agent"], run_tag, limits))
+
+
+def read_orders(descriptor: int) -> dict[str, Any]:
+    """Read what a process kept warm has written for one that it forked, and close the file."""
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        file.seek(0)
+        orders: dict[str, Any] = json.load(file)
+    return orders
 
 
 def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:

@@ -9,7 +9,6 @@ whatever killed it, and ends them.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -23,7 +22,7 @@ from launcher import __version__
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
-from launcher.agent.guard import guard, reap
+from launcher.agent.guard import guard, read_orders, reap
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
@@ -79,11 +78,11 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     _serve(parent, run_tag, limits, Warmth(prefix_of(key) if key else "", surroundings, cold=cold))
 
 
-def main_lent(text: str) -> NoReturn:
-    """Be an agent that a process kept warm has forked, with its orders; the guard has been forked beside it."""
+def main_lent(descriptor: int) -> NoReturn:
+    """Be an agent that a process kept warm has forked, with its orders in an open file; its guard is beside it."""
     surroundings = find_surroundings()
     processes.raise_file_limit()
-    orders = json.loads(text)
+    orders = read_orders(descriptor)
     run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
     os.close(orders["limits"])
     os.set_inheritable(orders["control"], False)
@@ -422,7 +421,9 @@ class Agent:
     def _keep_warm(self) -> str:
         """Have the fork server stay if that was asked for; return why it does not."""
         prepared = self._prepared
-        if prepared is None or not prepared.keep_warm_s:
+        if prepared is None:
+            return "the run ended before it had begun there"
+        if not prepared.keep_warm_s:
             return ""
         if not self._fork_server.stays or self._left:
             return self._fork_server.why_not or "the run did not end in good order"

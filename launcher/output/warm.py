@@ -37,8 +37,8 @@ def _by_reason(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
 
 def options_for(spec: JobSpec) -> str:
     """Return the options by which the hosts of a run are found again; empty for this machine."""
-    named: Sequence[Host] = [host for host in spec.hosts if host.remote]
-    if not named:
+    named: Sequence[Host] = spec.hosts
+    if not any(host.remote for host in named):
         return ""
     names = [f"{host.user}@{host.name}" if host.user else host.name for host in named]
     return f" --hosts {','.join(f'{n}:{h.port}' if h.port else n for n, h in zip(names, named, strict=True))}"

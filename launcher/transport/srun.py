@@ -78,7 +78,7 @@ class Srun:
         self._tell = tell
         self._steps: dict[tuple[int | None, tuple[str, ...]], SrunStep | None] = {}  # by what their nodes have
         self._told = False
-        self._closed = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._known: tuple[Allocation | None, dict[str, tuple[str, ...]]] | None = None  # the job never changes
         self._running: set[SrunStream] = set()
@@ -124,10 +124,10 @@ class Srun:
 
         For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
         """
-        with self._lock:
-            self._closed, steps = True, [step for step in self._steps.values() if step is not None]
-        for step in steps:
-            step.close()
+        self._closed.set()  # without the lock, which is held while SLURM is asked; no step is made from now on
+        for step in [*self._steps.values()]:
+            if step is not None:
+                step.close()
         left = self._running.copy()
         for stream in left:
             stream.kill()  # all at once
@@ -154,10 +154,10 @@ class Srun:
         alike = (node.group, granted[node.name])
         nodes = [n.name for n in allocation.nodes if (n.group, granted[n.name]) == alike and n.name in self._nodes]
         least = _one_step_from()
-        if self._closed or least == 0 or len(nodes) < max(2, least) or node.name not in nodes:
+        if self._closed.is_set() or least == 0 or len(nodes) < max(2, least) or node.name not in nodes:
             return None
         with self._lock:
-            if alike not in self._steps and not self._closed:
+            if alike not in self._steps and not self._closed.is_set():
                 from launcher.transport.srun_step import SrunStep  # cryptography is slow to import
                 from launcher.transport.tcp.step_task import MODULE
 
@@ -181,7 +181,10 @@ class Srun:
                 except DtrainError as error:
                     self._steps[alike] = None
                     self._tell_once(f"no step for all nodes: {error}; every node gets an srun of its own")
-            return self._steps.get(alike)
+            step = self._steps.get(alike)
+            if self._closed.is_set() and step is not None:  # close() may not have seen it
+                step.close()
+            return step
 
     def _tell_once(self, text: str) -> None:
         told, self._told = self._told, True

@@ -72,7 +72,10 @@ class LastWords:
         return self._words.decode("utf-8", "replace")
 
     def _read(self) -> None:
-        words = os.read(self._stderr.fileno(), WORDS_BYTES)
+        try:
+            words = os.read(self._stderr.fileno(), WORDS_BYTES)
+        except (OSError, ValueError):  # as its end: the thread reads for others too
+            words = b""
         self._words = (self._words + words)[-self._kept_bytes :]
         if not words:
             _selector().unregister(self._stderr)

@@ -86,6 +86,19 @@ def test_the_names_of_fields_are_known_of_any_dataclass() -> None:
     assert frozen.names_of(int) is None
 
 
+def test_what_would_be_left_out_is_refused() -> None:
+    unknown: dict[str, Any] = {"kw_only": True}
+    with pytest.raises(TypeError, match="kw_only"):
+        frozen.field(**unknown)
+
+    class Made:
+        def __post_init__(self) -> None: ...
+
+    with pytest.raises(TypeError, match="__post_init__"):
+        frozen.dataclass(frozen=True)(Made)
+    assert OURS("a", "b").__replace__(last="z") == OURS("a", "b", last="z")
+
+
 def test_they_can_be_pickled() -> None:
     from launcher.hosts.host import Host, HostKind
 

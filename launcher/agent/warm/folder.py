@@ -1,7 +1,8 @@
 """The folder with the sockets of the processes that are kept warm: this user's alone, and checked before each use.
 
-A socket's name says which interpreter, which part of a simulated machine and which script the process is for; then
-comes a word that no other has. So a name is never used again, and one that nobody listens at can be removed.
+A socket's name says which boot of which machine, which interpreter, which part of a simulated machine and which script
+the process is for; then comes a word that no other has. So a name is never used again, and one of this boot that nobody
+listens at can be removed. Hosts may share the folder: names of others are left alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from launcher.errors import WarmError
 
@@ -29,7 +31,13 @@ _BACKLOG = 64
 
 def prefix_of(key: str) -> str:
     """Return how the names begin of the sockets for a key (transport/connect.py), with this interpreter."""
-    return f"{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
+    return f"{_boot()}-{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
+
+
+@cache
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return f"{zlib.crc32(file.read()):08x}"
 
 
 def _place() -> str:
@@ -80,10 +88,10 @@ class Folder:
             os.close(descriptor)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of the sockets that begin so, the newest first."""
+        """Return the names of this host's sockets that begin so, the newest first."""
         found = []
         for name in os.listdir(self._descriptor):
-            if name.startswith(prefix):
+            if name.startswith(prefix or _boot()):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime_ns, name))
         return [name for _, name in sorted(found, reverse=True)]
@@ -116,8 +124,14 @@ class Folder:
         """Return a listening socket of that name. Raises OSError, also if who was last in the folder has removed it."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listening.bind(f"/proc/self/fd/{self._descriptor}/{name}")
-            listening.listen(_BACKLOG)
+            hidden = f".{name}"  # until somebody listens: else another process would take it for one that has ended
+            listening.bind(f"/proc/self/fd/{self._descriptor}/{hidden}")
+            try:
+                listening.listen(_BACKLOG)
+                os.rename(hidden, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            except OSError:
+                self.remove(hidden)
+                raise
         except OSError:
             listening.close()
             raise

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import socket
-from typing import Any, NoReturn
+from typing import Any
 
 from launcher.agent.warm.folder import Folder, prefix_of
 from launcher.errors import WarmError
@@ -38,10 +38,10 @@ def hand_over(key: str) -> str:
                     connection = folder.connect(name, ANSWER_S)
                     if connection is not None:
                         why_not = why_not or _offer(connection, own)
-                except WarmError as error:
+                except (OSError, WarmError) as error:
                     why_not = why_not or str(error)
-    except WarmError as error:
-        return str(error)
+    except (OSError, WarmError) as error:  # a file system that is read-only or broken keeps no run from its start
+        return why_not or str(error)
     return why_not
 
 
@@ -56,28 +56,46 @@ def _offer(connection: socket.socket, prefix: str) -> str:
 
     with connection:
         answer = ask(connection, "check", surroundings=find_surroundings())
-        if not answer["reason"]:
-            _hand_over(connection, prefix)
-        return str(answer["reason"])
+        return str(answer["reason"]) or _hand_over(connection, prefix)
 
 
-def _hand_over(connection: socket.socket, prefix: str) -> NoReturn:
+def _hand_over(connection: socket.socket, prefix: str) -> str:
+    """Hand over, and do not return; or return why no agent has been started.
+
+    A pipe with one byte decides who is the agent: the one that was forked reads it before it begins, or this process
+    does when no answer has come in time. So there is never a second.
+    """
+    before = {}
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # as a guard does
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda *_: None)
+            before[signum] = signal.signal(signum, lambda *_: None)
     environ = os.memfd_create("environ", os.MFD_CLOEXEC)
     os.write(environ, json.dumps(dict(os.environ)).encode())
-    cores = sorted(os.sched_getaffinity(0))
+    may_begin, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.write(write_end, b"1")
+    os.close(write_end)
+    order = json.dumps({"ask": "run", "cores": sorted(os.sched_getaffinity(0)), "prefix": prefix}).encode()
+    try:
+        socket.send_fds(connection, [order], [environ, may_begin, 0, 1, 2])
+        answer = json.loads(connection.recv(_MESSAGE_BYTES))
+    except (OSError, ValueError):
+        answer = {"reason": "the process kept warm does not answer"}
+    os.close(environ)
+    withdrawn = os.read(may_begin, 1)
+    os.close(may_begin)
+    if withdrawn:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        return str(answer.get("reason", "the process kept warm has started no agent"))
     connection.settimeout(None)
     status = 1
     try:
-        order = json.dumps({"ask": "run", "cores": cores, "prefix": prefix}).encode()
-        socket.send_fds(connection, [order], [environ, 0, 1, 2])
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        os.close(environ)
-        status = json.loads(connection.recv(_MESSAGE_BYTES))["status"]
+        while "status" not in answer:
+            answer = json.loads(connection.recv(_MESSAGE_BYTES))
+        status = answer["status"]
     finally:
         os._exit(status)
 

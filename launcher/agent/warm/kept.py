@@ -71,6 +71,6 @@ def _of_all(prefix: str, do: Callable[[socket.socket], T], *, before: str = "") 
                 if connection is not None:
                     with connection:
                         found.append(do(connection))
-            except WarmError:
+            except (OSError, WarmError):
                 continue
     return found

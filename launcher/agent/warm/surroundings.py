@@ -6,6 +6,7 @@ elsewhere: workers/keeper.py, workers/warm_start.py.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -25,8 +26,10 @@ _STATUS = {
     "Seccomp": "seccomp filter", "Cpus_allowed_list": "processors that may be used",
     "Mems_allowed_list": "NUMA nodes that may be used",
 }  # fmt: skip
-# Each login, and each tab of some terminals, has a group of its own, with the limits of the user's.
-_OF_LOGIN = re.compile(r"/(?:session-[^/]*|vte-spawn-[^/]*|app-[^/]*|run-[^/]*)\.scope")
+# Each login, and each tab of some terminals, has a group of its own, with the limits of the user's. Others may have
+# limits of their own, as those of `systemd-run --scope`.
+_OF_LOGIN = re.compile(r"/(?:session|vte-spawn)-[^/]*\.scope")
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # the number of the call, for which the C library has no function
 _DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
 
 
@@ -39,6 +42,11 @@ def find_surroundings() -> dict[str, str]:
             found[_STATUS[name]] = found.get(_STATUS[name], "") + value.strip() + " "
     found["resource limits (ulimit)"] = str([resource.getrlimit(number) for number in range(16)])
     found["niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    found["scheduling policy"] = f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}"
+    found["priority of input and output"] = _io_priority()
+    found["memory policy"] = _memory_policy()
+    found["personality"] = _text("/proc/self/personality").strip()
+    found["security label"] = _text("/proc/self/attr/current").strip("\0\n ")
     found["out-of-memory score"] = _text("/proc/self/oom_score_adj").strip()
     found["control group"] = _OF_LOGIN.sub("/*.scope", _text("/proc/self/cgroup"))
     kinds = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
@@ -59,6 +67,20 @@ def _namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:  # an older kernel
+        return ""
+
+
+def _io_priority() -> str:
+    number = _IOPRIO_GET.get(os.uname().machine)
+    return "" if number is None else str(ctypes.CDLL(None).syscall(number, 1, 0))
+
+
+def _memory_policy() -> str:
+    """Return that of the first of this process's memory; empty where the kernel knows no NUMA nodes."""
+    try:
+        with open("/proc/self/numa_maps", encoding="ascii", errors="replace") as file:
+            return file.readline().split(" ")[1]
+    except (OSError, IndexError):
         return ""
 
 

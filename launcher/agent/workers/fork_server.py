@@ -13,7 +13,6 @@ nothing else. What importing printed is printed again by each worker.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -24,9 +23,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -115,6 +113,7 @@ def main() -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
             descriptors = []
+            keeper.outlive_parent()
             _send(control, {"pid": os.getpid()})
             control.close()
             imported = [*dict.fromkeys(module.partition(".")[0] for module, _ in found.imports)]
@@ -185,7 +184,6 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
     variables = dict(os.environ)
     kept, os.environ.__class__ = os.environ.__class__, _Environ
     try:
-        _load_torch_libraries(module for module, _ in found.imports)
         for module, names in found.imports:
             _import(module, names)
         if found.imports_dynamo and "torch" in sys.modules:
@@ -200,32 +198,6 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
     if hidden := preload.find_hidden(preload.folder_of(kind, target)):
         raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
     return found
-
-
-def _load_torch_libraries(modules: Iterable[str]) -> None:
-    """If torch is the first of the packages, load its libraries while another thread imports NumPy.
-
-    `import torch` does both first, one after the other, with the interpreter's lock held. What cannot be loaded here is
-    left to torch, which knows more places or says what is missing.
-    """
-    first = next(iter(modules)).partition(".")[0]
-    spec = importlib.util.find_spec("torch") if first in ("torch", "ddp") else None
-    if spec is None or not spec.origin or "TORCH_USE_RTLD_GLOBAL" in os.environ:
-        return
-    folder = os.path.join(os.path.dirname(spec.origin), "lib")
-    numpy = threading.Thread(target=_import_numpy)
-    numpy.start()
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(os.path.join(folder, "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        # With those of a device, torch loads others by their paths in between.
-        if not any(os.path.exists(os.path.join(folder, f"libtorch_{device}.so")) for device in ("cuda", "hip", "xpu")):
-            ctypes.CDLL(os.path.join(folder, "libtorch_python.so"))
-    numpy.join()
-
-
-def _import_numpy() -> None:
-    with contextlib.suppress(Exception):  # torch does without it, and the script will meet its error
-        importlib.import_module("numpy")
 
 
 def _import(module: str, names: Sequence[str]) -> None:
@@ -356,7 +328,8 @@ def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # a fork keeps the old one until Python 3.13
+    if (threading := sys.modules.get("threading")) is not None:
+        threading.main_thread()._set_native_id()  # a fork keeps the old one until Python 3.13
     os.environ.clear()
     os.environ.update(order["env"])
     for name, value in _set_by_imports.items():

@@ -26,6 +26,7 @@ from typing import Any
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as lease.py's Limits begin
 _MESSAGE_BYTES = 1 << 16
+_PROMISE_S = 2.0  # so long this process stays for who was told that it fits
 _LOOK_S = 5.0  # a poll does not count the time that the machine sleeps, and nobody tells us of a socket removed
 _PR_SET_PDEATHSIG = 1
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -96,11 +97,11 @@ class Keeper:
         self._since = time.time()
         self._until = _now() + order["keep_s"]
         self._waiting: list[socket.socket] = []  # connections of which no run has come yet
+        self._promised: dict[socket.socket, float] = {}  # until when this process stays for those that may send a run
         self._runs: dict[int, socket.socket] = {}  # by the pid of the guard
 
     def wait(self) -> socket.socket:
         """Serve until the time is over, and then end this process; return in a new fork server: its control."""
-        _prctl_no_parent()
         os.chdir("/")
         wake_read, wake_write = os.pipe()
         for descriptor in (wake_read, wake_write):
@@ -117,7 +118,7 @@ class Keeper:
                     poll.register(descriptor, select.POLLIN)
                 if self._listening is not None:
                     poll.register(self._listening, select.POLLIN)
-                left_s = _LOOK_S if self._runs else max(0.0, self._until - _now())
+                left_s = _LOOK_S if self._runs else max(0.0, self._due() - _now())
                 for descriptor, _ in poll.poll(1000 * min(_LOOK_S, left_s)):
                     if descriptor == wake_read:
                         os.read(wake_read, _MESSAGE_BYTES)
@@ -133,9 +134,14 @@ class Keeper:
     def _end_when_due(self) -> None:
         if self._listening is not None and not os.path.exists(self._path):
             self._stop()  # whoever removed it does not want us to be found
-        if not self._runs and (self._listening is None or _now() >= self._until):
+        if not self._runs and _now() >= self._due():
             self._stop()
             os._exit(0)
+
+    def _due(self) -> float:
+        """Return when this process ends if no run uses it."""
+        until = -math.inf if self._listening is None else self._until
+        return max([until, *self._promised.values()])
 
     def _stop(self) -> None:
         """Be found no more; end with the last run."""
@@ -170,7 +176,7 @@ class Keeper:
 
     def _hear(self, connection: socket.socket) -> socket.socket | None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 4)
+            data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 5, socket.MSG_CMSG_CLOEXEC)
             order = json.loads(data) if data else None
         except (OSError, ValueError):
             order, descriptors = None, []
@@ -192,6 +198,7 @@ class Keeper:
                 return
         if connection in self._waiting:
             self._waiting.remove(connection)
+            self._promised.pop(connection, None)
             connection.close()
 
     def _obey(
@@ -199,7 +206,10 @@ class Keeper:
     ) -> socket.socket | None:
         match order.get("ask"):
             case "check" if isinstance(order.get("surroundings"), dict):
-                self._answer(connection, {"reason": self._why_not(order["surroundings"])})
+                reason = self._why_not(order["surroundings"])
+                if not reason:
+                    self._promised[connection] = _now() + _PROMISE_S
+                self._answer(connection, {"reason": reason})
             case "describe":
                 left_s = max(0.0, self._until - _now())
                 state = {"pid": os.getpid(), "since": self._since, "left_s": left_s, "runs": len(self._runs)}
@@ -210,8 +220,9 @@ class Keeper:
             case "stop":
                 self._stop()
                 self._answer(connection, {"runs": len(self._runs)})
-            case "run" if len(descriptors) == 4 and isinstance(order.get("cores"), list):
+            case "run" if len(descriptors) == 5 and isinstance(order.get("cores"), list):
                 self._waiting.remove(connection)
+                self._promised.pop(connection, None)
                 return self._run(connection, order["cores"], {"prefix": order.get("prefix")}, descriptors)
             case _:  # of no sense
                 self._lost(connection)
@@ -235,15 +246,28 @@ class Keeper:
         self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
     ) -> socket.socket | None:
         """Fork guard, agent and fork server of a run; return in the last of them: its control."""
-        environ, *streams = descriptors
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._answer(connection, {"reason": f"the process kept warm cannot be forked: {error.strerror}"})
+            connection.close()
+            return None
+        if pid:
+            self._runs[pid] = connection
+            return None
+        try:
+            return self._begin_run(connection, cores, said, descriptors)
+        except OSError:  # nothing has begun: who hands over starts an agent of its own
+            os._exit(1)
+
+    def _begin_run(
+        self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
+    ) -> socket.socket:
+        """Become the guard, and fork the others. Raises OSError in those that cannot fork, or cannot be the run's."""
+        environ, may_begin, *streams = descriptors
         limits = os.memfd_create("limits")
         os.write(limits, _LIMITS)
         orders = {**said, "run_tag": os.urandom(16).hex(), "limits": limits, "kept": self._path}
-        pid = os.fork()
-        if pid:
-            os.close(limits)
-            self._runs[pid] = connection
-            return None
         with os.fdopen(os.dup(environ), encoding="ascii") as file:
             file.seek(0)
             env = json.load(file)
@@ -256,6 +280,9 @@ class Keeper:
             _become("guard", {**orders, "agent": agent}, env, streams, cores, [limits, connection.fileno()])
         server = os.fork()
         if server:
+            if not os.read(may_begin, 1):
+                os._exit(1)  # it was given up meanwhile
+            self._answer(connection, {"reason": ""})
             kept = {**orders, "guard": guard, "server": server, "control": control.fileno()}
             _become("agent", kept, env, streams, cores, [limits, control.fileno()])
         parent = os.getppid()
@@ -293,12 +320,16 @@ def _become(
             os.dup2(stream, number)
         for descriptor in kept:
             os.set_inheritable(descriptor, True)
-        os.execve(sys.executable, [sys.executable, "-m", "launcher.agent", role, json.dumps(orders)], env)
+        # In a file: the arguments of a process can be read by every user.
+        file = os.memfd_create("orders", 0)
+        os.write(file, json.dumps(orders).encode())
+        os.execve(sys.executable, [sys.executable, "-m", "launcher.agent", role, str(file)], env)
     finally:
         os._exit(127)
 
 
-def _prctl_no_parent() -> None:
+def outlive_parent() -> None:
+    """Undo what ends this process with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 

@@ -50,8 +50,11 @@ _READ_BY_LIBRARIES = (
     "FI_", "TF_", "XLA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LANG", "LC_", "TZ",
 )  # fmt: skip
 _SECRET = re.compile(
-    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(?:_|$)", re.IGNORECASE
+    r"(?:KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|DSN)S?(?:_|$)|(?:^|_)(?:AUTH|PAT)(?:_|$)"
+    r"|^(?!(?:OLD)?PWD$)\w*PWD(?:_|$)",
+    re.IGNORECASE,
 )
+_SECRET_VALUE = re.compile("://[^/@]*:[^/@]*@")  # a password in an address
 
 
 def _why_not_script(path: str) -> str:
@@ -94,7 +97,8 @@ def _what_may_stay(env: Mapping[str, str], exported: Mapping[str, str]) -> dict[
     return {
         name: value
         for name, value in env.items()
-        if not _SECRET.search(name) and (name not in exported or name.startswith(_READ_BY_LIBRARIES))
+        if not (_SECRET.search(name) or _SECRET_VALUE.search(value))
+        and (name not in exported or name.startswith(_READ_BY_LIBRARIES))
     }
 
 
@@ -137,7 +141,6 @@ class ForkServer:
         self.was_warm = False  # workers can be forked from what an earlier run has left
         self.cold = warmth.cold
         self._warmth = warmth
-        self._was_lent = False
         self._is_checking = False  # whether the one that was lent fits
         self._is_filtered = False  # its variables: they may stay
         self._read: set[str] | None = None  # the variables that its imports read; None: any
@@ -150,13 +153,13 @@ class ForkServer:
         self._program = ("", "")  # as a worker's order names it
         self._env: dict[str, str] = {}
         self._control: socket.socket | None = None
+        if warmth.lent is not None:  # from now on it is ours to end
+            self.pid, self._control = warmth.lent
+        self._was_lent = warmth.lent is not None
         self._limit = math.inf
 
     def prepare(self, message: Prepare, workers: int) -> None:
         """Start the process for so many workers, if those can be forked from one at all."""
-        if self._warmth.lent is not None:
-            self.pid, self._control = self._warmth.lent
-            self._was_lent = True
         if why_not := _why_not(message):
             self.kill()
             self.why_not = why_not

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import pytest
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
-from launcher.agent.warm.folder import Folder
+from launcher.agent.warm.folder import Folder, prefix_of
 from launcher.agent.warm.handover import ask
-from launcher.agent.warm.kept import describe, stop
+from launcher.agent.warm.kept import describe, extend, new_socket, stop
 from launcher.errors import WarmError
 
 SCRIPT = """
@@ -196,6 +197,7 @@ CHANGES = {
     "umask": ("umask 26", "not the same as then: umask"),
     "nice": ("renice -n 5 -p $$", "not the same as then: niceness"),
     "processors": ("taskset -pc 0 $$", "not the same as then: processors that may be used"),
+    "scheduling": ("chrt -b -p 0 $$", "not the same as then: scheduling policy"),
     "nohup": ("trap '' HUP", "not the same as then: ignored signals"),
 }
 
@@ -232,11 +234,14 @@ def test_a_package_of_the_working_folder_is_never_imported_before(runtime: Path,
 
 def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
     first = run("--keep-warm", "5m", "-x", "MINE=of the run", "-x", "OTHER_API_KEY=secret", "script.py",
-                env={"SOME_TOKEN": "secret", "HF_TOKEN": "secret", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
+                env={"SOME_TOKEN": "secret", "HF_TOKEN": "secret", "PGPASSWORD": "secret", "MYSQL_PWD": "secret",
+                     "GITHUB_PAT": "secret", "SENTRY_DSN": "secret", "https_proxy": "http://me:secret@proxy",
+                     "OLDPWD": "/stays", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
     server = importer(first)
     assert "1 workers were forked" in first.stderr
     environ = Path(f"/proc/{server}/environ").read_bytes()
     assert b"TOKENIZERS_PARALLELISM=1\0" in environ
+    assert b"OLDPWD=/stays\0" in environ
     for word in (b"of the run", b"secret", b"DTRAIN_AGENT", b"DTRAIN_RUN_KEY", b"MASTER_"):
         assert word not in environ
     files = {os.readlink(f"/proc/{server}/fd/{name}").split(":")[0] for name in os.listdir(f"/proc/{server}/fd")}
@@ -314,7 +319,7 @@ def test_two_runs_use_one_process_at_the_same_time(runtime: Path, tmp_path: Path
 
 @pytest.mark.parametrize("how", ["time", "stop"])
 def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path: Path, how: str) -> None:
-    server = importer(run("--keep-warm", "5s" if how == "time" else "5m", "script.py"))
+    server = importer(run("--keep-warm", "5m", "script.py"))
     write(tmp_path, "script.py", WAITING)
     with started_dtrain("run", "-v", "script.py") as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
@@ -322,6 +327,7 @@ def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path:
             stopped = run_dtrain("warm", "--stop").stderr
             assert "1 of them in use by a run" in stopped
         else:
+            assert extend("", 1.0)
             wait_until(lambda: describe()[0]["left_s"] == 0.0, "the time is over")
         assert not gone(server)
         (tmp_path / "go").touch()
@@ -519,6 +525,46 @@ def test_one_that_does_not_answer_is_not_waited_for(runtime: Path) -> None:
         os.kill(server, signal.SIGCONT)
     wait_until(lambda: describe(), "it answers again")
     assert describe()[0]["runs"] == 0  # what it was asked meanwhile is of no use to anybody
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path, ends: bool) -> None:
+    asked: list[str] = []
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            while data := connection.recv(1 << 16):
+                asked.append(json.loads(data)["ask"])
+                if asked[-1] == "check":
+                    connection.send(b'{"reason": ""}')
+                elif ends:
+                    return
+
+    with new_socket(prefix_of("0")) as (path, listening):
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        result = run("script.py")
+        thread.join(60)
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
+    assert asked == ["check", "run"]
+    assert "what was warm could not be used" in result.stderr
+    assert importer(result)  # one worker, of one agent
+
+
+def test_sockets_of_other_hosts_are_left_alone(runtime: Path) -> None:
+    with Folder.opened(make=True) as folder:
+        assert folder is not None
+        other = f"0{prefix_of('0-0')}1"
+        folder.bind(other).close()
+        assert describe() == []
+        assert os.listdir(folder.path) == [other]
+        own = f"{prefix_of('0-0')}1"
+        folder.bind(own).close()
+        assert describe() == []
+        assert os.listdir(folder.path) == [other]
+        folder.remove(other)
 
 
 def test_an_order_of_no_sense_ends_the_connection_only(runtime: Path) -> None:

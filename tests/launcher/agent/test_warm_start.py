@@ -57,6 +57,7 @@ look = {
     "pickled": pickle.loads(pickle.dumps(OfMain())).__class__.__module__,
     "filters": [str(each) for each in warnings.filters],
     "threads": [thread.name for thread in threading.enumerate()], "tasks": len(os.listdir("/proc/self/task")),
+    "first_thread": threading.Thread().name,
     "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals() - {9, 19, 32, 33})
                 if "object at" not in str(signal.getsignal(number))},
     "blocked": field("SigBlk"), "ignored": field("SigIgn"), "caught": field("SigCgt"),
