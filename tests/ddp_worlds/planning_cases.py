@@ -220,6 +220,15 @@ def compression_pays_or_is_left_out() -> None:
     assert measured.measurement is not None
 
 
+def compression_keeps_the_sizes_that_were_given() -> None:
+    with costing(SLOW, (CHEAP,)):
+        models = [wrapped(compression="auto"), wrapped(compression="auto", bucket_cap_mb=64)]
+        for model in models:
+            train(model, 6)
+            assert model.compression is not None
+    assert [limits_of(model).cap_bytes for model in models] == [4 << 20, 64 << 20]
+
+
 def a_checkpoint_keeps_what_was_decided() -> None:
     with costing(SLOW, (CHEAP,)), rank_0_wants(SMALL):
         model = wrapped(compression="auto", bucket_cap_mb="auto")

@@ -41,7 +41,7 @@ class Measurement:
 
     `step_s` is the time of a step as measured, with the buckets that there were. `choices` are sizes of buckets with
     their simulated steps without compression, quickest first. `compressed`: for each compression that was considered,
-    its name and the best step with it.
+    its name and the step with it.
     """
 
     record: StepRecord
@@ -124,8 +124,7 @@ class BucketPlanner:
         if schedule.has_hook:  # what it holds may be of these buckets
             self.keep_buckets()
         choices = choose(record, link, schedule.limits, lambda limits: buckets_of(schedule.plans_for(limits)))
-        now = next(choice for choice in choices if choice.limits == schedule.limits)
-        best = choices[0] if self._replans else now
+        best = self._allowed(choices, schedule.limits)
         compressed = []
         for cost in self._compressions:
             assert self.compressed_limits is not None
@@ -136,7 +135,7 @@ class BucketPlanner:
                 lambda limits: buckets_of(schedule.plans_for(limits, compressed=True)),
                 compression=cost,
             )
-            compressed.append((cost.name, among[0]))
+            compressed.append((cost.name, self._allowed(among, self.compressed_limits)))
         self.measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
         compressed.sort(key=lambda pair: pair[1].step.total_s)
         name = None
@@ -147,6 +146,10 @@ class BucketPlanner:
             schedule.use_limits(limits)
         if name is not None and self._compress is not None:
             self._compress(name)
+
+    def _allowed(self, choices: Sequence[Choice], limits: BucketLimits) -> Choice:
+        """The quickest of `choices`; the one with `limits` if sizes must not follow from measurement."""
+        return choices[0] if self._replans else next(choice for choice in choices if choice.limits == limits)
 
     def _of_rank_0(self, name: str | None, limits: BucketLimits) -> tuple[str | None, BucketLimits]:
         """The decision of rank 0: simulation gives the same on all, unless their machines add up otherwise."""
