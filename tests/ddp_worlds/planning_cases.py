@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.compression import row_exchange
 from ddp.compression.compressors import Auto
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning import bucket_planner, measuring
@@ -227,6 +228,16 @@ def compression_keeps_the_sizes_that_were_given() -> None:
             train(model, 6)
             assert model.compression is not None
     assert [limits_of(model).cap_bytes for model in models] == [4 << 20, 64 << 20]
+
+
+def measuring_compression_leaves_random_numbers_and_connections_alone() -> None:
+    with torch.random.fork_rng():
+        before = torch.get_rng_state()
+        module = nn.Linear(4, 4, dtype=torch.complex64)
+        torch.set_rng_state(before)
+        ddp.DistributedDataParallel(module, compression="auto")
+        assert torch.equal(torch.get_rng_state(), before)
+        assert dist.group.WORLD not in row_exchange._open
 
 
 def a_checkpoint_keeps_what_was_decided() -> None:

@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket as GradientBucket
-from ddp.compression.compressor import RehearsalGroup
 from ddp.compression.compressors import PowerSGD, named
 from ddp.compression.powersgd import PowerSGDCompressor
+from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.compression.row_compressor import RowCompressor
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
@@ -165,7 +163,7 @@ class Explained:
         method = PowerSGD() if name == "powersgd" else named(name)
         compressor = method.compressor(RehearsalGroup(self.group.size()), None)
         assert isinstance(compressor, RowCompressor | PowerSGDCompressor)
-        bucket = _bucket_like(self.members)
+        bucket = bucket_like([member.parameter for member in self.members], _REHEARSED_BYTES)
         tries = [compressor.rehearse(bucket) for _ in range(_REHEARSALS)]  # the first one takes fresh memory
         compressor.close()
         nbytes, sent_bytes = bucket.buffer().nbytes, tries[0].wire_bytes
@@ -179,44 +177,6 @@ class Explained:
             return CompressionCost(name, 0.0, before + waiting_s / nbytes, 0.0, collectives=0)
 
         return cost_of
-
-
-@dataclass(frozen=True)
-class _Rehearsed:
-    """A bucket of made-up gradients, flat, and views of it with the shapes of parameters."""
-
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> torch.Tensor:
-        return self.flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self.views
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self.views
-
-    def is_last(self) -> bool:
-        return True
-
-
-def _bucket_like(members: Sequence[Member]) -> GradientBucket:
-    """Gradients as the largest parameters have them, up to some MB, of one dtype; at least one."""
-    parameters = sorted((member.parameter for member in members), key=lambda each: each.numel(), reverse=True)
-    shapes: list[torch.Size] = []
-    numel, dtype = 0, parameters[0].dtype.to_real()
-    for parameter in parameters:
-        if not shapes or (numel + parameter.numel()) * dtype.itemsize <= _REHEARSED_BYTES:
-            shapes.append(parameter.shape)
-            numel += parameter.numel()
-    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(0), device="cpu")  # training's own seed stays
-    flat = drawn.to(dtype)
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return _Rehearsed(flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
 
 def _links(

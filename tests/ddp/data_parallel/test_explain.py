@@ -8,8 +8,8 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 
-from ddp.compression.compressor import RehearsalGroup
 from ddp.compression.compressors import PowerSGD, named
+from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.explaining.step_report import StepReport, explain_step
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.recent_steps import RecentSteps
@@ -133,6 +133,18 @@ def test_a_rehearsal_takes_the_bytes_that_would_leave_and_time(name: str, ratio:
     assert rehearsal.wire_bytes == pytest.approx(ratio * OneGradient.flat.nbytes, rel=0.02)
     assert rehearsal.before_s > 0
     compressor.close()
+
+
+def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    parameters = [torch.zeros(3), torch.zeros(50257, 64), torch.zeros(40, 5), torch.zeros(0), torch.zeros(())]
+    bucket = bucket_like(parameters, 10_000)
+    assert [tuple(each.shape) for each in bucket.gradients()] == [(39, 64), (3,), (1,)]
+    assert bucket.buffer().nbytes <= 10_000
+    assert [tuple(each.shape) for each in bucket_like(parameters, 8).gradients()] == [(1, 64)]
+    pairs = bucket_like([torch.zeros(4, 4, dtype=torch.complex64)], 1000)
+    assert (pairs.buffer().dtype, pairs.buffer().numel()) == (torch.float32, 32)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_world_of_one_has_nothing_to_explain(nursery: Nursery) -> None:

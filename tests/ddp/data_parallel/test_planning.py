@@ -121,6 +121,7 @@ def test_a_plan_by_measurement_changes_no_bit_of_two_ranks(nursery: Nursery, as_
         (2, "nothing_is_measured_where_that_is_not_wanted"),
         (2, "compression_pays_or_is_left_out"),
         (2, "compression_keeps_the_sizes_that_were_given"),
+        (2, "measuring_compression_leaves_random_numbers_and_connections_alone"),
         (2, "a_checkpoint_keeps_what_was_decided"),
         (2, "a_wrapper_that_measures_is_let_go"),
     ],
