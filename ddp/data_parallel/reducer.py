@@ -416,6 +416,8 @@ class Reducer:
             raise error
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
+        if self.planner is not None:
+            self.planner.count_step()
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = self.is_first
         self._schedule.deliver(factor)
@@ -430,8 +432,11 @@ class Reducer:
             self._take_in(unfrozen)
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
-        if self.planner is not None and not is_first:
-            self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
+        if self.planner is not None:
+            if is_first or statuses.unfrozen:
+                self.planner.restart()
+            else:
+                self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
         self.policy.delivered(is_first=is_first)
 
     def drop_gradients(self) -> None:
@@ -456,8 +461,6 @@ class Reducer:
             broadcast_tensors(self.channel.control, [order])
         if order.tolist() != before or self._repeated:
             self._plan(order.tolist())
-        if self.planner is not None:
-            self.planner.restart()
 
     def _plan(self, order: Sequence[int]) -> None:
         self._schedule.end()
@@ -472,5 +475,3 @@ class Reducer:
         for member in new:
             self._watch(member)
         self._plan([*self._schedule.order, *(member.index for member in new)])
-        if self.planner is not None:
-            self.planner.restart()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,65 @@ def a_failed_step_begins_the_measurement_anew() -> None:
         train(model, 1)
         assert model.measurement is not None
         assert limits_of(model) == SMALL
+
+
+def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:
+    torch.manual_seed(7)
+    module = Net()
+    module.sometimes.requires_grad_(False)
+    model = ddp.DistributedDataParallel(module, bucket_cap_mb="auto")
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 48)).square().mean().backward()
+
+    with rank_0_wants(SMALL):
+        for at in range(6):
+            module.sometimes.requires_grad_(at >= 2)
+            step()
+        assert model.measurement is None
+        step()
+    assert model.measurement is not None
+    assert model.measurement.record.nbytes == sum(parameter.nbytes for parameter in module.parameters())
+    assert limits_of(model) == SMALL
+
+
+def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    rank = dist.get_rank()
+    schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+    with rank_0_wants(SMALL):
+        train(model, 2)
+        model.zero_grad()
+        loss = model(torch.ones(2, 48)).square().mean()
+        if rank:
+            with mock.patch.object(schedule, "deliver", side_effect=MemoryError), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            loss.backward()
+        train(model, 2)
+    assert model.measurement is not None
+    assert limits_of(model) == SMALL
+
+
+def auto_that_can_decide_nothing_warns() -> None:
+    model = wrapped(bucket_cap_mb="auto", compression="bf16")
+    before = limits_of(model)
+    with rank_0_wants(SMALL):
+        train(model, 4)
+        with pytest.warns(UserWarning, match='bucket_cap_mb="auto" decides nothing.*compression or a'):
+            train(model, 1)
+        train(model, 2)
+    assert limits_of(model) == before
+    for model in (wrapped(compression="auto"), wrapped()):
+        train(model, 3)
+        model._policy.reducer.planner._is_missing = True  # type: ignore[union-attr]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, 3)
+        assert model.measurement is None
+        said = [str(each.message) for each in seen if "decides nothing" in str(each.message)]
+        assert len(said) == (model._measuring.asked is not None)
 
 
 def _fail(*_: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class Measurement:
 class BucketPlanner:
     """Watches the first steps of the model that `schedule` has the buckets of. Every rank must make it alike.
 
-    `replans`: take the sizes of buckets that leave least exposed. `compressions`: what compression would cost, of those
+    `replans`: take the sizes of buckets that leave least exposed. `asked`: the argument of the user that wants this
+    decided, who is warned if nothing can be. `compressions`: what compression would cost, of those
     that may be used; `compress` is called with the name of one that pays, on every rank in the same step.
     """
 
@@ -65,6 +67,7 @@ class BucketPlanner:
         link: LinkCost,
         *,
         replans: bool,
+        asked: str | None = None,
         compressions: Sequence[CompressionCost] = (),
         compressed_limits: BucketLimits | None = None,
         compress: Callable[[str], None] | None = None,
@@ -75,6 +78,7 @@ class BucketPlanner:
         self._channel = channel
         self._link = link
         self._replans = replans
+        self._asked = asked
         self._compressions = compressions
         self.compressed_limits = compressed_limits
         self._compress = compress
@@ -91,26 +95,32 @@ class BucketPlanner:
 
     def keep_buckets(self) -> None:
         """Measure, but change nothing: what a checkpoint says of buckets and compression is to stay."""
-        self._replans, self._compressions = False, ()
+        self._replans, self._compressions, self._asked = False, (), None
 
     @property
     def holds(self) -> bool:
         """Whether buckets of the next pass must wait for the end of backward."""
         return self.timer is not None and self._steps < _HELD_STEPS
 
+    def count_step(self) -> None:
+        """All ranks have sent what a pass has to send, without failures: it is one of the first steps on every rank.
+
+        What a rank alone raises after this must not let its count fall behind that of the others.
+        """
+        self._steps += 1
+
     def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
 
-        Every rank must call it in the same passes. `has_joined`: this rank had no inputs, so its times do not count.
+        Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its times do not count.
         """
         if self.timer is None:
             self.recent.ended(schedule.waited_s)
             return
         times = self.timer.end_step(arrived)
         if times is not None and not has_joined:
-            (self._held if self._steps < _HELD_STEPS else self._free).append(times)
+            (self._held if self._steps <= _HELD_STEPS else self._free).append(times)
         self._is_missing |= times is None and not has_joined
-        self._steps += 1
         if self._steps == _HELD_STEPS + _FREE_STEPS:
             self.timer = None
             with self._channel.report.waiting("agreement on the sizes of buckets"):
@@ -119,9 +129,15 @@ class BucketPlanner:
     def _decide(self, schedule: BucketSchedule) -> None:
         figures = self._agreed(schedule)
         if figures is None:
+            self._warn(
+                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a forward "
+                "pass inside of backward)"
+            )
             return
         record, link, step_s = figures
         if schedule.has_hook:  # what it holds may be of these buckets
+            if self._replans:
+                self._warn("compression or a communication hook may hold what is of these buckets")
             self.keep_buckets()
         choices = choose(record, link, schedule.limits, lambda limits: buckets_of(schedule.plans_for(limits)))
         best = self._allowed(choices, schedule.limits)
@@ -146,6 +162,10 @@ class BucketPlanner:
             schedule.use_limits(limits)
         if name is not None and self._compress is not None:
             self._compress(name)
+
+    def _warn(self, why: str) -> None:
+        if self._asked is not None:
+            warnings.warn(f"{self._asked} decides nothing, buckets stay as they are: {why}", stacklevel=2)
 
     def _allowed(self, choices: Sequence[Choice], limits: BucketLimits) -> Choice:
         """The quickest of `choices`; the one with `limits` if sizes must not follow from measurement."""

@@ -26,12 +26,14 @@ class Measuring:
     """What is measured of a model: the same on every rank.
 
     `is_on`: the link when it is wrapped, and its first steps. `plans`: whether the sizes of buckets follow from that;
-    "exact" means only where the averages stay the same to the bit. `among`: compressions that may be used if they pay.
+    "exact" means only where the averages stay the same to the bit. `among`: compressions that may be used if they pay. `asked`: the argument by which the user
+    wants this.
     """
 
     is_on: bool = False
     plans: Literal["yes", "no", "exact"] = "no"
     among: tuple[str, ...] = ()
+    asked: str | None = None
 
     @staticmethod
     def asked(
@@ -58,7 +60,7 @@ class Measuring:
                     "ready. Give a size or the name of a compression"
                 )
             plans: Literal["yes", "no", "exact"] = "yes" if cap_mb == "auto" else "no"
-            return Measuring(True, plans, () if auto is None else tuple(auto.among))
+            return Measuring(True, plans, () if auto is None else tuple(auto.among), what)
         is_on = measure and init_sync and cap_mb is None and not caps_mb and device.type == "cpu"
         return Measuring(is_on, "exact" if is_on and compression is None else "no")
 
@@ -81,6 +83,7 @@ class Measuring:
             channel,
             measure_link(channel, device),
             replans=self.plans == "yes" or (self.plans == "exact" and _are_exact(channel.group, device)),
+            asked=self.asked,
             compressions=measure_compression(channel, self.among, trained, compressed_limits.cap_bytes),
             compressed_limits=compressed_limits,
             compress=compress,
