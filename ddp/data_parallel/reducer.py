@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.compression.compressors import Half, Int8, PowerSGD
 from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, leaves_below
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
@@ -153,7 +154,7 @@ class Reducer:
         if self.planner is not None:
             self.planner.keep_buckets()
 
-    def explained(self, compression: str | None) -> Explained:
+    def explained(self, compression: Half | Int8 | PowerSGD | None) -> Explained:
         """What is known of the model's steps. Raises DdpError if that is too little."""
         return Explained.of(self._schedule, self.planner, self.channel.group, self.members, compression)
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
-from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression, named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
@@ -122,6 +122,7 @@ class DistributedDataParallel(TorchSurface):
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
     _end: weakref.finalize[Any, Any] | None = None
+    _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
 
     def __init__(
         self,
@@ -443,8 +444,7 @@ class DistributedDataParallel(TorchSurface):
         if self._policy is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
         reducer = self._policy.reducer
-        method = None if self.compression is None else self.compression.name
-        explained = reducer.explained(method)
+        explained = reducer.explained(self._method)
         if hosts is None and (gpus, gbit, latency_us, local_gbyte_s) == (1, None, None, None):
             return explained.report()
         return explained.scaling(hosts, gpus, gbit, latency_us, local_gbyte_s)
@@ -461,6 +461,7 @@ class DistributedDataParallel(TorchSurface):
     def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
         compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
         self.compression = compressor
+        self._method = named(compression) if isinstance(compression, str) else compression
         weakref.finalize(self, compressor.close).atexit = False
         is_chained = isinstance(compressor, PowerSGDCompressor)
         self._use_hook(CommHook(hook, compressor, is_chained, takes_own=True))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from ddp.compression.compressors import PowerSGD, named
+from ddp.compression.compressors import Half, Int8, PowerSGD, named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.compression.row_compressor import RowCompressor
@@ -19,10 +18,9 @@ from ddp.data_parallel.explaining.extrapolate import PUBLISHED, Extrapolator, li
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.explaining.step_report import StepReport, explain_step
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost, exchange_ratio
 from ddp.data_parallel.planning.simulate import Bucket, buckets_of
-from ddp.environment import ALONE, read_placement
-from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.torch_internals import backend_of
 
 __all__ = ["Explained"]
@@ -40,7 +38,7 @@ _FEWEST_STEPS = 3  # after those that are measured
 
 @dataclass(frozen=True)
 class Explained:
-    """What is known of a model: its buckets, what was measured, what it sends by. `compression` is a method's name.
+    """What is known of a model: its buckets, what was measured, what it sends by, with its settings.
 
     Raises DdpError from `of` where too little is known.
     """
@@ -50,7 +48,7 @@ class Explained:
     measurement: Measurement
     group: dist.ProcessGroup
     members: Sequence[Member]
-    compression: str | None
+    compression: Half | Int8 | PowerSGD | None
 
     @classmethod
     def of(
@@ -59,7 +57,7 @@ class Explained:
         planner: BucketPlanner | None,
         group: dist.ProcessGroup,
         members: Sequence[Member],
-        compression: str | None,
+        compression: Half | Int8 | PowerSGD | None,
     ) -> Explained:
         """Check that enough is known. Raises UnsupportedError if it never will be, DdpError if it is not yet."""
         if planner is None:
@@ -95,8 +93,12 @@ class Explained:
         """Where the time of a step goes, and what other ways would cost."""
         found, schedule = self.measurement, self.schedule
         steps_s, computed_s = self.planner.recent.times_s()
-        names = [*_METHODS, *([] if self.compression in (None, *_METHODS) else [self.compression])]
-        costs = {name: self._rehearsed(name)(found.link) for name in names if name is not None}
+        ratio = exchange_ratio(self._backend, self.group.size(), self.planner.hosts)
+
+        def cost_of(method: Half | Int8 | PowerSGD) -> CompressionCost:
+            cost = self._rehearsed(method)(found.link)
+            return replace(cost, wire_ratio=cost.wire_ratio * ratio)
+
         buckets, compressed_limits = self._buckets, self.planner.compressed_limits or schedule.limits
         limits = {**_OTHER_LIMITS, "quickest": found.choices[0].limits}
         plans = {title: buckets_of(schedule.plans_for(each)) for title, each in limits.items()}
@@ -108,9 +110,9 @@ class Explained:
             step_times_s=steps_s,
             compute_times_s=computed_s,
             plans={title: plan for title, plan in plans.items() if plan != buckets},
-            compression=None if self.compression is None else costs[self.compression],
+            compression=None if self.compression is None else cost_of(self.compression),
             compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, compressed=True)),
-            compressions=[costs[name] for name in _METHODS],
+            compressions=[cost_of(named(name)) for name in _METHODS],
         )
 
     def scaling(
@@ -120,11 +122,15 @@ class Explained:
         for name, value in (("hosts", hosts), ("gpus", gpus), ("gbit", gbit), ("local_gbyte_s", local_gbyte_s)):
             if value is not None and not value > 0:
                 raise ArgumentError(f"explain({name}={value}): it must be more than 0")
+        if latency_us is not None and not latency_us >= 0:
+            raise ArgumentError(f"explain(latency_us={latency_us}): it must be at least 0")
         if hosts is None:
             raise ArgumentError("explain(gpus=, gbit=, ...) extrapolates: say to how many hosts= as well")
-        found, hosts_here = self.measurement, self._hosts()
+        found, hosts_here = self.measurement, len(self.planner.hosts or [0])
         here = link_of(found.link, self._backend, hosts_here)
         local, network, notes = _links(here, hosts_here, hosts, gbit, latency_us, local_gbyte_s)
+        if self.planner.hosts is None:
+            notes.append("The launcher does not say which ranks share a host: taken for ranks of one host.")
         _, computed_s = self.planner.recent.times_s()
         made = Extrapolator(
             found.record,
@@ -147,30 +153,19 @@ class Explained:
             notes=notes,
         )
 
-    def _hosts(self) -> int:
-        """How many hosts the group's ranks are on, as the launcher has it; one where that cannot be known."""
-        try:
-            placement = read_placement(os.environ)
-        except LaunchEnvironmentError:
-            placement = ALONE
-        if placement.world_size != dist.get_world_size():
-            return 1
-        each = placement.local_world_size
-        return len({rank // each for rank in dist.get_process_group_ranks(self.group)})
-
-    def _rehearsed(self, name: str) -> Callable[[LinkCost], CompressionCost]:
+    def _rehearsed(self, method: Half | Int8 | PowerSGD) -> Callable[[LinkCost], CompressionCost]:
         """What a method costs on a link, by compressing gradients of this model's shapes here; nothing is sent."""
-        method = PowerSGD() if name == "powersgd" else named(name)
         compressor = method.compressor(RehearsalGroup(self.group.size()), None)
         assert isinstance(compressor, RowCompressor | PowerSGDCompressor)
         bucket = bucket_like([member.parameter for member in self.members], _REHEARSED_BYTES)
         tries = [compressor.rehearse(bucket) for _ in range(_REHEARSALS)]  # the first one takes fresh memory
         compressor.close()
+        name = compressor.name
         nbytes, sent_bytes = bucket.buffer().nbytes, tries[0].wire_bytes
         before, after = min(each.before_s for each in tries) / nbytes, min(each.after_s for each in tries) / nbytes
 
         def cost_of(link: LinkCost) -> CompressionCost:
-            if name != "powersgd":
+            if not isinstance(method, PowerSGD):
                 return CompressionCost(name, sent_bytes / nbytes, before, after)
             # Over gloo, backward waits until a bucket is through.
             waiting_s = 2 * link.latency_s + sent_bytes * link.seconds_per_byte

@@ -57,8 +57,9 @@ class BucketPlanner:
     """Watches the first steps of the model that `schedule` has the buckets of. Every rank must make it alike.
 
     `replans`: take the sizes of buckets that leave least exposed. `asked`: the argument of the user that wants this
-    decided, who is warned if nothing can be. `compressions`: what compression would cost, of those
-    that may be used; `compress` is called with the name of one that pays, on every rank in the same step.
+    decided, who is warned if nothing can be. `hosts`: the ranks on each, None if not known. `compressions`: what
+    compression would cost, of those that may be used; `compress` is called with the name of one that pays, on every
+    rank in the same step.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class BucketPlanner:
         link: LinkCost,
         *,
         replans: bool,
+        hosts: Sequence[int] | None = None,
         asked: str | None = None,
         compressions: Sequence[CompressionCost] = (),
         compressed_limits: BucketLimits | None = None,
@@ -75,6 +77,7 @@ class BucketPlanner:
         self.timer: StepTimer | None = StepTimer()
         self.measurement: Measurement | None = None
         self.recent = RecentSteps()  # since the decision
+        self.hosts = hosts
         self._channel = channel
         self._link = link
         self._replans = replans
@@ -112,7 +115,8 @@ class BucketPlanner:
     def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
 
-        Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its times do not count.
+        Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its
+        times do not count.
         """
         if self.timer is None:
             self.recent.ended(schedule.waited_s)
@@ -130,8 +134,8 @@ class BucketPlanner:
         figures = self._agreed(schedule)
         if figures is None:
             self._warn(
-                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a forward "
-                "pass inside of backward)"
+                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a "
+                "forward pass inside of backward)"
             )
             return
         record, link, step_s = figures
