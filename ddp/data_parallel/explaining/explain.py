@@ -28,10 +28,10 @@ __all__ = ["Explained"]
 _METHODS = ("bf16", "int8", "powersgd")
 _REHEARSALS = 3
 _REHEARSED_BYTES = 4 << 20
-_MB = 1 << 20
+_MIB = 1 << 20
 _OTHER_LIMITS = {
     "one bucket": BucketLimits(1 << 62, (), None),
-    "torch's, 25 MB": BucketLimits(25 * _MB, (1 * _MB,), None),
+    "torch's, 25 MiB": BucketLimits(25 * _MIB, (1 * _MIB,), None),
 }
 _FEWEST_STEPS = 3  # after those that are measured
 

@@ -27,13 +27,13 @@ from ddp.data_parallel.planning.simulate import buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
 from ddp.data_parallel.planning.step_timer import StepTimer, StepTimes
 
-__all__ = ["BucketPlanner", "Measurement"]
+__all__ = ["LEAST_SAVING", "BucketPlanner", "Measurement"]
 
 _HELD_STEPS = 2
 _FREE_STEPS = 2
 
 # What compression must save of a simulated step: it costs exactness, and simulations err.
-_LEAST_SAVING = 0.1
+LEAST_SAVING = 0.1
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class BucketPlanner:
         self.measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
         compressed.sort(key=lambda pair: pair[1].step.total_s)
         name = None
-        if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - _LEAST_SAVING):
+        if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - LEAST_SAVING):
             name, best = compressed[0]
         name, limits = self._of_rank_0(name, best.limits)
         if limits != schedule.limits:

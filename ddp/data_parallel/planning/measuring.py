@@ -86,7 +86,7 @@ class Measuring:
         costs = measure_compression(channel, self.among, trained, compressed_limits.cap_bytes)
         return BucketPlanner(
             channel,
-            measure_link(channel, device),
+            measure_link(channel),
             hosts=hosts,
             replans=self.plans == "yes" or (self.plans == "exact" and _are_exact(channel.group, device)),
             asked=self.argument,

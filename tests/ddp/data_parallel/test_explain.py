@@ -79,6 +79,7 @@ def test_of_a_compressed_step_the_way_without_compression_is_told() -> None:
     report = explained(SLOW, compression=INT8)
     assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
     assert report.ways[0].gain < 0
+    assert [way.pays for way in report.ways] == [False, report.ways[1].gain >= 0.1]
     assert "gloo, int8" in str(report)
 
 
@@ -91,7 +92,7 @@ def test_one_bucket_costs_what_cannot_overlap() -> None:
 @pytest.mark.parametrize("cost", [SLOW, FAST, LinkCost(512, 0.02, 3e-6, 1.5), LinkCost(2, 0.0, 0.0)])
 @pytest.mark.parametrize("compression", [None, INT8])
 def test_every_line_fits_the_screen(cost: LinkCost, compression: CompressionCost | None) -> None:
-    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MB", "quickest")}
+    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MiB", "quickest")}
     methods = [CompressionCost(name, 0.5, 1e-9, 1e-9) for name in ("bf16", "int8", "powersgd")]
     sizes = (0.001, 50, 50, 250, 0.1)
     report = explained(cost, sizes, compression=compression, compressions=methods, plans=plans)
