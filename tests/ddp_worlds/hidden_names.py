@@ -290,7 +290,7 @@ def _run(parent: Path, world_size: int, case: str, **arguments: str) -> list[Any
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         ranks = range(world_size)
         name = f"ddp_worlds.hidden_names:{case}"
-        pids = {nursery._fork(rank, world_size, name, arguments, Path(folder)): rank for rank in ranks}
+        pids = {nursery._fork(rank, world_size, name, "gloo", arguments, Path(folder)): rank for rank in ranks}
         if failure := nursery._watch(pids, DEADLINE_S, Path(folder)):
             return [failure] * world_size
         return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in ranks]
