@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,6 @@ from ddp.errors import CheckpointError
 __all__ = [
     "Bucket",
     "Compressor",
-    "Rehearsal",
-    "RehearsalGroup",
     "completed",
     "mean_over_ranks",
     "real",
@@ -47,27 +44,6 @@ class Bucket(Protocol):
 
     def is_last(self) -> bool:
         """Whether no other follows in this backward pass."""
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """Seconds of this rank before its rows leave and for the rows that come; `wire_bytes`: of the rows that leave."""
-
-    before_s: float
-    after_s: float
-    wire_bytes: int
-
-
-class RehearsalGroup(dist.ProcessGroup):
-    """In the place of a group of `size` ranks, for a compressor that only rehearses: nothing is sent."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub does not know this constructor
-        self.summed_bytes = 0
-
-    def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:  # type: ignore[override]  # all that is called here
-        """Count the bytes, and leave the tensors as they are."""
-        self.summed_bytes += sum(tensor.nbytes for tensor in tensors)
 
 
 class Compressor(ABC):

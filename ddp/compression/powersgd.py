@@ -19,12 +19,11 @@ import torch.distributed as dist
 from ddp.compression.compressor import (
     Bucket,
     Compressor,
-    Rehearsal,
-    RehearsalGroup,
     completed,
     mean_over_ranks,
     real_gradients,
 )
+from ddp.compression.rehearsal import Rehearsal, RehearsalGroup
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.stall_report import report_of, waiting_for_peers
 from ddp.torch_internals import is_in_stream_order

@@ -13,7 +13,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, Compressor, Rehearsal, RehearsalGroup, completed
+from ddp.compression.compressor import Bucket, Compressor, completed
+from ddp.compression.rehearsal import Rehearsal, RehearsalGroup
 from ddp.compression.row_exchange import BucketRows, RowExchange, RowMemory, open_exchange
 
 __all__ = ["RowCompressor"]

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.compression.compressors import Half, Int8, PowerSGD
 from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, leaves_below
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
@@ -153,7 +154,7 @@ class Reducer:
         if self.planner is not None:
             self.planner.keep_buckets()
 
-    def explained(self, compression: str | None) -> Explained:
+    def explained(self, compression: Half | Int8 | PowerSGD | None) -> Explained:
         """What is known of the model's steps. Raises DdpError if that is too little."""
         return Explained.of(self._schedule, self.planner, self.channel.group, self.members, compression)
 
@@ -416,6 +417,8 @@ class Reducer:
             raise error
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
+        if self.planner is not None:
+            self.planner.count_step()
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = self.is_first
         self._schedule.deliver(factor)
@@ -430,8 +433,11 @@ class Reducer:
             self._take_in(unfrozen)
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
-        if self.planner is not None and not is_first:
-            self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
+        if self.planner is not None:
+            if is_first or statuses.unfrozen:
+                self.planner.restart()
+            else:
+                self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
         self.policy.delivered(is_first=is_first)
 
     def drop_gradients(self) -> None:
@@ -456,8 +462,6 @@ class Reducer:
             broadcast_tensors(self.channel.control, [order])
         if order.tolist() != before or self._repeated:
             self._plan(order.tolist())
-        if self.planner is not None:
-            self.planner.restart()
 
     def _plan(self, order: Sequence[int]) -> None:
         self._schedule.end()
@@ -472,5 +476,3 @@ class Reducer:
         for member in new:
             self._watch(member)
         self._plan([*self._schedule.order, *(member.index for member in new)])
-        if self.planner is not None:
-            self.planner.restart()

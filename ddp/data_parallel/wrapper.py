@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
-from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression, named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
@@ -82,7 +82,7 @@ class DistributedDataParallel(TorchSurface):
       are where it begins: on the CPU, after five steps, sizes follow by which a simulation of the step is quickest on
       this link, but only where averages stay the same to the bit: with two ranks, or a backend that adds in the order
       of the ranks whatever the sizes. "auto" lets them follow everywhere; then two runs of one script may differ in
-      the last bits of their sums.
+      the last bits of their sums. Under a fixed `compression` or a communication hook they stay, with a warning.
     - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
       before, and use the bucket again although an older gradient may have been kept elsewhere. By default
       `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
@@ -97,7 +97,8 @@ class DistributedDataParallel(TorchSurface):
     - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`). "auto": after
       five exact steps, as "bf16" or "int8" if a simulation of the step, with the measured times of the link, of
       backward and of compressing, says that this saves a tenth of it, else uncompressed; `compression.Auto(["bf16"])`
-      considers only what it names. Timing decides, so two runs may decide differently; a checkpoint keeps the decision.
+      considers only what it names. Timing decides, so two runs may decide differently; a checkpoint keeps the decision
+      to compress, not the one against it.
     - `measure`: by default, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB a second
       and more), and the first steps; buckets of the second and third step wait for the end of backward. `measurement`
       has the figures. Nothing is measured if buckets have sizes of yours, with `init_sync=False`, off the CPU, or with
@@ -122,6 +123,7 @@ class DistributedDataParallel(TorchSurface):
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
     _end: weakref.finalize[Any, Any] | None = None
+    _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
 
     def __init__(
         self,
@@ -443,8 +445,7 @@ class DistributedDataParallel(TorchSurface):
         if self._policy is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
         reducer = self._policy.reducer
-        method = None if self.compression is None else self.compression.name
-        explained = reducer.explained(method)
+        explained = reducer.explained(self._method)
         if hosts is None and (gpus, gbit, latency_us, local_gbyte_s) == (1, None, None, None):
             return explained.report()
         return explained.scaling(hosts, gpus, gbit, latency_us, local_gbyte_s)
@@ -461,6 +462,7 @@ class DistributedDataParallel(TorchSurface):
     def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
         compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
         self.compression = compressor
+        self._method = named(compression) if isinstance(compression, str) else compression
         weakref.finalize(self, compressor.close).atexit = False
         is_chained = isinstance(compressor, PowerSGDCompressor)
         self._use_hook(CommHook(hook, compressor, is_chained, takes_own=True))
@@ -468,7 +470,8 @@ class DistributedDataParallel(TorchSurface):
     def reduction_state(self) -> dict[str, Any] | None:
         """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
 
-        None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
+        None without compression, also where "auto" decided against it: a run that resumes decides again. Every rank
+        must call it, between two steps; blocks. `ddp.Checkpoint` does.
         """
         if self.compression is None or self._policy is None:
             return None

@@ -141,6 +141,7 @@ def says_what_it_lacks() -> None:
     refused(model, ArgumentError, "hosts=", gpus=4, gbit=10)
     refused(model, ArgumentError, "more than 0", hosts=0, gbit=10)
     refused(model, ArgumentError, "more than 0", hosts=2, gbit=-1.0)
+    refused(model, ArgumentError, "at least 0", hosts=2, gbit=1.0, latency_us=-1.0)
     refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), measure=False)), UnsupportedError, "measure=True")
     refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), bucket_cap_mb=1)), UnsupportedError, "bucket_cap")
     hooked = ddp.DistributedDataParallel(nn.Linear(8, 8))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.compression import row_exchange
 from ddp.compression.compressors import Auto
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning import bucket_planner, measuring
@@ -167,6 +169,65 @@ def a_failed_step_begins_the_measurement_anew() -> None:
         assert limits_of(model) == SMALL
 
 
+def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:
+    torch.manual_seed(7)
+    module = Net()
+    module.sometimes.requires_grad_(False)
+    model = ddp.DistributedDataParallel(module, bucket_cap_mb="auto")
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 48)).square().mean().backward()
+
+    with rank_0_wants(SMALL):
+        for at in range(6):
+            module.sometimes.requires_grad_(at >= 2)
+            step()
+        assert model.measurement is None
+        step()
+    assert model.measurement is not None
+    assert model.measurement.record.nbytes == sum(parameter.nbytes for parameter in module.parameters())
+    assert limits_of(model) == SMALL
+
+
+def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    rank = dist.get_rank()
+    schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+    with rank_0_wants(SMALL):
+        train(model, 2)
+        model.zero_grad()
+        loss = model(torch.ones(2, 48)).square().mean()
+        if rank:
+            with mock.patch.object(schedule, "deliver", side_effect=MemoryError), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            loss.backward()
+        train(model, 2)
+    assert model.measurement is not None
+    assert limits_of(model) == SMALL
+
+
+def auto_that_can_decide_nothing_warns() -> None:
+    model = wrapped(bucket_cap_mb="auto", compression="bf16")
+    before = limits_of(model)
+    with rank_0_wants(SMALL):
+        train(model, 4)
+        with pytest.warns(UserWarning, match='bucket_cap_mb="auto" decides nothing.*compression or a'):
+            train(model, 1)
+        train(model, 2)
+    assert limits_of(model) == before
+    for model, warned in ((wrapped(compression="auto"), 1), (wrapped(), 0)):
+        train(model, 3)
+        model._policy.reducer.planner._is_missing = True  # type: ignore[union-attr]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, 3)
+        assert model.measurement is None
+        said = [str(each.message) for each in seen if "decides nothing" in str(each.message)]
+        assert len(said) == warned
+
+
 def _fail(*_: object) -> None:
     raise AssertionError("not to be called")
 
@@ -218,6 +279,25 @@ def compression_pays_or_is_left_out() -> None:
     measured = wrapped(compression="auto")  # with real figures, whatever they say
     train(measured)
     assert measured.measurement is not None
+
+
+def compression_keeps_the_sizes_that_were_given() -> None:
+    with costing(SLOW, (CHEAP,)):
+        models = [wrapped(compression="auto"), wrapped(compression="auto", bucket_cap_mb=64)]
+        for model in models:
+            train(model, 6)
+            assert model.compression is not None
+    assert [limits_of(model).cap_bytes for model in models] == [4 << 20, 64 << 20]
+
+
+def measuring_compression_leaves_random_numbers_and_connections_alone() -> None:
+    with torch.random.fork_rng():
+        before = torch.get_rng_state()
+        module = nn.Linear(4, 4, dtype=torch.complex64)
+        torch.set_rng_state(before)
+        ddp.DistributedDataParallel(module, compression="auto")
+        assert torch.equal(torch.get_rng_state(), before)
+        assert dist.group.WORLD not in row_exchange._open
 
 
 def a_checkpoint_keeps_what_was_decided() -> None:

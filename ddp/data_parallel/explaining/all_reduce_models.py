@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["ALGORITHMS", "Layout", "Link", "all_reduce_s", "hierarchical_s", "recursive_doubling_s", "ring_s", "tree_s"]
+__all__ = [
+    "ALGORITHMS",
+    "Layout",
+    "Link",
+    "all_reduce_s",
+    "exchange_s",
+    "hierarchical_s",
+    "recursive_doubling_s",
+    "ring_s",
+    "tree_s",
+]
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,16 @@ def hierarchical_s(layout: Layout, nbytes: float) -> float:
     within_s = 2 * (g - 1) * layout.local.latency_s + 2 * (g - 1) / g * nbytes / layout.local.bytes_per_s
     between_s = 2 * (h - 1) * layout.network.latency_s + 2 * (h - 1) / h * nbytes / layout.network.bytes_per_s
     return within_s + between_s
+
+
+def exchange_s(layout: Layout, nbytes: float) -> float:
+    """Each rank sends all others their parts of 1/n, then the average of its own: what compressors do, without latency.
+
+    Of the bytes, the g ranks of a host send 2 g (n-g)/n into the network, and each of them 2 (g-1)/n to its neighbours.
+    """
+    n, g = layout.ranks, layout.ranks_per_host
+    local_s = 2 * (g - 1) / n * nbytes / layout.local.bytes_per_s
+    return max(local_s, 2 * g * (n - g) / n * nbytes / layout.network.bytes_per_s)
 
 
 def _quicker_of_ring_and_tree_s(layout: Layout, nbytes: float) -> float:

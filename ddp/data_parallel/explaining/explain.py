@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket as GradientBucket
-from ddp.compression.compressor import RehearsalGroup
-from ddp.compression.compressors import PowerSGD, named
+from ddp.compression.compressors import Half, Int8, PowerSGD, named
 from ddp.compression.powersgd import PowerSGDCompressor
+from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.compression.row_compressor import RowCompressor
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
@@ -21,10 +18,9 @@ from ddp.data_parallel.explaining.extrapolate import PUBLISHED, Extrapolator, li
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.explaining.step_report import StepReport, explain_step
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost, exchange_ratio
 from ddp.data_parallel.planning.simulate import Bucket, buckets_of
-from ddp.environment import ALONE, read_placement
-from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.torch_internals import backend_of
 
 __all__ = ["Explained"]
@@ -32,17 +28,17 @@ __all__ = ["Explained"]
 _METHODS = ("bf16", "int8", "powersgd")
 _REHEARSALS = 3
 _REHEARSED_BYTES = 4 << 20
-_MB = 1 << 20
+_MIB = 1 << 20
 _OTHER_LIMITS = {
     "one bucket": BucketLimits(1 << 62, (), None),
-    "torch's, 25 MB": BucketLimits(25 * _MB, (1 * _MB,), None),
+    "torch's, 25 MiB": BucketLimits(25 * _MIB, (1 * _MIB,), None),
 }
 _FEWEST_STEPS = 3  # after those that are measured
 
 
 @dataclass(frozen=True)
 class Explained:
-    """What is known of a model: its buckets, what was measured, what it sends by. `compression` is a method's name.
+    """What is known of a model: its buckets, what was measured, what it sends by, with its settings.
 
     Raises DdpError from `of` where too little is known.
     """
@@ -52,7 +48,7 @@ class Explained:
     measurement: Measurement
     group: dist.ProcessGroup
     members: Sequence[Member]
-    compression: str | None
+    compression: Half | Int8 | PowerSGD | None
 
     @classmethod
     def of(
@@ -61,7 +57,7 @@ class Explained:
         planner: BucketPlanner | None,
         group: dist.ProcessGroup,
         members: Sequence[Member],
-        compression: str | None,
+        compression: Half | Int8 | PowerSGD | None,
     ) -> Explained:
         """Check that enough is known. Raises UnsupportedError if it never will be, DdpError if it is not yet."""
         if planner is None:
@@ -97,8 +93,12 @@ class Explained:
         """Where the time of a step goes, and what other ways would cost."""
         found, schedule = self.measurement, self.schedule
         steps_s, computed_s = self.planner.recent.times_s()
-        names = [*_METHODS, *([] if self.compression in (None, *_METHODS) else [self.compression])]
-        costs = {name: self._rehearsed(name)(found.link) for name in names if name is not None}
+        ratio = exchange_ratio(self._backend, self.group.size(), self.planner.hosts)
+
+        def cost_of(method: Half | Int8 | PowerSGD) -> CompressionCost:
+            cost = self._rehearsed(method)(found.link)
+            return replace(cost, wire_ratio=cost.wire_ratio * ratio)
+
         buckets, compressed_limits = self._buckets, self.planner.compressed_limits or schedule.limits
         limits = {**_OTHER_LIMITS, "quickest": found.choices[0].limits}
         plans = {title: buckets_of(schedule.plans_for(each)) for title, each in limits.items()}
@@ -110,9 +110,9 @@ class Explained:
             step_times_s=steps_s,
             compute_times_s=computed_s,
             plans={title: plan for title, plan in plans.items() if plan != buckets},
-            compression=None if self.compression is None else costs[self.compression],
+            compression=None if self.compression is None else cost_of(self.compression),
             compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, compressed=True)),
-            compressions=[costs[name] for name in _METHODS],
+            compressions=[cost_of(named(name)) for name in _METHODS],
         )
 
     def scaling(
@@ -122,11 +122,15 @@ class Explained:
         for name, value in (("hosts", hosts), ("gpus", gpus), ("gbit", gbit), ("local_gbyte_s", local_gbyte_s)):
             if value is not None and not value > 0:
                 raise ArgumentError(f"explain({name}={value}): it must be more than 0")
+        if latency_us is not None and not latency_us >= 0:
+            raise ArgumentError(f"explain(latency_us={latency_us}): it must be at least 0")
         if hosts is None:
             raise ArgumentError("explain(gpus=, gbit=, ...) extrapolates: say to how many hosts= as well")
-        found, hosts_here = self.measurement, self._hosts()
+        found, hosts_here = self.measurement, len(self.planner.hosts or [0])
         here = link_of(found.link, self._backend, hosts_here)
         local, network, notes = _links(here, hosts_here, hosts, gbit, latency_us, local_gbyte_s)
+        if self.planner.hosts is None:
+            notes.append("The launcher does not say which ranks share a host: taken for ranks of one host.")
         _, computed_s = self.planner.recent.times_s()
         made = Extrapolator(
             found.record,
@@ -149,74 +153,25 @@ class Explained:
             notes=notes,
         )
 
-    def _hosts(self) -> int:
-        """How many hosts the group's ranks are on, as the launcher has it; one where that cannot be known."""
-        try:
-            placement = read_placement(os.environ)
-        except LaunchEnvironmentError:
-            placement = ALONE
-        if placement.world_size != dist.get_world_size():
-            return 1
-        each = placement.local_world_size
-        return len({rank // each for rank in dist.get_process_group_ranks(self.group)})
-
-    def _rehearsed(self, name: str) -> Callable[[LinkCost], CompressionCost]:
+    def _rehearsed(self, method: Half | Int8 | PowerSGD) -> Callable[[LinkCost], CompressionCost]:
         """What a method costs on a link, by compressing gradients of this model's shapes here; nothing is sent."""
-        method = PowerSGD() if name == "powersgd" else named(name)
         compressor = method.compressor(RehearsalGroup(self.group.size()), None)
         assert isinstance(compressor, RowCompressor | PowerSGDCompressor)
-        bucket = _bucket_like(self.members)
+        bucket = bucket_like([member.parameter for member in self.members], _REHEARSED_BYTES)
         tries = [compressor.rehearse(bucket) for _ in range(_REHEARSALS)]  # the first one takes fresh memory
         compressor.close()
+        name = compressor.name
         nbytes, sent_bytes = bucket.buffer().nbytes, tries[0].wire_bytes
         before, after = min(each.before_s for each in tries) / nbytes, min(each.after_s for each in tries) / nbytes
 
         def cost_of(link: LinkCost) -> CompressionCost:
-            if name != "powersgd":
+            if not isinstance(method, PowerSGD):
                 return CompressionCost(name, sent_bytes / nbytes, before, after)
             # Over gloo, backward waits until a bucket is through.
             waiting_s = 2 * link.latency_s + sent_bytes * link.seconds_per_byte
             return CompressionCost(name, 0.0, before + waiting_s / nbytes, 0.0, collectives=0)
 
         return cost_of
-
-
-@dataclass(frozen=True)
-class _Rehearsed:
-    """A bucket of made-up gradients, flat, and views of it with the shapes of parameters."""
-
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> torch.Tensor:
-        return self.flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self.views
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self.views
-
-    def is_last(self) -> bool:
-        return True
-
-
-def _bucket_like(members: Sequence[Member]) -> GradientBucket:
-    """Gradients as the largest parameters have them, up to some MB, of one dtype; at least one."""
-    parameters = sorted((member.parameter for member in members), key=lambda each: each.numel(), reverse=True)
-    shapes: list[torch.Size] = []
-    numel, dtype = 0, parameters[0].dtype.to_real()
-    for parameter in parameters:
-        if not shapes or (numel + parameter.numel()) * dtype.itemsize <= _REHEARSED_BYTES:
-            shapes.append(parameter.shape)
-            numel += parameter.numel()
-    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(0), device="cpu")  # training's own seed stays
-    flat = drawn.to(dtype)
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return _Rehearsed(flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
 
 def _links(

@@ -17,6 +17,7 @@ from ddp.data_parallel.explaining.all_reduce_models import (
     Layout,
     Link,
     all_reduce_s,
+    exchange_s,
     recursive_doubling_s,
     ring_s,
 )
@@ -118,13 +119,15 @@ class Needed:
 
 
 def link_of(cost: LinkCost, backend: str, hosts: int) -> Link:
-    """The link on which an all-reduce by the algorithm of `backend` costs what was measured, if all links are alike.
+    """The link on which an all-reduce by the algorithm of `backend` costs what was measured.
 
-    `cost.ranks` ranks, of at least 2, on `hosts`.
+    `cost.ranks` ranks, of at least 2, on `hosts`: it is the link within the only host, or that between several, where
+    links within a host cost nothing.
     """
 
     def seconds(link: Link, nbytes: float) -> float:
-        return all_reduce_s(backend, Layout(hosts, max(1, cost.ranks // hosts), link, link), nbytes)
+        local = link if hosts == 1 else Link(0.0, math.inf)
+        return all_reduce_s(backend, Layout(hosts, max(1, cost.ranks // hosts), local, link), nbytes)
 
     messages, passes = seconds(Link(1.0, math.inf), 0.0), seconds(Link(0.0, 1.0), 1.0)
     rate = passes / cost.seconds_per_byte if cost.seconds_per_byte else math.inf
@@ -173,7 +176,8 @@ class Extrapolator:
     """Everything that was measured, and the links of the world that is asked for.
 
     `compute_times_s`: the step without communication in each of the measured steps of a rank, in seconds, whose spread
-    the stragglers come from. `compression`: what it costs on a link, if buckets travel compressed.
+    the stragglers come from. `compression`: what it costs on a link, if buckets travel compressed, and `wire_ratio`
+    is that of their bytes.
     """
 
     record: StepRecord
@@ -204,7 +208,7 @@ class Extrapolator:
             self.record,
             [bucket for bucket in self.buckets if bucket.indices],
             cost,
-            compression=None if self.compression is None else self.compression(cost),
+            compression=self._compression(layout, cost),
         )
         times = self.compute_times_s
         straggling_s = expected_maximum(times, ranks) - expected_maximum(times, 1) if times else 0.0
@@ -219,6 +223,15 @@ class Extrapolator:
             exposed_s=made.exposed_s + status_s,
             straggling_s=straggling_s,
         )
+
+    def _compression(self, layout: Layout, cost: LinkCost) -> CompressionCost | None:
+        """What compression costs there: rows go from all ranks to all, in no ring."""
+        if self.compression is None:
+            return None
+        found, all_reduce_s_per_byte = self.compression(cost), cost.seconds_per_byte
+        if not all_reduce_s_per_byte:
+            return found
+        return replace(found, wire_ratio=found.wire_ratio * exchange_s(layout, 1.0) / all_reduce_s_per_byte)
 
     def steps(self, hosts: int, ranks_per_host: int) -> list[ScaledStep]:
         """The step in each of `rank_counts`."""

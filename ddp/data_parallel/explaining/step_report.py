@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ddp.data_parallel.planning.bucket_planner import LEAST_SAVING
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.simulate import Bucket, SimulatedStep, simulate
 from ddp.data_parallel.planning.step_record import StepRecord
@@ -18,7 +19,7 @@ __all__ = ["Exposed", "OtherWay", "StepReport", "explain_step"]
 
 _LOCAL_STEPS = 8  # of LocalSGD between two averages
 _LOCAL_CHUNK_BYTES = 64 << 20  # in which LocalSGD averages
-_MB = 1 << 20
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class OtherWay:
     step_s: float
     gain: float
     bucket_bytes: Sequence[int] = ()
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves as much as `compression="auto"` asks for; simulations err."""
+        return self.gain >= LEAST_SAVING
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class StepReport:
         if step.delayed_s >= 5e-5:
             compressing = "" if self.compression == "none" else "compressing; "
             yield _line("delayed", step.delayed_s, f"{compressing}cores taken by communication")
-        yield _line("wire", step.wire_s, f"{sent / _MB:.3g} MB in {_count(count, 'bucket')}, {_link(self.cost)}")
+        yield _line("wire", step.wire_s, f"{sent / _MIB:.3g} MiB in {_count(count, 'bucket')}, {_link(self.cost)}")
         yield _line("  overlapped", step.overlapped_s, "beside backward")
         yield _line("  exposed", step.exposed_s, "after backward" if step.exposed_s >= 5e-5 else "nothing")
         exposed = self.exposed
@@ -138,7 +144,7 @@ class StepReport:
     def _ways(self) -> Iterator[str]:
         yield "Would it pay?"
         for way in self.ways:
-            yield _line(f"  {way.title}", way.step_s, f"{_gain(way.gain):>6}  {'yes' if way.gain > 0 else 'no'}")
+            yield _line(f"  {way.title}", way.step_s, f"{_gain(way.gain):>6}  {'yes' if way.pays else 'no'}")
 
 
 def explain_step(
@@ -243,14 +249,14 @@ def _link(cost: LinkCost) -> str:
 
 
 def _sizes(nbytes: Sequence[int]) -> str:
-    """Sizes of buckets in MB, those alike one after the other counted."""
+    """Sizes of buckets in MiB, those alike one after the other counted."""
     runs: list[tuple[str, int]] = []
-    for size in (f"{each / _MB:.2g}" for each in nbytes):
+    for size in (f"{each / _MIB:.2g}" for each in nbytes):
         runs = [*runs[:-1], (size, runs[-1][1] + 1)] if runs and runs[-1][0] == size else [*runs, (size, 1)]
     words = [size if times == 1 else f"{times} x {size}" for size, times in runs]
     if len(words) > 4:
         words = [*words[:2], "...", words[-1]]
-    return f"{', '.join(words)} MB"
+    return f"{', '.join(words)} MiB"
 
 
 def _gain(gain: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,13 @@ from ddp.data_parallel.planning.simulate import buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
 from ddp.data_parallel.planning.step_timer import StepTimer, StepTimes
 
-__all__ = ["BucketPlanner", "Measurement"]
+__all__ = ["LEAST_SAVING", "BucketPlanner", "Measurement"]
 
 _HELD_STEPS = 2
 _FREE_STEPS = 2
 
 # What compression must save of a simulated step: it costs exactness, and simulations err.
-_LEAST_SAVING = 0.1
+LEAST_SAVING = 0.1
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Measurement:
 
     `step_s` is the time of a step as measured, with the buckets that there were. `choices` are sizes of buckets with
     their simulated steps without compression, quickest first. `compressed`: for each compression that was considered,
-    its name and the best step with it.
+    its name and the step with it.
     """
 
     record: StepRecord
@@ -55,8 +56,10 @@ class Measurement:
 class BucketPlanner:
     """Watches the first steps of the model that `schedule` has the buckets of. Every rank must make it alike.
 
-    `replans`: take the sizes of buckets that leave least exposed. `compressions`: what compression would cost, of those
-    that may be used; `compress` is called with the name of one that pays, on every rank in the same step.
+    `replans`: take the sizes of buckets that leave least exposed. `asked`: the argument of the user that wants this
+    decided, who is warned if nothing can be. `hosts`: the ranks on each, None if not known. `compressions`: what
+    compression would cost, of those that may be used; `compress` is called with the name of one that pays, on every
+    rank in the same step.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class BucketPlanner:
         link: LinkCost,
         *,
         replans: bool,
+        hosts: Sequence[int] | None = None,
+        asked: str | None = None,
         compressions: Sequence[CompressionCost] = (),
         compressed_limits: BucketLimits | None = None,
         compress: Callable[[str], None] | None = None,
@@ -72,9 +77,11 @@ class BucketPlanner:
         self.timer: StepTimer | None = StepTimer()
         self.measurement: Measurement | None = None
         self.recent = RecentSteps()  # since the decision
+        self.hosts = hosts
         self._channel = channel
         self._link = link
         self._replans = replans
+        self._asked = asked
         self._compressions = compressions
         self.compressed_limits = compressed_limits
         self._compress = compress
@@ -91,26 +98,33 @@ class BucketPlanner:
 
     def keep_buckets(self) -> None:
         """Measure, but change nothing: what a checkpoint says of buckets and compression is to stay."""
-        self._replans, self._compressions = False, ()
+        self._replans, self._compressions, self._asked = False, (), None
 
     @property
     def holds(self) -> bool:
         """Whether buckets of the next pass must wait for the end of backward."""
         return self.timer is not None and self._steps < _HELD_STEPS
 
+    def count_step(self) -> None:
+        """All ranks have sent what a pass has to send, without failures: it is one of the first steps on every rank.
+
+        What a rank alone raises after this must not let its count fall behind that of the others.
+        """
+        self._steps += 1
+
     def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
 
-        Every rank must call it in the same passes. `has_joined`: this rank had no inputs, so its times do not count.
+        Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its
+        times do not count.
         """
         if self.timer is None:
             self.recent.ended(schedule.waited_s)
             return
         times = self.timer.end_step(arrived)
         if times is not None and not has_joined:
-            (self._held if self._steps < _HELD_STEPS else self._free).append(times)
+            (self._held if self._steps <= _HELD_STEPS else self._free).append(times)
         self._is_missing |= times is None and not has_joined
-        self._steps += 1
         if self._steps == _HELD_STEPS + _FREE_STEPS:
             self.timer = None
             with self._channel.report.waiting("agreement on the sizes of buckets"):
@@ -119,13 +133,18 @@ class BucketPlanner:
     def _decide(self, schedule: BucketSchedule) -> None:
         figures = self._agreed(schedule)
         if figures is None:
+            self._warn(
+                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a "
+                "forward pass inside of backward)"
+            )
             return
         record, link, step_s = figures
         if schedule.has_hook:  # what it holds may be of these buckets
+            if self._replans:
+                self._warn("compression or a communication hook may hold what is of these buckets")
             self.keep_buckets()
         choices = choose(record, link, schedule.limits, lambda limits: buckets_of(schedule.plans_for(limits)))
-        now = next(choice for choice in choices if choice.limits == schedule.limits)
-        best = choices[0] if self._replans else now
+        best = self._allowed(choices, schedule.limits)
         compressed = []
         for cost in self._compressions:
             assert self.compressed_limits is not None
@@ -136,17 +155,25 @@ class BucketPlanner:
                 lambda limits: buckets_of(schedule.plans_for(limits, compressed=True)),
                 compression=cost,
             )
-            compressed.append((cost.name, among[0]))
+            compressed.append((cost.name, self._allowed(among, self.compressed_limits)))
         self.measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
         compressed.sort(key=lambda pair: pair[1].step.total_s)
         name = None
-        if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - _LEAST_SAVING):
+        if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - LEAST_SAVING):
             name, best = compressed[0]
         name, limits = self._of_rank_0(name, best.limits)
         if limits != schedule.limits:
             schedule.use_limits(limits)
         if name is not None and self._compress is not None:
             self._compress(name)
+
+    def _warn(self, why: str) -> None:
+        if self._asked is not None:
+            warnings.warn(f"{self._asked} decides nothing, buckets stay as they are: {why}", stacklevel=2)
+
+    def _allowed(self, choices: Sequence[Choice], limits: BucketLimits) -> Choice:
+        """The quickest of `choices`; the one with `limits` if sizes must not follow from measurement."""
+        return choices[0] if self._replans else next(choice for choice in choices if choice.limits == limits)
 
     def _of_rank_0(self, name: str | None, limits: BucketLimits) -> tuple[str | None, BucketLimits]:
         """The decision of rank 0: simulation gives the same on all, unless their machines add up otherwise."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["CompressionCost", "LinkCost", "fit"]
+__all__ = ["CompressionCost", "LinkCost", "exchange_ratio", "fit"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class LinkCost:
 class CompressionCost:
     """What it costs to send a bucket compressed, in seconds for each byte of it before it is compressed.
 
-    `wire_ratio`: bytes on the wire by bytes of the bucket. `before_s_per_byte` is spent before the bucket leaves,
-    `after_s_per_byte` between its collectives and after them. `collectives` follow each other for one bucket.
+    `wire_ratio`: the time of its bytes on the wire by that of an all-reduce of the bucket as it is.
+    `before_s_per_byte` is spent before the bucket leaves, `after_s_per_byte` between its collectives and after them.
+    `collectives` follow each other for one bucket.
     """
 
     name: str
@@ -56,6 +57,23 @@ class CompressionCost:
     before_s_per_byte: float
     after_s_per_byte: float
     collectives: int = 2
+
+
+def exchange_ratio(backend: str, ranks: int, hosts: Sequence[int] | None) -> float:
+    """How much longer bytes take that all ranks send each other, as compressors do, than the same in an all-reduce.
+
+    `hosts`: the ranks on each host; None if that is not known, and then it is what the worst layout gives. What limits
+    is a host's network: its g of n ranks send 2 g (n-g)/n of a bucket to others, of which a ring carries 2 (n-1)/n, and
+    the algorithm of shm 2 (h-1)/h for h hosts.
+    """
+    if hosts is None:
+        worst = max(range(1, ranks), key=lambda g: g * (ranks - g), default=1)
+        hosts = [worst, ranks - worst]
+    if len(hosts) == 1 or ranks < 2:
+        return 1.0
+    sent = max(g * (ranks - g) for g in hosts) / ranks
+    carried = (len(hosts) - 1) / len(hosts) if backend == "shm" else (ranks - 1) / ranks
+    return max(1.0, sent / carried)
 
 
 def fit(ranks: int, samples: Sequence[tuple[int, float]], *, contention: float = 0.0) -> LinkCost:

@@ -21,22 +21,19 @@ _BUDGET_S = 0.09
 _SMALL_TIMES = 3
 
 
-def measure_link(channel: Channel, device: torch.device) -> LinkCost:
-    """Time all-reduces of three sizes on `device`; return what all ranks take them to cost: as the slowest rank saw it.
+def measure_link(channel: Channel) -> LinkCost:
+    """Time all-reduces of three sizes in host memory; return their cost on all ranks: as the slowest rank saw it.
 
     Every rank must call it; blocks, some 0.1 s at most where a link carries 10 MB a second or more. Sizes grow until
     another would take too long. Only then are they timed, largest first: a shaped link lets the first bytes through
     faster than it carries more.
     """
     with channel.report.waiting("measurement of the link"):
-        flat = torch.zeros(_MOST_BYTES // 4, dtype=torch.float32, device=device)
+        flat = torch.zeros(_MOST_BYTES // 4, dtype=torch.float32, device="cpu")
 
         def timed(nbytes: int) -> float:
             start = time.perf_counter()
-            part = flat[: nbytes // 4]
-            channel.group.allreduce([part]).wait()
-            if device.type != "cpu":
-                part[:1].cpu()  # waits for the device
+            channel.group.allreduce([flat[: nbytes // 4]]).wait()
             return time.perf_counter() - start
 
         timed(_SMALL_BYTES)  # connections are made when they are needed first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,10 +13,12 @@ from ddp.comm.channel import Channel
 from ddp.compression.compressors import Auto, Half, Int8, PowerSGD
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
+from ddp.data_parallel.planning.link_cost import exchange_ratio
 from ddp.data_parallel.planning.measure_compression import measure_compression
 from ddp.data_parallel.planning.measure_link import measure_link
+from ddp.data_parallel.planning.ranks_on_hosts import ranks_on_hosts
 from ddp.errors import ArgumentError, UnsupportedError
-from ddp.torch_internals import sums_in_rank_order
+from ddp.torch_internals import backend_of, sums_in_rank_order
 
 __all__ = ["Measuring"]
 
@@ -27,11 +29,13 @@ class Measuring:
 
     `is_on`: the link when it is wrapped, and its first steps. `plans`: whether the sizes of buckets follow from that;
     "exact" means only where the averages stay the same to the bit. `among`: compressions that may be used if they pay.
+    `argument`: the one by which the user wants something decided.
     """
 
     is_on: bool = False
     plans: Literal["yes", "no", "exact"] = "no"
     among: tuple[str, ...] = ()
+    argument: str | None = None
 
     @staticmethod
     def asked(
@@ -58,7 +62,7 @@ class Measuring:
                     "ready. Give a size or the name of a compression"
                 )
             plans: Literal["yes", "no", "exact"] = "yes" if cap_mb == "auto" else "no"
-            return Measuring(True, plans, () if auto is None else tuple(auto.among))
+            return Measuring(True, plans, () if auto is None else tuple(auto.among), what)
         is_on = measure and init_sync and cap_mb is None and not caps_mb and device.type == "cpu"
         return Measuring(is_on, "exact" if is_on and compression is None else "no")
 
@@ -77,11 +81,16 @@ class Measuring:
             return None
         trained = [parameter for _, parameter in parameters if parameter.requires_grad]
         device = trained[0].device
+        hosts = ranks_on_hosts(channel)
+        ratio = exchange_ratio(str(backend_of(channel.group, device).name()), channel.group.size(), hosts)
+        costs = measure_compression(channel, self.among, trained, compressed_limits.cap_bytes)
         return BucketPlanner(
             channel,
-            measure_link(channel, device),
+            measure_link(channel),
+            hosts=hosts,
             replans=self.plans == "yes" or (self.plans == "exact" and _are_exact(channel.group, device)),
-            compressions=measure_compression(channel, self.among, trained, compressed_limits.cap_bytes),
+            asked=self.argument,
+            compressions=[replace(cost, wire_ratio=cost.wire_ratio * ratio) for cost in costs],
             compressed_limits=compressed_limits,
             compress=compress,
         )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 
-from ddp.compression.compressor import RehearsalGroup
 from ddp.compression.compressors import PowerSGD, named
+from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.explaining.step_report import StepReport, explain_step
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.recent_steps import RecentSteps
@@ -79,6 +79,7 @@ def test_of_a_compressed_step_the_way_without_compression_is_told() -> None:
     report = explained(SLOW, compression=INT8)
     assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
     assert report.ways[0].gain < 0
+    assert [way.pays for way in report.ways] == [False, report.ways[1].gain >= 0.1]
     assert "gloo, int8" in str(report)
 
 
@@ -91,7 +92,7 @@ def test_one_bucket_costs_what_cannot_overlap() -> None:
 @pytest.mark.parametrize("cost", [SLOW, FAST, LinkCost(512, 0.02, 3e-6, 1.5), LinkCost(2, 0.0, 0.0)])
 @pytest.mark.parametrize("compression", [None, INT8])
 def test_every_line_fits_the_screen(cost: LinkCost, compression: CompressionCost | None) -> None:
-    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MB", "quickest")}
+    plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MiB", "quickest")}
     methods = [CompressionCost(name, 0.5, 1e-9, 1e-9) for name in ("bf16", "int8", "powersgd")]
     sizes = (0.001, 50, 50, 250, 0.1)
     report = explained(cost, sizes, compression=compression, compressions=methods, plans=plans)
@@ -133,6 +134,18 @@ def test_a_rehearsal_takes_the_bytes_that_would_leave_and_time(name: str, ratio:
     assert rehearsal.wire_bytes == pytest.approx(ratio * OneGradient.flat.nbytes, rel=0.02)
     assert rehearsal.before_s > 0
     compressor.close()
+
+
+def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    parameters = [torch.zeros(3), torch.zeros(50257, 64), torch.zeros(40, 5), torch.zeros(0), torch.zeros(())]
+    bucket = bucket_like(parameters, 10_000)
+    assert [tuple(each.shape) for each in bucket.gradients()] == [(39, 64), (3,), (1,)]
+    assert bucket.buffer().nbytes <= 10_000
+    assert [tuple(each.shape) for each in bucket_like(parameters, 8).gradients()] == [(1, 64)]
+    pairs = bucket_like([torch.zeros(4, 4, dtype=torch.complex64)], 1000)
+    assert (pairs.buffer().dtype, pairs.buffer().numel()) == (torch.float32, 32)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_world_of_one_has_nothing_to_explain(nursery: Nursery) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.data_parallel.explaining.all_reduce_models import Layout, Link, all_reduce_s
+from ddp.data_parallel.explaining.all_reduce_models import Layout, Link, all_reduce_s, exchange_s
+from ddp.data_parallel.explaining.explain import _links
 from ddp.data_parallel.explaining.extrapolate import (
     PUBLISHED,
     Extrapolator,
@@ -21,7 +22,7 @@ from ddp.data_parallel.explaining.extrapolate import (
     rank_counts,
 )
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
-from ddp.data_parallel.planning.link_cost import LinkCost
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost, exchange_ratio
 from ddp.data_parallel.planning.simulate import Bucket, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
 from ddp.errors import UnsupportedError
@@ -65,15 +66,33 @@ def test_a_slow_link_takes_its_bytes_and_the_first_bucket_s_gradients() -> None:
     assert step.exposed_s + step.overlapped_s == pytest.approx(wire_s)
 
 
-def test_a_world_of_the_measured_size_on_the_measured_link_is_the_simulated_step() -> None:
-    for backend, hosts, ranks in (("gloo", 1, 4), ("gloo", 2, 2), ("shm", 2, 4), ("shm", 1, 2)):
-        cost = LinkCost(hosts * ranks, 3e-4, 2e-9)
-        link = link_of(cost, backend, hosts)
-        assert all_reduce_s(backend, Layout(hosts, ranks, link, link), 5 * MB) == pytest.approx(
-            cost.collective_s(5 * MB)
-        )
-        made = replace(extrapolator(backend=backend), local=link, network=link)
-        assert made.step(hosts, ranks).step_s == pytest.approx(simulate(made.record, made.buckets, cost).total_s)
+@pytest.mark.parametrize("backend", ["gloo", "shm", "another"])
+@pytest.mark.parametrize(("hosts", "each"), [(1, 2), (1, 4), (2, 1), (2, 2), (3, 4), (8, 8)])
+def test_a_world_of_the_measured_size_on_the_measured_link_is_the_simulated_step(
+    backend: str, hosts: int, each: int
+) -> None:
+    cost = LinkCost(hosts * each, 3e-4, 2e-9)
+    local, network, _ = _links(link_of(cost, backend, hosts), hosts, hosts, None, None, None)
+    layout = Layout(hosts, each, local, network)
+    for nbytes in (0, MB, 5 * MB):
+        assert all_reduce_s(backend, layout, nbytes) == pytest.approx(cost.collective_s(nbytes))
+    made = replace(extrapolator(backend=backend), local=local, network=network)
+    assert made.step(hosts, each).step_s == pytest.approx(simulate(made.record, made.buckets, cost).total_s)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(("hosts", "each"), [(2, 1), (2, 4), (3, 4), (8, 8)])
+def test_rows_of_a_compressor_take_what_all_ranks_send_each_other(backend: str, hosts: int, each: int) -> None:
+    network = Link(0.0, 1e9)
+    layout = Layout(hosts, each, Link(0.0, math.inf), network)
+    ratio = exchange_s(layout, 1.0) / all_reduce_s(backend, layout, 1.0)
+    assert exchange_ratio(backend, layout.ranks, [each] * hosts) == pytest.approx(ratio)
+    assert exchange_ratio(backend, layout.ranks, None) >= ratio * (1 - 1e-9)
+    made = replace(extrapolator(network=network, backend=backend), local=layout.local)
+    half = replace(made, compression=lambda _: CompressionCost("half", 0.5, 0.0, 0.0))
+    wire_s = 40 * MB * all_reduce_s(backend, layout, 1.0)
+    assert made.step(hosts, each).wire_s == pytest.approx(wire_s)
+    assert half.step(hosts, each).wire_s == pytest.approx(wire_s * ratio / 2)
 
 
 def test_ranks_that_vary_wait_for_the_slowest_of_all() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, plan_buckets, spec_of
 from ddp.data_parallel.planning.choose import candidates, choose
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost, fit
+from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost, exchange_ratio, fit
+from ddp.data_parallel.planning.ranks_on_hosts import host_number
 from ddp.data_parallel.planning.simulate import Bucket, buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
 
@@ -63,6 +64,31 @@ def test_compressing_takes_its_time_and_saves_that_of_the_wire() -> None:
     assert step.wire_s == pytest.approx(2 * (2 * 0.01 + 500 * 0.5e-3))
     assert step.delayed_s == pytest.approx(2 * 0.05 + 0.1)  # what follows the last one is not beside backward
     assert step.total_s == pytest.approx(1.75 + 0.2 + 0.27 + 0.1)
+
+
+def test_rows_of_a_compressor_cost_more_where_ranks_share_the_network_of_their_host() -> None:
+    assert exchange_ratio("gloo", 8, [8]) == 1
+    assert exchange_ratio("gloo", 4, [1, 1, 1, 1]) == 1
+    assert exchange_ratio("gloo", 8, [4, 4]) == pytest.approx(16 / 7)
+    assert exchange_ratio("shm", 8, [4, 4]) == 4
+    assert exchange_ratio("shm", 4, [3, 1]) == pytest.approx(1.5)
+    assert [exchange_ratio("gloo", ranks, None) for ranks in (2, 3, 8)] == pytest.approx([1, 1, 16 / 7])
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}, 1),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 0),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 3),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"LOCAL_RANK": "3"}, None),
+        ({"WORLD_SIZE": "5", "GROUP_RANK": "1"}, None),
+        ({"RANK": "three"}, None),
+    ],
+)
+def test_a_rank_knows_its_host_only_where_the_launcher_says(environ: dict[str, str], expected: int | None) -> None:
+    assert host_number({"RANK": "3", "WORLD_SIZE": "4", **environ}, 3, 4) == expected
 
 
 @given(
@@ -118,8 +144,13 @@ def test_a_plan_by_measurement_changes_no_bit_of_two_ranks(nursery: Nursery, as_
         (3, "with_more_ranks_buckets_change_on_request_only"),
         (3, "a_rank_that_has_joined_takes_part"),
         (2, "a_failed_step_begins_the_measurement_anew"),
+        (2, "a_parameter_unfrozen_while_steps_are_measured_begins_that_anew"),
+        (2, "a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step"),
+        (2, "auto_that_can_decide_nothing_warns"),
         (2, "nothing_is_measured_where_that_is_not_wanted"),
         (2, "compression_pays_or_is_left_out"),
+        (2, "compression_keeps_the_sizes_that_were_given"),
+        (2, "measuring_compression_leaves_random_numbers_and_connections_alone"),
         (2, "a_checkpoint_keeps_what_was_decided"),
         (2, "a_wrapper_that_measures_is_let_go"),
     ],
