@@ -16,7 +16,6 @@ Other ways to train the same loop are behind `ddp.strategy(name)`; `ddp.Trainer`
 
 from ddp import callbacks, compression, errors, horovod
 from ddp.checkpoint.checkpoint import Checkpoint
-from ddp.comm.shm.backend import register as _register_shm
 from ddp.compression.compressors import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
@@ -47,5 +46,4 @@ __all__ = [
     "verify",
 ]
 
-_register_shm()
 _skip_package(__name__)

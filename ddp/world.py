@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +30,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     rendezvous,
 )
 
+from ddp.comm.shm.agreement import agree
 from ddp.comm.shm.backend import NAME as SHM
-from ddp.comm.shm.backend import sharing
+from ddp.comm.shm.backend import register, sharing
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
 
@@ -42,7 +43,7 @@ _CHOOSERS = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
 }
-_TIMEOUT = timedelta(minutes=30)  # torch's, to meet
+_TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, to meet
 _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 
@@ -85,13 +86,17 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     `backend="gloo"` stays on the CPU whatever there is, and never takes shm. The variable DTRAIN_BACKEND, the same on
     every rank, is what `backend` is by default.
 
-    A second call returns the same object. A default group that already exists is used and not closed at exit.
-    Raises LaunchEnvironmentError for an inconsistent environment, RendezvousError if the ranks cannot meet.
+    A second call returns the same object, also for "gloo" where the first has taken shm. A default group that already
+    exists is used and not closed at exit. Raises LaunchEnvironmentError for an inconsistent environment, on all ranks
+    if they would take unlike backends and some were given none; RendezvousError if the ranks cannot meet.
     """
     global _world
     if _world is not None and dist.is_initialized():
-        if backend is not None and backend != _world.backend:
-            raise ArgumentError(f"init(backend={backend!r}), but this process already joined with {_world.backend!r}")
+        if backend not in (None, _world.backend) and (backend, _world.backend) != ("gloo", SHM):
+            raise ArgumentError(
+                f"init(backend={backend!r}), but this process already joined with {_world.backend!r}: give the first "
+                "init() this backend, or this one none"
+            )
         return _world
     if dist.is_initialized():
         _world = _adopt()
@@ -200,9 +205,12 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
     is_by_address = (
         bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")) and placement.source != "alone"
     )
+    timeout = given or (_NCCL_TIMEOUT if backend == "nccl" else _TIMEOUT)
     try:
-        store = _store_at_address(placement, given or _TIMEOUT) if is_by_address else _own_store(placement)
-        backend = backend or _backend_for(placement, device, store, given or _TIMEOUT)
+        store = _store_at_address(placement, timeout) if is_by_address else _own_store(placement)
+        backend = _agreed_backend(placement, backend, device, store, timeout)
+        if SHM in _words(backend):
+            register()
         dist.init_process_group(
             backend,
             store=store,
@@ -231,14 +239,50 @@ def _store_at_address(placement: Placement, timeout: timedelta) -> Store:
     return PrefixStore("default_pg", store)
 
 
-def _backend_for(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> str:
-    """Choose the backend for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks; the same on all."""
+def _agreed_backend(
+    placement: Placement, backend: str | None, device: torch.device, store: Store, timeout: timedelta
+) -> str:
+    """Return `backend`, or choose it for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks.
+
+    Raises LaunchEnvironmentError on all ranks if one that was given none would take another than the rest.
+    """
+    rank, size = placement.rank, placement.world_size
+    if size > 1:
+        mine = [backend, device.type]
+        problem = agree(
+            PrefixStore("ddp/devices", store),
+            rank,
+            size,
+            mine,
+            lambda all_: [_difference(all_)] * size,
+            timeout.total_seconds(),
+        )
+        if problem:
+            raise LaunchEnvironmentError(problem)
+    if backend is not None:
+        return backend
     if device.type != "cpu":
         return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
-    hosts = []
-    if placement.world_size > 1:
-        hosts = sharing(PrefixStore("ddp/sharing", store), placement.rank, placement.world_size, timeout)
-    return SHM if any(len(ranks) > 1 for ranks in hosts) else "gloo"
+    hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
+    is_able = sum(map(len, hosts)) == size and len(hosts) < size
+    return SHM if is_able else "gloo"
+
+
+def _difference(asked: Sequence[tuple[str | None, str]]) -> str | None:
+    """What to say if ranks that were given no backend and the others do not fit; `asked` has backends and devices."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (backend, device) in enumerate(asked):
+        ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(str(rank))
+    if len(ranks) == 1 or all(backend is not None for backend, _ in asked):
+        return None
+    found = "; ".join(
+        f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
+    )
+    return (
+        f"ranks would take unlike backends: they were given {found}. Give all the same backend (ddp.init, "
+        "DTRAIN_BACKEND), and see that torch finds the same kind of device on all hosts "
+        "(torch.accelerator.is_available())"
+    )
 
 
 def _own_store(placement: Placement) -> Store:

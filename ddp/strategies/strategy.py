@@ -63,7 +63,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     It joins this process to the others, as `ddp.init` does; every process of the job must call it with the same
     arguments. DTRAIN_STRATEGY may have options: "parameter_server,mode=async". Options by strategy:
 
-    - "all_reduce": `communication` ("auto": NCCL on CUDA, else gloo; or a backend's name), `compression`, and all other
+    - "all_reduce": `communication` ("auto": as `ddp.init`; or a backend's name), `compression`, and all other
       arguments of `ddp.DistributedDataParallel`.
     - "local_sgd": `every`, `after`, `outer_lr`, `outer_momentum`, `nesterov` of `ddp.LocalSGD`, and `communication`.
     - "central_storage", "parameter_server": see strategy.py in ddp/strategies/central_storage and in parameter_server.
@@ -330,5 +330,5 @@ def _check_given(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def join(communication: str) -> World:
-    """Join the process group with the backend that `communication` means; "auto" is NCCL on CUDA, else gloo."""
+    """Join the process group with the backend that `communication` means; "auto" is what `init` chooses."""
     return init(None if communication == "auto" else communication)

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 import ddp
 from ddp import world
@@ -28,7 +30,7 @@ REPORT = """
     import torch
     import ddp
     world = ddp.init()
-    assert ddp.init() is world
+    assert ddp.init() is world and ddp.init("gloo") is world
     model = torch.nn.Linear(2, 1).to(world.device)
     model = ddp.DistributedDataParallel(model)
     model(torch.full((1, 2), float(world.rank))).sum().backward()
@@ -78,6 +80,25 @@ def test_alone_it_is_a_world_of_one_and_ends_quietly(script: Path) -> None:
         "grad": 0.0,
     }
     assert result.stderr == ""
+
+
+def test_importing_it_changes_nothing_in_torch() -> None:
+    script = """
+        import ddp, torch.distributed as dist
+        assert "shm" not in dist.Backend.backend_list
+        dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD.name() == "gloo"
+        dist.group.WORLD._get_sequence_number_for_group()
+        dist.destroy_process_group()
+    """
+    result = run([sys.executable, "-c", textwrap.dedent(script)])
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_backend_that_is_named_is_known_to_torch() -> None:
+    script = "import ddp; assert ddp.init('shm').backend == 'shm'; import torch.distributed as dist; dist.barrier()"
+    result = run([sys.executable, "-c", script])
+    assert result.returncode == 0, result.stderr
 
 
 def test_under_torchrun(script: Path) -> None:
@@ -242,7 +263,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(world, "_world", None)
     monkeypatch.setattr(world.atexit, "register", lambda _: None)
-    monkeypatch.setattr(world.dist, "init_process_group", lambda **given: options.update(given))
+    monkeypatch.setattr(world, "_store_at_address", lambda _, timeout: options.update(meeting=timeout) or HashStore())
+    monkeypatch.setattr(world, "agree", lambda store, rank, size, value, decide, _: decide([value] * size)[rank])
+    monkeypatch.setattr(world, "sharing", lambda *_: [(0,), (1,)])
+    monkeypatch.setattr(
+        world.dist, "init_process_group", lambda backend, **given: options.update(given, backend=backend)
+    )
     return options
 
 
@@ -269,6 +295,7 @@ def test_the_accelerator_decides_on_device_and_backend(
     assert (str(here.device), here.backend, joined["backend"]) == (device, made, made)
     assert joined.get("device_id") == (here.device if eager else None)
     assert devices.current == here.device.index
+    assert joined["meeting"] == timedelta(minutes=10 if backend == "nccl" else 30)
 
 
 @pytest.mark.parametrize(("local_world_size", "is_eager"), [("2", False), ("1", True)])

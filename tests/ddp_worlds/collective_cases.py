@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp.comm.shm import backend
 
+backend.register()
+
 Group = dist.ProcessGroup
 Case = Callable[[Group], None]
 

@@ -226,6 +226,9 @@ def _other_devices_beside_shm() -> None:
     import torch
     import torch.distributed as dist
 
+    from ddp.comm.shm.backend import register
+
+    register()
     group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
     group._get_backend(torch.device("cuda"))
     dist.barrier()  # or the first closes before the other is connected

@@ -169,6 +169,10 @@ def _run_rank(rank: int, world_size: int, case: str, group: str, arguments: dict
 
     torch.manual_seed(1000 + rank)
     store = dist.FileStore(str(folder / "store"), world_size)
+    if "shm" in group:
+        from ddp.comm.shm.backend import register
+
+        register()
     dist.init_process_group(group, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     kept = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")

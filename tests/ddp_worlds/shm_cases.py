@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ddp  # noqa: F401  # registers the backend
+from ddp.comm.shm.backend import register
 from ddp.errors import CollectiveError
+
+register()
 
 # Around where chunks, slices and small ones end.
 SIZES = (0, 1, 5, 1000, 4096, 4097, 65_535, 131_073, 300_001)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
-import ddp  # registers the backend
+import ddp
 from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import memory
-from ddp.comm.shm.backend import sharing
-from ddp.errors import ArgumentError
+from ddp.comm.shm.backend import connect, register, sharing
+from ddp.environment import Placement
+from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
+from ddp.world import _agreed_backend
+
+register()
 
 
 @contextmanager
@@ -202,3 +207,75 @@ def ranks_that_share_no_memory_go_by_gloo(folder: str) -> None:
         assert (mine == sum(range(size))).all()
         dist.destroy_process_group(group)
     dist.barrier()
+
+
+def _backend(store: Any, backend: str | None = None, device: str = "cpu") -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    here = Placement(rank, size, rank, size, None, "a test")
+    return _agreed_backend(here, backend, torch.device(device), store, timedelta(seconds=30))
+
+
+def one_store_serves_several_times(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [served.port if served else 0]
+    dist.broadcast_object_list(port)
+    for store in (FileStore(f"{folder}/store", size), served or TCPStore("127.0.0.1", port[0])):
+        for _ in range(3):
+            assert _backend(store) == "shm"
+            with pytest.MonkeyPatch.context() as patched:
+                if rank == size - 1:
+                    patched.setattr(memory.SharedSegment, "open", lambda *_, **__: None)
+                # The first two still share, where there are three.
+                assert _backend(store) == ("shm" if size > 2 else "gloo")
+    dist.barrier()  # or rank 0's ends before the others have left
+
+
+def a_rank_without_memory_is_known_to_all(folder: str) -> None:
+    """Its limits or an old sandbox do not let it: all take gloo, or all have the error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = FileStore(f"{folder}/store", size)
+    limit = timedelta(seconds=30)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("refused")
+
+    for target, name in ((os, "pidfd_open"), (os, "memfd_create")):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == size - 1:
+                patched.setattr(target, name, refuse)
+            assert sharing(store, rank, size, limit) == [tuple(range(size - 1))]
+            assert _backend(store) == "gloo"
+            with pytest.raises(RendezvousError, match=rf"but rank {size - 1} cannot make memory .*; use gloo"):
+                dist.new_group(backend="shm")
+            if name == "pidfd_open":  # a group of one needs none
+                alone = connect(store, 0, 1, limit)
+                alone.allreduce([torch.ones(3)]).wait()
+                alone.shutdown()
+    assert sharing(store, rank, size, limit) == [tuple(range(size))]
+    dist.barrier()
+
+
+def what_is_tried_is_as_large_as_what_is_needed(folder: str) -> None:
+    """As with `ulimit -f`: a segment of a page is made, but not that of a group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        SharedSegment(4096).close()
+    assert _backend(FileStore(f"{folder}/store", size)) == "gloo"
+    dist.barrier()
+
+
+def unlike_devices_are_an_error_on_all(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = FileStore(f"{folder}/store", size)
+    is_last = rank == size - 1
+    with pytest.raises(
+        LaunchEnvironmentError, match=r"no backend and found cuda \(ranks 0, 1\); no .* cpu \(ranks 2\)"
+    ):
+        _backend(store, device="cpu" if is_last else "cuda")
+    with pytest.raises(LaunchEnvironmentError, match=r"no backend and found cpu \(ranks 0, 1\); 'gloo' \(ranks 2\)"):
+        _backend(store, "gloo" if is_last else None)
+    chosen = "gloo" if is_last else "cpu:gloo,cuda:nccl"  # the user's own choice
+    assert _backend(store, chosen) == chosen
+    assert _backend(store, device="cuda") == "cpu:gloo,cuda:nccl"

@@ -1,6 +1,7 @@
 """`shm`: a backend of torch.distributed for tensors in host memory, for ranks that share one host's memory.
 
-    import ddp                                         # registers the backend
+    from ddp.comm.shm.backend import register
+    register()                                         # torch knows it from here on; ddp.init("shm") does so too
     dist.init_process_group("shm")                     # or "cpu:shm,cuda:nccl"
     group = dist.new_group(ranks, backend="shm")
 
@@ -11,9 +12,10 @@ What is sent is copied once into memory that all ranks have mapped, and read the
 a group run in the order in which they were called, each as rounds: a rank fills its slot, raises its counter, and goes
 on when the counters of all ranks are there. Values are combined as rank 0 + rank 1 + ... whatever the sizes and the
 timing, so that all ranks have the same bits in every run; half precision, bfloat16 and float8 are combined in float32
-and rounded once.
+and rounded once within a host. Over several hosts the sum of each host is rounded to the tensor's type, and then the
+sum of those once more.
 
-Bottom up: `waiting` (futex, fence), `memory` (what is mapped where), `rounds` (counters, headers, dead ranks),
-`combine` and `collectives` (the algorithms), `messages` (send and recv), `engine` (what runs when, and in which
-thread), `work`, `group` (the process group), `backend` (what makes it known to torch).
+Bottom up: `waiting` (futex, fence), `agreement` (one answer for all ranks), `memory` (what is mapped where), `rounds`
+(counters, headers, dead ranks), `combine` and `collectives` (the algorithms), `messages` (send and recv), `engine`
+(what runs when, and in which thread), `work`, `group` (the process group), `backend` (what makes it known to torch).
 """

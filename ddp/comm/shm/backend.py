@@ -14,7 +14,11 @@ NAME = "shm"
 
 
 def register() -> None:
-    """Make `shm` known to torch.distributed. May be repeated."""
+    """Make `shm` known to torch.distributed. May be repeated.
+
+    Torch with any backend that is not its own names no default backend for a group of "cpu:gloo" and the like: such a
+    group then has the name "undefined", and no numbers of its calls. So this is done only where shm is wanted.
+    """
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -22,6 +26,7 @@ def register() -> None:
 def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
     """Return the ranks of each host, in order of their first: those of a tuple share memory. The same on all ranks.
 
+    Tried with memory of the size that a group of all would need. A rank that cannot make such memory is in no tuple.
     All ranks call it, with a store (or a prefix of one) that nothing else uses. Blocks until all have; raises
     RendezvousError after `timeout`.
     """
@@ -38,8 +43,12 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, others: Any = 
     """
     from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
     from ddp.comm.shm.hosts_group import HostsGroup
+    from ddp.comm.shm.memory import check_able
 
+    if size == 1:
+        return ShmGroup(store, rank, size, timeout, others)
     hosts = sharing(PrefixStore("sharing", store), rank, size, timeout)
+    check_able(hosts, size)
     if len(hosts) == 1:
         return ShmGroup(store, rank, size, timeout, others)
     return HostsGroup(store, rank, size, timeout, hosts, others)

@@ -1,25 +1,26 @@
 """What the ranks of a group have mapped of each other, and how they find out that they can.
 
-Every rank makes one segment without a file and opens those of all others, by tickets that travel through the store. A
-token in the segment, which the ticket has too, proves that both see the same memory.
+Every rank makes one segment without a file and opens those of all others, by tickets that rank 0 collects through the
+store and hands on to the ranks of the same machine; it also says, for all, who shares memory with whom. A token in the
+segment, which the ticket has too, proves that both see the same memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import waiting
+from ddp.comm.shm.agreement import agree
 from ddp.errors import ParameterServerError, RendezvousError
 
-__all__ = ["CHANNEL_BYTES", "CHANNEL_HEAD", "SLOT_BYTES", "Peer", "open_all", "sharing"]
+__all__ = ["CHANNEL_BYTES", "CHANNEL_HEAD", "SLOT_BYTES", "Peer", "check_able", "open_all", "sharing"]
 
 # Where in a segment, in bytes. Each word that a rank writes and others read has a cache line of its own.
 _TOKEN, POSTED, BELL, STATE, TEXT, HEADS = 0, 64, 128, 192, 256, 1024
@@ -30,6 +31,7 @@ SLOT_BYTES = 4 << 20  # of each of two
 _CHANNELS = _SLOTS + 2 * SLOT_BYTES
 CHANNEL_HEAD = 4096
 CHANNEL_BYTES = 1 << 18
+_WHAT = "memory that other processes can open"
 
 
 def segment_bytes(size: int) -> int:
@@ -65,25 +67,49 @@ class Peer:
 def open_all(store: Any, rank: int, size: int, timeout_s: float) -> tuple[list[Peer], list[int]]:
     """Map the segments of all ranks; return them in order, and descriptors that tell whether each rank still runs.
 
-    All ranks call it. Raises RendezvousError on all if some cannot share memory, and after `timeout_s`.
+    All ranks call it; a rank that is alone needs no others, nor a descriptor. Raises RendezvousError on all if some
+    cannot share memory, and after `timeout_s`.
     """
-    segments, pidfds, hosts = _meet(store, rank, size, timeout_s, segment_bytes(size))
-    if len(hosts) > 1:
-        for pidfd in pidfds.values():
-            os.close(pidfd)
-        raise RendezvousError(
-            f"the backend shm is for ranks that share memory, but these do not: {_told(hosts)} (on other hosts, in "
-            "other containers, or of other users); use gloo, or a group of shm for each host"
-        )
+    if size == 1:
+        own, _ = _own_segment(segment_bytes(1))
+        if own is None:
+            raise RendezvousError(f"this process cannot make {_WHAT}; use gloo")
+        own.close_descriptor()
+        return [Peer(own, 0, 1)], []
+    segments, pidfds, hosts = _meet(store, rank, size, timeout_s)
+    try:
+        check_able(hosts, size)
+        if len(hosts) > 1:
+            raise RendezvousError(
+                f"the backend shm is for ranks that share memory, but these do not: {_told(hosts)} (on other hosts, in "
+                "other containers, or of other users); use gloo, or a group of shm for each host"
+            )
+    except RendezvousError:
+        _close(pidfds)
+        raise
     return [Peer(segments[each], each, size) for each in range(size)], [pidfds[each] for each in range(size)]
+
+
+def check_able(hosts: Sequence[Sequence[int]], size: int) -> None:
+    """Raise RendezvousError if ranks are in none of the hosts of `sharing`."""
+    unable = sorted({*range(size)}.difference(*hosts))
+    if unable:
+        raise RendezvousError(
+            f"the backend shm needs memory of every rank, but {_told([unable])} cannot make {_WHAT} (no memfd_create "
+            "or pidfd_open here, or a limit of ulimit -v or -f); use gloo"
+        )
 
 
 def sharing(store: Any, rank: int, size: int, timeout_s: float) -> list[tuple[int, ...]]:
     """Return the ranks that share memory, host by host: `ddp.comm.shm.sharing`."""
-    _, pidfds, hosts = _meet(store, rank, size, timeout_s, 4096)
+    _, pidfds, hosts = _meet(store, rank, size, timeout_s)
+    _close(pidfds)
+    return hosts
+
+
+def _close(pidfds: dict[int, int]) -> None:
     for pidfd in pidfds.values():
         os.close(pidfd)
-    return hosts
 
 
 def _told(hosts: Sequence[Sequence[int]]) -> str:
@@ -91,23 +117,38 @@ def _told(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def _meet(
-    store: Any, rank: int, size: int, timeout_s: float, size_bytes: int
+    store: Any, rank: int, size: int, timeout_s: float
 ) -> tuple[dict[int, SharedSegment], dict[int, int], list[tuple[int, ...]]]:
-    """Make a segment, open those of the others; return what could be opened, and what all ranks could."""
-    own, token = _own_segment(size_bytes)
+    """Make a segment as a group needs it, open those of the others; return what could be opened, and by all ranks."""
+    own, token = _own_segment(segment_bytes(size))
+    segments: dict[int, SharedSegment] = {}
+    pidfds: dict[int, int] = {}
     try:
         ticket = None if own is None else {**own.ticket, "token": token.hex()}
-        tickets = _exchange(store, "ticket", rank, size, ticket, timeout_s)
-        segments, pidfds = {}, {}
-        for each, theirs in enumerate(tickets):
-            opened = None if own is None or theirs is None else _opened(own if each == rank else None, theirs)
+        tickets = agree(PrefixStore("tickets", store), rank, size, ticket, _by_machine, timeout_s)
+        for each, theirs in tickets:
+            opened = _opened(own if each == rank else None, theirs)
             if opened is not None:
                 segments[each], pidfds[each] = opened
-        seen = _exchange(store, "seen", rank, size, sorted(segments), timeout_s)
+        seen = PrefixStore("seen", store)
+        hosts = agree(seen, rank, size, sorted(segments), lambda found: [_hosts(found)] * size, timeout_s)
+    except BaseException:
+        _close(pidfds)
+        raise
     finally:
         if own is not None:
             own.close_descriptor()
-    return segments, pidfds, _hosts(seen)
+    return segments, pidfds, [tuple(host) for host in hosts]
+
+
+def _by_machine(tickets: Sequence[dict[str, Any] | None]) -> list[list[tuple[int, dict[str, Any]]]]:
+    """For each rank the tickets, with their ranks, that it could open: those of its boot and its namespace of pids."""
+    machines: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    places = [ticket and (ticket["boot"], ticket["namespace"]) for ticket in tickets]
+    for rank, (ticket, place) in enumerate(zip(tickets, places, strict=True)):
+        if ticket is not None:
+            machines.setdefault(place, []).append((rank, ticket))
+    return [machines[place] if place else [] for place in places]
 
 
 def _own_segment(size_bytes: int) -> tuple[SharedSegment | None, bytes]:
@@ -135,23 +176,10 @@ def _opened(own: SharedSegment | None, ticket: dict[str, Any]) -> tuple[SharedSe
     return None
 
 
-def _exchange(store: Any, what: str, rank: int, size: int, value: Any, timeout_s: float) -> list[Any]:
-    keys = [f"{what}/{each}" for each in range(size)]
-    store.set(keys[rank], json.dumps(value))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-        return [json.loads(store.get(key)) for key in keys]
-    except RuntimeError as error:  # DistError is one
-        raise RendezvousError(
-            f"rank {rank} of {size} waited {timeout_s:.0f} s for the other ranks to make a group of the backend shm: "
-            f"{error}"
-        ) from error
-
-
 def _hosts(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Group ranks that all have opened each other. Deterministic, whatever was seen."""
+    """Group ranks that all have opened each other; those that have not opened their own are in no group."""
     hosts: list[list[int]] = []
-    for rank in range(len(seen)):
+    for rank in (each for each in range(len(seen)) if each in seen[each]):
         for host in hosts:
             if all(rank in seen[other] and other in seen[rank] for other in host):
                 host.append(rank)

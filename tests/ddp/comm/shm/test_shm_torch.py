@@ -23,6 +23,11 @@ CASES = "ddp_worlds.shm_torch"
         ("torch_checks_nothing_else_in_detail", 2),
         ("tensors_of_any_kind", 3),
         ("ranks_that_share_no_memory_go_by_gloo", 3),
+        ("one_store_serves_several_times", 2),
+        ("one_store_serves_several_times", 3),
+        ("a_rank_without_memory_is_known_to_all", 3),
+        ("what_is_tried_is_as_large_as_what_is_needed", 2),
+        ("unlike_devices_are_an_error_on_all", 3),
     ],
 )
 def test_with_torch(nursery: Nursery, tmp_path: Path, case: str, world_size: int) -> None:
