@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from ddp.comm.shm import hosts_group
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
@@ -335,6 +336,36 @@ def a_work_keeps_its_group(folder: str) -> None:
     work.wait()
     assert (tensor == size).all()
     dist.barrier()
+
+
+def across_hosts_limits_count_and_a_forked_child_closes_nothing(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = FileStore(str(Path(folder) / "hosts"), size)
+    group = hosts_group.HostsGroup(store, rank, size, timedelta(seconds=LIMIT_S), [(0, 1), (2,)])
+    tensor = torch.ones(4)
+    group.allreduce([tensor]).wait()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            hosts_group._close_all()  # as at the end of the interpreter
+            with pytest.raises(CollectiveError, match="this process was forked"):
+                group.barrier()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    group.allreduce([tensor]).wait()
+    assert (tensor == size**2).all()
+    if rank == 2:
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match="all_reduce failed on rank 2"):
+            group.allreduce([tensor], timeout=timedelta(seconds=0.5)).wait()
+        assert time.monotonic() - began < LIMIT_S / 2
+        with pytest.raises(CollectiveError, match="refused on rank 2"):
+            group.allreduce([tensor])
+    dist.barrier()
+    group.abort()
 
 
 def nothing_is_left_of_a_group(folder: str) -> None:
