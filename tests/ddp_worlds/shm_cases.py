@@ -334,6 +334,23 @@ def messages_of_a_tag_keep_their_order() -> None:
             assert [(each == value).all().item() for value, each in enumerate(got, 1)] == [True, True]
 
 
+def the_default_device_changes_nothing() -> None:
+    group, rank, size = make(), dist.get_rank(), dist.get_world_size()
+    mine, got, other = torch.full((size,), float(rank)), torch.zeros(size), torch.zeros(1)
+    torch.set_default_device("meta")
+    try:
+        group.alltoall_base(got, mine, [], []).wait()
+        for tag in (1, 2):
+            if rank == 0:
+                group.send([mine[:1]], 1, tag).wait()
+        for tag in (2, 1):  # so that the first is kept meanwhile
+            if rank == 1:
+                group.recv([other], 0, tag).wait()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, torch.arange(size).float())
+
+
 def different_calls_are_an_error_on_all() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     odd = rank == size - 1

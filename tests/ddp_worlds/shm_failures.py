@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
+from ddp.comm.shm import hosts_group
 from ddp.comm.shm.backend import register
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
@@ -205,6 +206,176 @@ def a_rank_that_leaves_is_named(folder: str) -> None:
         with pytest.raises(CollectiveError, match=rf"rank {last} \(pid \d+\) has destroyed the group"):
             group.barrier().wait()
     dist.barrier()
+
+
+def a_message_of_a_rank_that_has_left_arrives(folder: str) -> None:
+    """It comes between the receiver's look into the channel and its look at who has left."""
+    rank = dist.get_rank()
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    if rank == 0:
+        for receiver in (1, 2):
+            group.send([torch.full((3,), 7.0)], receiver).wait()
+        group.shutdown()
+    dist.barrier()
+    if rank:
+        advanced, got = group._engine._messages.advance, torch.zeros(3)
+
+        looks = iter(range(2))  # of the call, and of who drives first
+
+        def not_yet() -> bool:
+            if next(looks, None) is None:
+                return bool(advanced())
+            group._engine._looked = 0.0
+            return False
+
+        group._engine._messages.advance = not_yet
+        (group.recv([got], 0) if rank == 1 else group.recv_anysource([got])).wait()
+        assert (got == 7).all()
+    dist.barrier()
+
+
+def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    def dies() -> None:
+        group = _group_of(folder, last)
+        group.barrier().wait()
+        time.sleep(0.5)  # the others wait by now, or later: both must end
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == last:
+        os.waitpid(_in_child(dies), 0)
+        return
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    works = [group.allreduce([torch.ones(3)]) for _ in range(6)]
+    told: list[str] = []
+
+    def wait(work: Any) -> None:
+        with pytest.raises(CollectiveError) as caught:
+            work.wait()
+        told.append(str(caught.value))
+
+    threads = [threading.Thread(target=wait, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.01)  # so that they wake the driver at different times
+    until = time.monotonic() + LIMIT_S / 2
+    while len(told) < 6 and time.monotonic() < until:
+        group._engine._ask()
+        time.sleep(0.005)
+    assert len(told) == 6
+    assert all(f"rank {last} (pid" in each for each in told)
+
+
+def a_callback_that_waits_ends_with_the_group(folder: str) -> None:
+    rank = dist.get_rank()
+    group = _group_of(folder, rank)
+    if rank == 0:
+        is_called = threading.Event()
+
+        def again(_: Any) -> None:
+            is_called.set()
+            group.allreduce([torch.ones(3)]).wait()  # in which the others never are
+
+        future = group.allreduce([torch.ones(3)]).get_future().then(again)
+        dist.barrier()
+        assert is_called.wait(LIMIT_S)
+        group.abort()
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            future.wait()
+    else:
+        dist.barrier()
+        group.allreduce([torch.ones(3)]).wait()
+    dist.barrier()
+
+
+def a_rank_that_leaves_ends_its_collectives_first(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = _group_of(folder, rank)
+    tensors = [torch.ones(_LARGE), torch.ones(3)]
+    if rank:
+        dist.barrier()
+    works = [group.allreduce([tensor]) for tensor in tensors]
+    if rank == 0:
+        assert not works[0].is_completed()
+        dist.barrier()
+        group.shutdown()
+        assert all(work.is_success() for work in works)
+    for work in works:
+        work.wait()
+    assert all((tensor == size).all() for tensor in tensors)
+    dist.barrier()
+
+
+def a_message_that_nobody_waits_for_has_no_limit(folder: str) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = _group_of(folder, rank, timeout_s=0.5 if rank == 0 else LIMIT_S)
+    if rank == 0:
+        got = torch.zeros(3)
+        work = group.recv([got], last)
+        time.sleep(1)
+        dist.barrier()
+        group.set_timeout(timedelta(seconds=LIMIT_S))
+        group.barrier().wait()
+        work.wait()
+        assert (got == 7).all()
+        group.set_timeout(timedelta(seconds=0.5))
+        with pytest.raises(CollectiveError, match=rf"rank {last} did not come within 0.5 s"):
+            group.recv([got], last).wait()
+    else:
+        dist.barrier()
+        if rank == last:
+            group.send([torch.full((3,), 7.0)], 0).wait()
+        group.barrier().wait()
+    dist.barrier()
+
+
+def a_work_keeps_its_group(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group: Any = _group_of(folder, rank)
+    tensor = torch.ones(_LARGE)
+    if rank:
+        dist.barrier()
+    work = group.allreduce([tensor])
+    del group
+    gc.collect()
+    if rank == 0:
+        dist.barrier()
+    work.wait()
+    assert (tensor == size).all()
+    dist.barrier()
+
+
+def across_hosts_limits_count_and_a_forked_child_closes_nothing(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = FileStore(str(Path(folder) / "hosts"), size)
+    group = hosts_group.HostsGroup(store, rank, size, timedelta(seconds=LIMIT_S), [(0, 1), (2,)])
+    tensor = torch.ones(4)
+    group.allreduce([tensor]).wait()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            hosts_group._close_all()  # as at the end of the interpreter
+            with pytest.raises(CollectiveError, match="this process was forked"):
+                group.barrier()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    group.allreduce([tensor]).wait()
+    assert (tensor == size**2).all()
+    if rank == 2:
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match="all_reduce failed on rank 2"):
+            group.allreduce([tensor], timeout=timedelta(seconds=0.5)).wait()
+        assert time.monotonic() - began < LIMIT_S / 2
+        with pytest.raises(CollectiveError, match="refused on rank 2"):
+            group.allreduce([tensor])
+    dist.barrier()
+    group.abort()
 
 
 def nothing_is_left_of_a_group(folder: str) -> None:

@@ -217,7 +217,8 @@ def all_to_all(rounds: Rounds, outs: Sequence[torch.Tensor], pieces: Sequence[to
     words = header("all_to_all", dtype, 0)
     size, rank = rounds.size, rounds.rank
     parity = rounds.begin(words)
-    sizes = torch.tensor([*(piece.nbytes for piece in pieces), *(out.nbytes for out in outs)], dtype=torch.int64)
+    counts = [*(piece.nbytes for piece in pieces), *(out.nbytes for out in outs)]
+    sizes = torch.tensor(counts, dtype=torch.int64, device="cpu")
     memmove(rounds.own.slots[parity], sizes.data_ptr(), sizes.nbytes)
     rounds.post()
     yield

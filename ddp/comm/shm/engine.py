@@ -29,13 +29,15 @@ __all__ = ["Engine", "Operation"]
 
 _PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
 _LOOK_S = 0.05
+_LEAVE_S = 5.0  # how long `close` waits for another thread: a callback may hang
 
 
 class Operation:
     """A collective or a message on its way. `results` are the tensors that its future gives."""
 
     __slots__ = (
-        "calls", "done", "error", "event", "in_inference", "results", "source", "steps", "then", "timeout_s", "what",
+        "calls", "done", "error", "event", "in_inference", "results", "source", "steps", "then", "timeout_s", "waited",
+        "what",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +49,7 @@ class Operation:
         self.event: threading.Event | None = None
         self.calls: list[Callable[[], None]] = []
         self.source = -1
+        self.waited = 0.0  # when somebody first waited for it
         self.in_inference = False
         self.then: Callable[[], None] | None = None  # at the end of a message
 
@@ -62,11 +65,15 @@ class Engine:
         self._carried: dict[Send | Receive, Operation] = {}  # those that it has
         self._messages = Messages(rounds, self._finish_message)
         self._round_open = False  # the head of the queue waits for the other ranks
-        self._moved = 0.0  # when something last went on
+        self._moved = 0.0  # when a collective last went on
+        self._messages_moved = 0.0
+        self._looked = 0.0  # when the driver last looked for lost ranks
         self._asked = False  # somebody has added something: the driver shall look again
-        self._closed = False
+        self._closed = False  # nobody shall drive any more
+        self._ended = False  # the other ranks have been told
+        self._last_words = ""  # what to tell them, if it is a failure
         self._driving = threading.Lock()
-        self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
+        self._telling = threading.RLock()  # for `done`, `event` and `calls`; again, where a group is collected inside
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
         self._thread: threading.Thread | None = None
         self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
@@ -80,6 +87,7 @@ class Engine:
         if self.broken is not None:
             raise self._refusal(operation.what)
         (self._inbox if isinstance(operation.steps, Send | Receive) else self._queue).append(operation)
+        self._fail_late()
         if wait:
             self.wait(operation, None)
             return
@@ -92,6 +100,13 @@ class Engine:
             self._ask()
             self._call_thread()
 
+    def _fail_late(self) -> None:
+        """Fail what was queued while the group broke: nobody may drive any more."""
+        if self.broken is not None:
+            with self._driving:
+                self._fail_all(self.broken)
+            self._call_back()
+
     def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
         """Run a collective and return when it is done, or raise its error.
 
@@ -100,7 +115,7 @@ class Engine:
         operation = None
         if self.broken is None and self._driving.acquire(blocking=False):
             try:
-                if not self._pending():
+                if self.broken is None and not self._pending():
                     operation = self._run_at_once(what, steps, results, timeout_s)
                     if operation is None:
                         return
@@ -137,23 +152,28 @@ class Engine:
 
         Ctrl-C ends the wait; the operation goes on.
         """
-        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        if not self._is_done(operation, float("inf") if timeout_s is None else time.monotonic() + timeout_s):
+            raise CollectiveError(
+                f"{operation.what} on rank {self.rounds.rank} was not done within {timeout_s:g} s; it goes on",
+                rank=self.rounds.rank,
+                what=operation.what,
+            )
+        if operation.error is not None:
+            raise operation.error
+
+    def _is_done(self, operation: Operation, until: float) -> bool:
+        operation.waited = operation.waited or time.monotonic()
         while not operation.done:
-            if self._driving.acquire(blocking=False):
+            if not self._closed and self._driving.acquire(blocking=False):
                 try:
                     self._drive(operation, until)
                 finally:
                     self._release()
             else:
                 self._wait_for_driver(operation, until)
-            if not operation.done and time.monotonic() >= until:
-                raise CollectiveError(
-                    f"{operation.what} on rank {self.rounds.rank} was not done within {timeout_s:g} s; it goes on",
-                    rank=self.rounds.rank,
-                    what=operation.what,
-                )
-        if operation.error is not None:
-            raise operation.error
+            if time.monotonic() >= until:
+                break
+        return operation.done
 
     def _wait_for_driver(self, operation: Operation, until: float) -> None:
         self._ask()
@@ -171,26 +191,53 @@ class Engine:
                 return
         call()
 
-    def close(self) -> None:
-        """End the thread, fail what is not done, and tell the other ranks. May be repeated."""
-        if self._closed:
+    def drain(self) -> None:
+        """Wait until the collectives that were started are done or have failed, at the latest by their timeouts."""
+        while self.broken is None and not self._closed:
+            try:
+                last = self._queue[-1]
+            except IndexError:  # there is none
+                return
+            self._is_done(last, float("inf"))
+
+    def close(self, last_words: str = "", limit_s: float = _LEAVE_S) -> None:
+        """Fail what is not done, tell the other ranks, with `last_words` of a failure, and end the thread.
+
+        Waits for other threads up to `limit_s` each: if one still drives then, it does the rest. May be repeated.
+        """
+        if self._ended:
             return
+        self._last_words = self._last_words or last_words
         self._closed = True
         self._ask()
         self._left.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        with self._driving:
-            self._fail_all(self.rounds.error("the group was destroyed"))
-            self.rounds.close()
+        self._end(limit_s)
+        with self._telling:
+            thread = self._thread
+        if limit_s > 0 and thread is not None and thread is not threading.current_thread():
+            thread.join(limit_s)
         self._call_back()
+
+    def _end(self, limit_s: float) -> None:
+        if not self._closed or self._ended or not self._driving.acquire(timeout=limit_s):
+            return
+        try:
+            if not self._ended:
+                self._ended = True
+                if self._last_words:
+                    self.rounds.tell_failure(self._last_words)
+                self._fail_all(self.rounds.error("the group was destroyed"))
+                self.rounds.close()
+        finally:
+            self._driving.release()
 
     def leave_to_parent(self) -> None:
         """In a forked child: the group is of no use here, and is the parent's."""
-        self._closed, self._thread = True, None
-        self._driving, self._telling = threading.Lock(), threading.Lock()
+        self._closed, self._ended, self._thread = True, True, None
+        self._driving, self._telling = threading.Lock(), threading.RLock()
         self.broken = self.rounds.error("this process was forked from the rank that made the group: make another one")
-        self._queue.clear()
+        for operation in self._drop():
+            operation.error, operation.done = self.broken, True
         self.rounds.close(in_child=True)
 
     # The driver, which has the lock.
@@ -204,14 +251,15 @@ class Engine:
                 return
             if self._closed or self._calls or time.monotonic() >= until:
                 return
-            if not self.rounds.sleep(self._can_advance):
+            is_short = self.rounds.sleep(self._can_advance)  # always, where many threads wait, of which each wakes it
+            if not is_short or time.monotonic() - self._looked >= _LOOK_S:
                 self._look_for_lost()
 
     def _advance(self) -> None:
         """Do all that can be done without waiting. An error breaks the group."""
         try:
             while self._step():
-                self._moved = time.monotonic()
+                pass
         except Exception as error:
             self._break(error)
         except BaseException:
@@ -227,9 +275,10 @@ class Engine:
             self.rounds.what = operation.what
             self._carried[operation.steps] = operation
             self._messages.add(operation.steps)
-            self._moved = time.monotonic()  # from here on it is waited for, whatever was before
         if self._messages.pending:
             moved = self._messages.advance()
+            if moved:
+                self._messages_moved = time.monotonic()
         if not self._queue or (self._round_open and not self.rounds.all_posted()):
             return moved
         operation = self._queue[0]
@@ -246,6 +295,7 @@ class Engine:
             self._round_open = False
             self._queue.popleft()
             self._finish(operation)
+        self._moved = time.monotonic()
         return True
 
     def _can_advance(self) -> bool:
@@ -259,39 +309,56 @@ class Engine:
         return bool(self._queue or self._inbox or self._messages.pending)
 
     def _look_for_lost(self) -> None:
-        """Break the group if what is waited for cannot come any more, or is late."""
-        waited_s = time.monotonic() - self._moved
+        """Break the group if what is waited for cannot come any more, or is late.
+
+        A collective is late when it has not gone on for its timeout; a message when somebody has waited so long.
+        """
+        self._looked = now = time.monotonic()
         try:
             if self._queue:
                 self.rounds.what = self._queue[0].what
                 limit_s = self._queue[0].timeout_s
-                self.rounds.look_for_lost(self.rounds.absent, limit_s if waited_s >= limit_s else None)
+                self.rounds.look_for_lost(self.rounds.absent, limit_s if now - self._moved >= limit_s else None)
             if self._carried:
                 self.rounds.what = next(iter(self._carried.values())).what
-                limit_s = min(operation.timeout_s for operation in self._carried.values())
-                self.rounds.look_for_lost(self._messages.absent, limit_s if waited_s >= limit_s else None)
-                if waited_s >= limit_s:  # one of any rank, and some are left
-                    raise self.rounds.error(f"no rank sent it within {limit_s:g} s")
+                self.rounds.look_for_lost(self._messages.absent, None)
+                if not self._messages.can_advance():
+                    self._look_for_late(now)
         except Lost as error:
             self._break(error)
 
-    def _break(self, error: Exception) -> None:
-        if self.broken is None:
-            self.broken = error
-            self.rounds.tell_failure(str(error))
-        self._fail_all(error)
+    def _look_for_late(self, now: float) -> None:
+        for message, operation in self._carried.items():
+            limit_s = operation.timeout_s
+            if operation.waited and now - max(operation.waited, self._messages_moved) >= limit_s:
+                self.rounds.what = operation.what
+                if message.rank >= 0:
+                    raise self.rounds.error(f"rank {message.rank} did not come within {limit_s:g} s")
+                raise self.rounds.error(f"no rank sent it within {limit_s:g} s")
 
-    def _fail_all(self, error: Exception) -> None:
+    def _break(self, error: Exception) -> None:
+        try:
+            if self.broken is None:
+                self.broken = error
+                self.rounds.tell_failure(str(error))
+        finally:
+            self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
         self.broken = self.broken or error
+        for operation in self._drop():
+            operation.error = error
+            self._finish(operation)
+
+    def _drop(self) -> list[Operation]:
+        """Forget all operations; return them."""
         self._messages.drop()
         left = [*self._queue, *self._inbox, *self._carried.values()]
         self._queue.clear()
         self._inbox.clear()
         self._carried.clear()
         self._round_open = False
-        for operation in left:
-            operation.error = error
-            self._finish(operation)
+        return left
 
     def _refusal(self, what: str) -> Lost:
         return Lost(
@@ -312,6 +379,7 @@ class Engine:
         with self._telling:
             operation.done = True
             self._calls.extend(operation.calls)
+            operation.calls = []  # they hold the work, and that the group
         if operation.event is not None:
             operation.event.set()
 
@@ -319,6 +387,7 @@ class Engine:
 
     def _release(self) -> None:
         self._driving.release()
+        self._end(0)  # who closed the group may not have waited
         if self._pending() and self.broken is None:
             self._call_thread()  # first: a callback may wait for what is left
         self._call_back()
@@ -338,6 +407,8 @@ class Engine:
     def _call_thread(self) -> None:
         self._left.set()
         with self._telling:
+            if self._closed:
+                return
             if self._thread is None or self._thread_calls:
                 self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
                 self._thread_calls = False
@@ -354,6 +425,7 @@ class Engine:
                     self._drive(None, float("inf"))
                 finally:
                     self._driving.release()
+                self._end(0)
                 self._thread_calls = bool(self._calls)
                 if self._thread_calls and self._pending():
                     self._call_thread()

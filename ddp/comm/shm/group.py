@@ -139,21 +139,24 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return self._others.group_for(self, device.type)
 
     def shutdown(self) -> None:
-        self._engine.close()
+        """Let the collectives that were started end, within their timeouts; then leave the other ranks."""
+        try:
+            self._engine.drain()
+        finally:
+            self._engine.close()
         if self._others is not None:
             self._others.close()
 
     def fail(self, text: str) -> None:
         """Let the other ranks fail with this text; the group is of no use any more."""
-        self._engine.rounds.tell_failure(text)
-        self._engine.close()
+        self._engine.close(text)
 
     def abort(self) -> None:
         self._engine.close()
 
     def __del__(self) -> None:
         if "_engine" in vars(self):
-            self._engine.close()
+            self._engine.close(limit_s=0)  # this may be any thread, in the middle of anything
 
     # Collectives of one tensor a rank.
 
@@ -397,13 +400,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         operation = Operation(what, steps, results, limit_s)
         operation.in_inference = flats.in_inference
         self._engine.run(operation, wait=not is_async)
-        return ShmWork(self._engine, operation)
+        return ShmWork(self, self._engine, operation)
 
     def _start(self, what: str, message: Send | Receive, flats: Flats, results: Sequence[torch.Tensor]) -> dist.Work:
         operation = Operation(what, message, results, self._timeout_s)
         operation.then = flats.bring_back
         self._engine.run(operation, wait=False)
-        return ShmWork(self._engine, operation)
+        return ShmWork(self, self._engine, operation)
 
 
 def _listed(tensors: Any) -> Sequence[torch.Tensor]:

@@ -8,6 +8,7 @@ memory and on others because their connections close.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,6 +50,10 @@ class HostsGroup(ShmGroup):
         self._algorithms = AcrossHosts(store, rank, size, timeout, self._hosts, ShmGroup)
         self._engine = _Engine(self._algorithms)
 
+    def __del__(self) -> None:
+        if "_engine" in vars(self):
+            self._engine.close()
+
     @property
     def _flat(self) -> Any:
         if self._algorithms.flat is None:
@@ -82,23 +87,30 @@ class _Engine:
         self.broken: Exception | None = None
         self._algorithms = algorithms
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
-        self._telling = threading.Lock()  # for `done`, `event` and `calls` of operations
+        self._telling = (
+            threading.RLock()
+        )  # for the queue's end, and `done` and `calls`; again, where a group is collected
         self._is_closed = False
+        self._running: Operation | None = None
+        self._last: Operation | None = None  # that was queued
+        self._timeout_s = 0.0  # of the operation before
         self._thread = threading.Thread(target=self._serve, name="shm-hosts", daemon=True)
         self._thread.start()
         _engines.add(self)
 
     def run(self, operation: Operation, *, wait: bool) -> None:
         """Start an operation; with `wait`, return when it is done, and raise its error."""
-        if self.broken is not None:
-            raise Lost(
-                f"{operation.what} is refused on rank {self._algorithms.rank}, since the group has failed: "
-                f"{self.broken}",
-                rank=self._algorithms.rank,
-                what=operation.what,
-            )
         operation.event = threading.Event()
-        self._queue.put(operation)
+        with self._telling:  # what is queued comes before the queue's end
+            if self.broken is not None:
+                raise Lost(
+                    f"{operation.what} is refused on rank {self._algorithms.rank}, since the group has failed: "
+                    f"{self.broken}",
+                    rank=self._algorithms.rank,
+                    what=operation.what,
+                )
+            self._last = operation
+            self._queue.put(operation)
         if wait:
             self.wait(operation, None)
 
@@ -126,40 +138,77 @@ class _Engine:
                 return
         call()
 
+    def drain(self) -> None:
+        """Wait until the operations that were started are done or have failed, at the latest by their timeouts."""
+        last = self._last
+        if last is not None and last.event is not None:
+            last.event.wait(last.timeout_s + _LEAVE_S)
+
     def close(self) -> None:
         """End the thread, fail what is not done, and tell the other ranks. May be repeated."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.broken = self.broken or self._algorithms.error("it", RuntimeError("the group was destroyed"))
-        self._queue.put(None)
-        if self._thread is not threading.current_thread():
+        with self._telling:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.broken = self.broken or self._algorithms.error("it", RuntimeError("the group was destroyed"))
+            self._queue.put(None)
+        is_own = self._thread is threading.current_thread()  # which has dropped the group
+        if not is_own:
             self._thread.join(_LEAVE_S)  # nothing runs, unless somebody has given up waiting for it
-        if self._thread.is_alive():
+        if not is_own and self._thread.is_alive():
             self._algorithms.fail(str(self.broken))
+            for operation in (
+                self._running,
+                self._last,
+            ):  # what is in between fails in its turn, or nobody waits for it
+                if operation is not None:
+                    self._finish(operation, self.broken)
         self._algorithms.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the group is of no use here, and is the parent's."""
+        self._is_closed, self._telling = True, threading.RLock()
+        why = "this process was forked from the rank that made the group: make another one"
+        self.broken = self._algorithms.error("it", RuntimeError(why))
 
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:
-            self._do(operation)
+            self._running = operation
+            self._finish(operation, self.broken or self._do(operation))
+            self._running = None
             del operation
 
-    def _do(self, operation: Operation) -> None:
-        if self.broken is None:
-            try:
-                with torch.inference_mode(operation.in_inference), torch.no_grad():
-                    for _ in operation.steps:  # type: ignore[union-attr]  # messages are not queued here
-                        pass
-            except Exception as error:
-                self.broken = self._algorithms.error(operation.what, error)
-                self._algorithms.fail(str(self.broken))
+    def _do(self, operation: Operation) -> Exception | None:
+        """Run it; return its error, of which the other ranks are told."""
+        try:
+            if operation.timeout_s != self._timeout_s:
+                self._limit(operation.timeout_s)
+            with torch.inference_mode(operation.in_inference), torch.no_grad():
+                for _ in operation.steps:  # type: ignore[union-attr]  # messages are not queued here
+                    pass
+        except Exception as error:
+            self.broken = self.broken or self._algorithms.error(operation.what, error)
+            self._algorithms.fail(str(self.broken))
+            return self.broken
+        return None
+
+    def _limit(self, timeout_s: float) -> None:
+        """Let what starts from now on take so long."""
+        self._timeout_s = timeout_s
+        for group in (self._algorithms.local, self._algorithms.flat, self._algorithms._peers):
+            if hasattr(group, "set_timeout"):  # not in old torchs
+                group.set_timeout(timedelta(seconds=timeout_s))
+
+    def _finish(self, operation: Operation, error: BaseException | None) -> None:
         with self._telling:
-            operation.error = self.broken
-            operation.done = True
+            if operation.done:
+                return
+            operation.error, operation.done = error, True
+            calls, operation.calls = operation.calls, []
         assert operation.event is not None
         operation.event.set()
-        if operation.calls:  # they may wait for another operation, which this thread does
-            threading.Thread(target=_call_all, args=(operation.calls,), name="shm-futures", daemon=True).start()
+        if calls:  # they may wait for another operation, which the group's thread does
+            threading.Thread(target=_call_all, args=(calls,), name="shm-futures", daemon=True).start()
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -176,4 +225,10 @@ def _close_all() -> None:
         engine.close()
 
 
+def _leave_all() -> None:
+    for engine in list(_engines):
+        engine.leave_to_parent()
+
+
 atexit.register(_close_all)
+os.register_at_fork(after_in_child=_leave_all)

@@ -98,13 +98,13 @@ class Messages:
         return moved
 
     def absent(self) -> list[int]:
-        """The ranks without which nothing moves."""
-        named = {rank for rank, sends in enumerate(self._sends) if sends}
-        named |= {receive.rank for receive in self._receives if receive.rank >= 0}
+        """The ranks without which nothing moves: not those of whom something has come that was not taken yet."""
+        came = {rank for rank, channel in enumerate(self._in) if channel.available()}
+        named = {receive.rank for receive in self._receives if receive.rank >= 0} - came
         others = {peer.rank for peer in self._rounds.others}
-        if any(receive.rank < 0 for receive in self._receives) and all(map(self._rounds.is_dead, others)):
+        if not came and any(receive.rank < 0 for receive in self._receives) and all(map(self._rounds.is_dead, others)):
             named |= others  # while one of them lives, the message may be from that
-        return sorted(named)
+        return sorted(named | {rank for rank, sends in enumerate(self._sends) if sends})
 
     def _push(self, rank: int) -> bool:
         sends, channel = self._sends[rank], self._out[rank]
@@ -128,15 +128,17 @@ class Messages:
 
     def _pull(self, rank: int) -> bool:
         channel = self._in[rank]
-        if not channel.available():
+        available = channel.available()
+        if not available:
             return False
-        self._rounds.fence()
+        self._rounds.fence()  # what comes later is read after a fence of its own
         message = self._arriving[rank]
         if message is None:
             message = self._arriving[rank] = _Arriving(*channel.get_head())
+            available -= _HEAD
             self._match(message, rank)
         assert message.into is not None
-        length = min(channel.available(), _padded(message.nbytes) - message.got, _PIECE)
+        length = min(available, _padded(message.nbytes) - message.got, _PIECE)
         channel.get(message.into.data_ptr() + message.got, length, max(min(length, message.nbytes - message.got), 0))
         message.got += length
         self._rounds.fence()
@@ -161,7 +163,7 @@ class Messages:
                 self._receives.append(receive)  # still on its way
                 receive.tag = -1
                 return
-        message.into = torch.empty(max(message.nbytes, 1), dtype=torch.uint8)
+        message.into = torch.empty(max(message.nbytes, 1), dtype=torch.uint8, device="cpu")
         self._kept[rank].append(message)
 
     def _take_kept(self, receive: Receive) -> None:

@@ -53,7 +53,9 @@ class Fence:
     A lock that is always held is released and taken again. On x86 both are locked instructions, of which each is a
     full fence. On ARM the release is a store-release and the taking after it a load-acquire, which the architecture
     keeps in this order ("RCsc"), and neither can what stands before pass the first, nor what stands after the second.
-    (Taking first and releasing then would let both sides slip in between.) One thread at a time may call it.
+    (Taking first and releasing then would let both sides slip in between.)
+
+    One thread at a time may call it. After an interrupt in the middle the lock is free: it is taken first.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class Fence:
         self._release, self._acquire = lock.release, lock.acquire
 
     def __call__(self) -> None:
+        self._acquire(False)
         self._release()
         self._acquire()
 

@@ -46,9 +46,11 @@ class DoneWork(dist.Work):
 
 
 class ShmWork(dist.Work):
-    def __init__(self, engine: Engine, operation: Operation) -> None:
+    """`group` runs the operation in `engine`, and lives as long as this."""
+
+    def __init__(self, group: dist.ProcessGroup, engine: Engine, operation: Operation) -> None:
         super().__init__()
-        self._engine, self._operation = engine, operation
+        self._group, self._engine, self._operation = group, engine, operation
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -28,6 +28,7 @@ def test_all_that_is_moved_arrives(nursery: Nursery, world_size: int) -> None:
         "futures_are_complete_without_a_wait",
         "messages_find_their_receivers",
         "messages_of_a_tag_keep_their_order",
+        "the_default_device_changes_nothing",
         "different_calls_are_an_error_on_all",
     ],
 )

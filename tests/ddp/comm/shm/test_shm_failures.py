@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ddp_worlds.nursery import Nursery
 
+from ddp.comm.shm.waiting import Fence
+
 CASES = "ddp_worlds.shm_failures"
 
 
@@ -30,6 +32,13 @@ def test_a_dead_rank_is_named_on_all_others(nursery: Nursery, tmp_path: Path, na
         "a_wait_costs_no_core",
         "a_forked_child_leaves_the_group_alone",
         "a_rank_that_leaves_is_named",
+        "a_message_of_a_rank_that_has_left_arrives",
+        "all_threads_that_wait_learn_of_a_dead_rank",
+        "a_callback_that_waits_ends_with_the_group",
+        "a_rank_that_leaves_ends_its_collectives_first",
+        "a_message_that_nobody_waits_for_has_no_limit",
+        "a_work_keeps_its_group",
+        "across_hosts_limits_count_and_a_forked_child_closes_nothing",
         "nothing_is_left_of_a_group",
     ],
 )
@@ -39,3 +48,10 @@ def test_of_three_ranks(nursery: Nursery, tmp_path: Path, case: str) -> None:
 
 def test_a_rank_that_stalls_on_another_host(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(4, f"{CASES}:a_rank_that_stalls_on_another_host_is_an_error_on_all_others", folder=str(tmp_path))
+
+
+def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
+    fence = Fence()
+    fence._release()
+    fence()
+    fence()
