@@ -87,6 +87,14 @@ class AcrossHosts:
             self._peers.close()
         self.flat = self._peers = None
 
+    def limit(self, timeout: timedelta) -> None:
+        """Let what starts from now on take so long."""
+        for group in (self.local, self.flat):
+            if hasattr(group, "set_timeout"):  # not in old torchs
+                group.set_timeout(timeout)
+        if self._peers is not None:
+            self._peers.timeout = timeout
+
     def fail(self, text: str) -> None:
         """Close them after an error, which the ranks of this host are told."""
         self.local.fail(text)

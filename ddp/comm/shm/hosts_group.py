@@ -195,9 +195,7 @@ class _Engine:
     def _limit(self, timeout_s: float) -> None:
         """Let what starts from now on take so long."""
         self._timeout_s = timeout_s
-        for group in (self._algorithms.local, self._algorithms.flat, self._algorithms._peers):
-            if hasattr(group, "set_timeout"):  # not in old torchs
-                group.set_timeout(timedelta(seconds=timeout_s))
+        self._algorithms.limit(timedelta(seconds=timeout_s))
 
     def _finish(self, operation: Operation, error: BaseException | None) -> None:
         with self._telling:

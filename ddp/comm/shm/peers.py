@@ -26,6 +26,7 @@ class Peers:
 
     def __init__(self, store: Any, host: int, ranks: Sequence[int], timeout: timedelta) -> None:
         self.group: Any = dist.ProcessGroupGloo(store, host, len(ranks), timeout)
+        self.timeout = timeout
         self._ranks = ranks
         self._others = [(host + step) % len(ranks) for step in range(1, len(ranks))]
         self._works: dict[int, list[tuple[int, Any]]] = defaultdict(list)  # by tag, with the host
@@ -44,7 +45,9 @@ class Peers:
         while works:
             host = works[0][0]
             try:
-                works.pop(0)[1].wait()  # no frame of a traceback may have a work: it keeps the connections open
+                works.pop(0)[1].wait(
+                    self.timeout
+                )  # no frame of a traceback may have a work: it keeps the connections open
             except RuntimeError as error:
                 raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
         del self._works[tag]

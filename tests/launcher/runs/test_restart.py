@@ -16,6 +16,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 print("through", attempt, flush=True)
+dist.barrier()
 if attempt == "0" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
