@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
-from ddp.comm.shm import hosts_group
 from ddp.comm.shm.backend import register
+from ddp.comm.shm.engine import close_all
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.shm.rounds import Lost
@@ -351,14 +351,14 @@ def a_work_keeps_its_group(folder: str) -> None:
 def across_hosts_limits_count_and_a_forked_child_closes_nothing(folder: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = FileStore(str(Path(folder) / "hosts"), size)
-    group = hosts_group.HostsGroup(store, rank, size, timedelta(seconds=LIMIT_S), [(0, 1), (2,)])
+    group = HostsGroup(store, rank, size, timedelta(seconds=LIMIT_S), [(0, 1), (2,)])
     tensor = torch.ones(4)
     group.allreduce([tensor]).wait()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            hosts_group._close_all()  # as at the end of the interpreter
+            close_all()  # as at the end of the interpreter
             with pytest.raises(CollectiveError, match="this process was forked"):
                 group.barrier()
             status = 0

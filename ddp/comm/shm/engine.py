@@ -11,12 +11,14 @@ An error breaks the group: all that is queued and all that comes later fails wit
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ from ddp.comm.shm.messages import Messages, Receive, Send
 from ddp.comm.shm.rounds import Lost, Rounds
 from ddp.errors import CollectiveError
 
-__all__ = ["Engine", "Operation"]
+__all__ = ["Engine", "Operation", "close_all", "end_with_process"]
 
 _PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
 _LOOK_S = 0.05
@@ -78,7 +80,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
         self._left = threading.Event()  # something for the thread
-        _engines.add(self)
+        end_with_process(self)
 
     # For callers.
 
@@ -435,19 +437,28 @@ class Engine:
                 self._thread_calls = False
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by when they were made
+_numbers = itertools.count()
 
 
-def _close_all() -> None:
-    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process."""
-    for engine in list(_engines):
+def end_with_process(engine: Any) -> None:
+    """Call its `close()` before the interpreter ends, and its `leave_to_parent()` in a forked child."""
+    _engines[next(_numbers)] = engine
+
+
+def close_all() -> None:
+    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process.
+
+    The newest first: one that runs operations of others was made after them.
+    """
+    for _, engine in sorted(_engines.items(), reverse=True):
         engine.close()
 
 
 def _leave_all() -> None:
-    for engine in list(_engines):
+    for engine in list(_engines.values()):
         engine.leave_to_parent()
 
 
-atexit.register(_close_all)
+atexit.register(close_all)
 os.register_at_fork(after_in_child=_leave_all)

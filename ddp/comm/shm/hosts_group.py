@@ -7,10 +7,7 @@ memory and on others because their connections close.
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -21,7 +18,7 @@ import torch.distributed as dist
 
 from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.collectives import Steps
-from ddp.comm.shm.engine import Operation
+from ddp.comm.shm.engine import Operation, end_with_process
 from ddp.comm.shm.group import ShmGroup, or_elsewhere
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
@@ -87,16 +84,15 @@ class _Engine:
         self.broken: Exception | None = None
         self._algorithms = algorithms
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
-        self._telling = (
-            threading.RLock()
-        )  # for the queue's end, and `done` and `calls`; again, where a group is collected
+        # For the queue's end, and `done` and `calls`; taken again where a group is collected inside.
+        self._telling = threading.RLock()
         self._is_closed = False
         self._running: Operation | None = None
         self._last: Operation | None = None  # that was queued
         self._timeout_s = 0.0  # of the operation before
         self._thread = threading.Thread(target=self._serve, name="shm-hosts", daemon=True)
         self._thread.start()
-        _engines.add(self)
+        end_with_process(self)
 
     def run(self, operation: Operation, *, wait: bool) -> None:
         """Start an operation; with `wait`, return when it is done, and raise its error."""
@@ -157,10 +153,7 @@ class _Engine:
             self._thread.join(_LEAVE_S)  # nothing runs, unless somebody has given up waiting for it
         if not is_own and self._thread.is_alive():
             self._algorithms.fail(str(self.broken))
-            for operation in (
-                self._running,
-                self._last,
-            ):  # what is in between fails in its turn, or nobody waits for it
+            for operation in (self._running, self._last):  # what is between fails in its turn
                 if operation is not None:
                     self._finish(operation, self.broken)
         self._algorithms.close()
@@ -212,21 +205,3 @@ class _Engine:
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
-
-
-_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process."""
-    for engine in list(_engines):
-        engine.close()
-
-
-def _leave_all() -> None:
-    for engine in list(_engines):
-        engine.leave_to_parent()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_all)
