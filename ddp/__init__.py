@@ -20,6 +20,8 @@ from ddp.compression.compressors import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.resilience.loop import resilient
+from ddp.resilience.state import State
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.strategy import strategy
 from ddp.torch_internals import skip_package as _skip_package
@@ -32,6 +34,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "LocalSGD",
+    "State",
     "Trainer",
     "World",
     "callbacks",
@@ -42,6 +45,7 @@ __all__ = [
     "horovod",
     "init",
     "make_compression",
+    "resilient",
     "strategy",
     "verify",
 ]

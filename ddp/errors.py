@@ -12,6 +12,7 @@ DdpError(RuntimeError)
 ├── BackwardError            a backward pass that cannot be reduced exactly
 ├── PeerFailedError          another rank's forward or backward raised an exception in this step
 ├── DriftError               the replicas' weights are no longer equal
+├── ReplacementError         a replaced rank, or those that it left behind, cannot go on where it was
 ├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
 ├── ParameterServerError     a parameter server is gone, too slow, or cannot serve this process
 │   ├── KeyRefusedError      the two ends do not share the run's key
@@ -40,6 +41,7 @@ __all__ = [
     "ParameterServerError",
     "PeerFailedError",
     "RendezvousError",
+    "ReplacementError",
     "UnsupportedError",
     "VersionMismatchError",
 ]
@@ -109,6 +111,10 @@ class DriftError(DdpError):
         self.parameter = parameter
         self.step = step
         self.ranks = ranks
+
+
+class ReplacementError(DdpError):
+    """What `ddp.resilient` cannot do for a rank that was replaced, or for the others: all have to start again."""
 
 
 class CheckpointError(DdpError):

@@ -7,6 +7,7 @@ a group that somebody else made is used as it is and left alone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import hashlib
 import os
@@ -15,8 +16,9 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,12 @@ from ddp.comm.shm.backend import NAME as SHM
 from ddp.comm.shm.backend import register, sharing
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
+from ddp.generation.announcements import can_replace, generation_at_start
+from ddp.generation.connections import Connections
+from ddp.generation.meeting import REFUSED, meet
+from ddp.generation.pending_group import make_pending_group
+from ddp.monitoring.progress import set_restart_policy
+from ddp.torch_internals import backend_of, device_types_of
 
 __all__ = ["World", "init"]
 
@@ -69,7 +77,27 @@ class World:
         return self.rank == 0
 
 
+_BACKEND_KEY = "ddp/backend"  # for those that start later
 _world: World | None = None
+
+
+@dataclass
+class _Membership:
+    """How this process belongs to the group that `init` has made, so that it can join again.
+
+    `store` is the whole store, of which each generation has a prefix; `timeout` is what was asked for.
+    """
+
+    placement: Placement
+    store: Store
+    backend: str
+    timeout: timedelta | None
+    device_id: torch.device | None
+    generation: int = 0
+    connections: Connections = field(default_factory=Connections)
+
+
+_membership: _Membership | None = None
 
 
 def init(backend: str | None = None, *, timeout_s: float | None = None) -> World:
@@ -201,6 +229,7 @@ def _eager_device(placement: Placement, backend: str, device: torch.device) -> t
 
 def _join(placement: Placement, backend: str | None, timeout_s: float | None, device: torch.device) -> str:
     """Make the default group; return its backend, which the ranks choose together if None is given."""
+    global _membership
     given = None if timeout_s is None else timedelta(seconds=timeout_s)
     is_by_address = (
         bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")) and placement.source != "alone"
@@ -208,17 +237,23 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
     timeout = given or (_NCCL_TIMEOUT if backend == "nccl" else _TIMEOUT)
     try:
         store = _store_at_address(placement, timeout) if is_by_address else _own_store(placement)
-        backend = _agreed_backend(placement, backend, device, store, timeout)
+        first = PrefixStore("default_pg", store) if is_by_address else store
+        is_replacement = generation_at_start() > 0 and placement.world_size > 1
+        if is_replacement:  # the others have left their choice
+            backend = store.get(_BACKEND_KEY).decode()
+        else:
+            backend = _agreed_backend(placement, backend, device, first, timeout)
         if SHM in _words(backend):
             register()
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=given,
-            device_id=_eager_device(placement, backend, device),
-        )
+        member = _Membership(placement, store, backend, given, _eager_device(placement, backend, device))
+        if is_replacement:
+            make_pending_group(store, placement.rank, placement.world_size, partial(set_restart_policy, 0))
+            member.generation = -1  # in none yet
+        else:
+            if can_replace() and placement.rank == 0:
+                store.set(_BACKEND_KEY, backend)
+            _connect(member, first)
+        _membership = member if is_by_address else None
     except (RendezvousError, LaunchEnvironmentError):
         raise
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
@@ -231,12 +266,102 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
     return backend
 
 
+def _connect(member: _Membership, store: Store) -> None:
+    """Make the default group with the other ranks."""
+    with member.connections.made_here() if can_replace() else contextlib.nullcontext():
+        dist.init_process_group(
+            member.backend,
+            store=store,
+            rank=member.placement.rank,
+            world_size=member.placement.world_size,
+            timeout=member.timeout,
+            device_id=member.device_id,
+        )
+
+
+def current_generation() -> int | None:
+    """The generation to which the default group belongs, -1 before a replacement has joined one.
+
+    None where there are no generations: the launcher of this process announces none, or `init` did not make the group.
+    """
+    return None if _membership is None or not can_replace() or not dist.is_initialized() else _membership.generation
+
+
+def break_connections() -> None:
+    """Let the collectives that this process waits for fail, here and on the other ranks. May be called by any thread.
+
+    The group is of no use afterwards.
+    """
+    if _membership is None:
+        return
+    group = dist.group.WORLD
+    if group is not None:
+        for device in device_types_of(group):
+            with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
+                backend_of(group, device).abort()
+    _membership.connections.break_all()
+
+
+def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
+    """Make the default group anew, of the same ranks, as generation `number`; return whether it is made.
+
+    False once `is_over` says that there is a newer one: call again with that. What communicates over the old group has
+    let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
+    """
+    member = _membership
+    assert member is not None
+    _drop_group()
+    member.generation = -1
+    placement = member.placement
+    limit_s = (member.timeout or _TIMEOUT).total_seconds()
+    prefix = f"generation/{number}"
+    if not meet(PrefixStore(f"{prefix}/here", member.store), placement.rank, placement.world_size, is_over, limit_s):
+        return False
+    member.connections = Connections()
+    try:
+        with member.connections.made_here():
+            # Broken with the other connections, so that nobody waits in vain at the store.
+            own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        _connect(member, PrefixStore(f"{prefix}/default_pg", own))
+    except (RuntimeError, ValueError) as error:
+        if is_over():
+            return False
+        raise RendezvousError(
+            f"rank {placement.rank} of {placement.world_size} could not join the others again, after the failure of "
+            f"one of them: {error}"
+        ) from error
+    if is_over():
+        return False
+    member.generation = number
+    return True
+
+
+def refuse(number: int, why: str) -> None:
+    """Tell those that wait for this rank under generation `number` that it will not come. May be called by any thread.
+
+    `why` says what this rank "has" done.
+    """
+    if _membership is not None:
+        own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        here = PrefixStore(f"generation/{number}/here", own)
+        here.set(REFUSED, f"rank {_membership.placement.rank} {why}")
+
+
+def _drop_group() -> None:
+    """Let go of a group, whatever state it is in."""
+    for owner, let_go in list(_owners.items()):
+        let_go(owner)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
 def _store_at_address(placement: Placement, timeout: timedelta) -> Store:
     """The store at MASTER_ADDR, as init_process_group() itself would take it."""
     found = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)
-    store, _, _ = next(found)
+    store: Store = next(found)[0]
     store.set_timeout(timeout)
-    return PrefixStore("default_pg", store)
+    return store
 
 
 def _agreed_backend(
@@ -331,10 +456,7 @@ def leave() -> None:
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     world_size = dist.get_world_size()
-    for owner, let_go in list(_owners.items()):
-        let_go(owner)
-    dist.destroy_process_group()
-    gc.collect()
+    _drop_group()
     # FileStore removes its file when its last owner is destroyed, which an interpreter that ends need not do.
     if _file_store is not None and _file_store.add("ddp/left", 1) == world_size:
         Path(_file_store.path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # not in torch's stubs

@@ -37,9 +37,9 @@ ORDERS = {
     "ddp": [
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
-        "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining", "data_parallel.planning",
-        "data_parallel.buckets", "compression",
-        "data", "comm", "monitoring", "world", "comm.shm", "comm.shared_memory",
+        "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
+        "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
+        "comm.shm", "comm.shared_memory", "generation", "monitoring.progress",
         "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
@@ -121,9 +121,9 @@ def test_the_names_at_the_top_of_ddp_are_few() -> None:
     import ddp
 
     names = [
-        "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "Trainer", "World", "callbacks",
-        "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init", "make_compression", "strategy",
-        "verify",
+        "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "State", "Trainer", "World",
+        "callbacks", "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init",
+        "make_compression", "resilient", "strategy", "verify",
     ]  # fmt: skip
     assert ddp.__all__ == names
     others = {name for name, value in vars(ddp).items() if not isinstance(value, types.ModuleType) and name[0] != "_"}

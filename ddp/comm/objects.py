@@ -101,6 +101,7 @@ class _ControlGroups:
 
     def clear(self) -> None:
         self._of.clear()
+        self._made.clear()
 
 
 _control_groups = _ControlGroups()

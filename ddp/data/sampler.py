@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Literal, get_args
 
 import torch
@@ -91,10 +91,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.seed = _integer(seed, "seed")
         self.drop_last = self.even == "drop"
         self.epoch = 0
+        self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
         self._length = len(dataset)
         self._begin_at(0)
 
     def __iter__(self) -> Iterator[int]:
+        call, self.before_pass = self.before_pass, None
+        if call is not None:
+            call()
         if self._is_over:
             self._begin_at(0)  # the epoch once more, as in torch
         if len(self.dataset) != self._length:
@@ -110,6 +114,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def drawn(self) -> int:
+        """How many samples this pass has handed out."""
+        return self._pass.drawn
+
+    @property
+    def trained(self) -> int:
+        """How many of them were trained on, as far as `advance` was told."""
+        return self._trained
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.

@@ -103,6 +103,7 @@ class Reducer:
         self.has_hook = False
         self.is_closed = False
         self.current: Pass | None = None
+        self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
         self._unsettled = False  # whether what a failed pass sent is still on its way
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
@@ -348,6 +349,8 @@ class Reducer:
     def finish(self, pass_: Pass) -> None:
         """Start what is left, wait, and put the averages into place; or raise what the ranks' statuses say. Blocks."""
         self.mark("backward ended")
+        if self.before_last_bucket is not None:
+            self.before_last_bucket()
         try:
             if pass_.graphs is not None:
                 pass_.graphs.set_aside(self.members[index] for index in self.touched)

@@ -39,6 +39,7 @@ from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, UnsupportedError
+from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import count_step_after
 from ddp.torch_internals import (
     check_join,
@@ -205,7 +206,8 @@ class DistributedDataParallel(TorchSurface):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self._weight = 0.0  # of a world of one, since its gradients were averaged
         self._has_synced_forward = True  # whether the last forward of a world of one was outside no_sync()
-        if self.process_group.size() >= self._least_ranks:
+        is_waiting = is_pending(self.process_group)
+        if self.process_group.size() >= self._least_ranks and not is_waiting:
             channel = self._new_channel()
             with channel.closing_on_error():
                 if init_sync:
@@ -213,7 +215,9 @@ class DistributedDataParallel(TorchSurface):
                     self._equalise(channel, 0, with_buffers=with_buffers)
                 compressed = bucket_limits(*caps, is_compressed=True)
                 self._attach(channel, self._measuring.planner(channel, parameters, compressed, _method_of(self)))
-        if fixed is not None:
+        if fixed is not None and is_waiting:
+            self._method = named(fixed) if isinstance(fixed, str) else fixed
+        elif fixed is not None:
             self._use_compression(fixed)
 
     def _compare(self, channel: Channel, compression: object) -> None:
@@ -501,9 +505,20 @@ class DistributedDataParallel(TorchSurface):
             self._join_group(None)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Average over another group from now on. Every rank of it must call it; nothing is compared."""
+        """Average over another group from now on. Every rank of it must call it; nothing is compared.
+
+        What compression owes is forgotten.
+        """
         self._release()
         self._join_group(new_process_group)
+        if self._method is not None:
+            self.compression = None
+            self._use_compression(self._method)
+
+    @property
+    def gradient_reducer(self) -> Reducer | None:
+        """What averages the gradients of this model, for other modules of ddp; None where nothing is averaged."""
+        return None if self._policy is None else self._policy.reducer
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)

@@ -250,7 +250,7 @@ class StallReport:
         scene = self._scene(what, torchs_text, self._position[2])
         store_thread = self._store_thread
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
-        if store_thread is not None:
+        if store_thread is not None and (_asks_after_failures or not torchs_text):
             heard = store_thread.ask(self._others(), self._patience_s())
         return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=what)
 
@@ -271,6 +271,20 @@ class StallReport:
             limit_s=self.timeout_s,
             torchs_text=printable(torchs_text, 300),
         )
+
+
+_asks_after_failures = True
+
+
+@contextlib.contextmanager
+def without_questions() -> Iterator[None]:
+    """Where a collective fails in the block, raise at once, and do not ask the others where they are: one is gone."""
+    global _asks_after_failures
+    before, _asks_after_failures = _asks_after_failures, False
+    try:
+        yield
+    finally:
+        _asks_after_failures = before
 
 
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits

@@ -1,0 +1,1 @@
+"""Training in which a rank that fails costs the others one step: `ddp.State` and `ddp.resilient`."""

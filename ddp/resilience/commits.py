@@ -1,0 +1,231 @@
+"""How far a rank's state is, and how it comes back to the newest commit, or gets that of another rank.
+
+A commit copies what a step changes before the optimizer does, which is small: values, the place in the data, learning
+rates, buffers. Parameters and the optimizer's state change only in the optimizer's step, between two commits: a rank
+that has begun it without committing is `is_dirty`, and takes them from a rank that is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp.checkpoint import rng
+from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.codec import encode
+from ddp.data.sampler import DistributedSampler
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.errors import ArgumentError
+from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
+from ddp.resilience.random_page import RandomPage
+from ddp.torch_internals import foreach_copy
+
+__all__ = ["Commits"]
+
+_without_workers: weakref.WeakSet[DistributedSampler] = weakref.WeakSet()
+_STATES = ("scheduler", "scaler")  # parts whose state is small, and plain
+
+
+class Commits:
+    """Of one State. `number` is that of the newest commit, None while this rank has no state that is whole."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        wrapper: DistributedDataParallel | None,
+        values: MutableMapping[str, Any],
+    ) -> None:
+        """`parts` are those of a checkpoint. Raises ArgumentError for one that cannot be watched or sent."""
+        self.number: int | None = None
+        self.is_dirty = False
+        self.parts = parts
+        self._model: nn.Module | None = parts.get("model")
+        self._wrapper = wrapper
+        self._plan: dict[str, Any] | None = None
+        self._values = values
+        self._optimizer = parts.get("optimizer")
+        self._sampler = parts.get("sampler")
+        self._page: RandomPage | None = None
+        self._kept: dict[str, Any] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._trained = 0  # samples, as the sampler counts, at the newest commit
+        if self._optimizer is not None:
+            if not hasattr(self._optimizer, "register_step_pre_hook"):
+                raise ArgumentError(
+                    f"optimizer={type(self._optimizer).__name__} has no register_step_pre_hook(), so nobody sees when "
+                    "it changes the parameters: use one that is a torch.optim.Optimizer"
+                )
+            self._optimizer.register_step_pre_hook(self._note_step)
+        for name in _STATES:
+            if name in parts:
+                _check_plain(name, parts[name])
+
+    def begin(self, page: RandomPage, *, has_state: bool) -> None:
+        """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank."""
+        self._page = page
+        if has_state:
+            self.number = -1
+            self.take()
+
+    def attach(self, group: dist.ProcessGroup) -> None:
+        """Have the model average over the ranks of `group`, from now on."""
+        if self._wrapper is None:
+            return
+        reducer = self._wrapper.gradient_reducer
+        if reducer is not None and not reducer.is_first:
+            self._plan = reducer.plan_state()
+        if self._wrapper.process_group is not group:
+            self._wrapper._update_process_group(group)
+        if self._wrapper.gradient_reducer is not None:
+            self._wrapper.gradient_reducer.before_last_bucket = self._note_sent
+
+    def take(self) -> None:
+        """Commit the present state."""
+        if self._page is None:
+            return  # nobody could take it over
+        assert self.number is not None
+        self._count_samples()
+        self._kept = {
+            "values": {name: _copied(value) for name, value in self._values.items()},
+            "position": None if self._sampler is None else dict(self._sampler.state_dict()),
+            "groups": [_plain_of(group) for group in self._groups()],
+            **{name: copy.deepcopy(self.parts[name].state_dict()) for name in ("scheduler",) if name in self.parts},
+        }
+        self._copy_buffers()
+        self.number += 1
+        self._page.commit(self.number)
+        self.is_dirty = False
+
+    def take_over(self, root: int, number: int, group: dist.ProcessGroup) -> None:
+        """Stand at commit `number` on every rank, with what rank `root` has of it. All ranks call it; blocks.
+
+        Until it is through, a rank that was not there itself has no state.
+        """
+        was_there = self.number == number and not self.is_dirty
+        has_state = self.number is not None
+        if was_there:
+            self._roll_back()
+        else:
+            self.number = None
+        is_root = group.rank() == root
+        if self._model is not None:
+            tensors = [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+            broadcast_tensors(group, tensors, root)
+        if self._optimizer is not None:
+            broadcast_optimizer_state(self._optimizer, root, group=group)
+        sent = {
+            "values": self._kept.get("values"),
+            "position": self._kept.get("position"),
+            "plan": self._plan if number else None,
+            "states": {name: self.parts[name].state_dict() for name in _STATES if name in self.parts},
+        }
+        sent = broadcast_object(sent if is_root else None, root, "commit", group=group)
+        if not is_root:
+            for name, state in sent["states"].items():
+                self.parts[name].load_state_dict(state)
+            self._set_values(sent["values"])
+        if sent["plan"] is not None and self._wrapper is not None and self._wrapper.gradient_reducer is not None:
+            self._wrapper.gradient_reducer.load_plan_state(sent["plan"])
+        self._stand_at(number, sent["position"], group.rank(), has_state=has_state)
+
+    def _roll_back(self) -> None:
+        """Undo what this rank has done since its newest commit; the optimizer has not stepped."""
+        self._set_values(self._kept["values"])
+        for group, plain in zip(self._groups(), self._kept["groups"], strict=True):
+            group |= {name: _copied(value) for name, value in plain.items()}
+        if "scheduler" in self._kept:
+            self.parts["scheduler"].load_state_dict(copy.deepcopy(self._kept["scheduler"]))
+        if self._buffers:
+            foreach_copy([buffer.data for buffer in self._buffers], self._copies)
+
+    def _set_values(self, values: Mapping[str, Any]) -> None:
+        self._values.clear()
+        self._values.update((name, _copied(value)) for name, value in values.items())
+
+    def _stand_at(self, number: int, position: Mapping[str, Any] | None, rank: int, *, has_state: bool) -> None:
+        """Begin after a commit whose model, optimizer and values are there, with this rank's random numbers of then."""
+        assert self._page is not None
+        parameters = [parameter for group in self._groups() for parameter in group["params"]]
+        for parameter in (*parameters, *(() if self._model is None else self._model.parameters())):
+            parameter.grad = None
+        random = self._page.at(number)
+        if random is not None:
+            rng.restore(random)
+        elif not has_state:  # those of its predecessor are not known: others than those of the other ranks will do
+            rng.seed_on_host(hash((number, rank)))
+            rng.seed_torch(hash((number, rank)) % (1 << 63))
+        if self._sampler is not None:
+            self._sampler.load_state_dict(position)
+            self._trained = 0
+            if isinstance(self._sampler, DistributedSampler) and random is not None:
+                # A DataLoader draws a number when it is iterated, which the pass that is gone on with had not.
+                self._sampler.before_pass = partial(rng.restore, random)
+        self.number = number - 1
+        self.take()
+
+    def _note_step(self, *_: object) -> None:
+        self.is_dirty = True
+
+    def _note_sent(self) -> None:
+        if self._page is not None and self.number is not None:
+            self._page.sent(self.number + 1)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def _copy_buffers(self) -> None:
+        if self.number == -1:
+            self._buffers = [] if self._model is None else list(self._model.buffers())
+            self._copies = [buffer.detach().clone() for buffer in self._buffers]
+        elif self._buffers:
+            foreach_copy(self._copies, [buffer.detach() for buffer in self._buffers])
+
+    def _count_samples(self) -> None:
+        """Advance the sampler by what it has handed out, unless the script does so itself."""
+        sampler = self._sampler
+        if not isinstance(sampler, DistributedSampler):
+            return
+        if sampler.trained == self._trained and sampler.drawn > sampler.trained:
+            _check_no_workers(sampler)
+            sampler.advance(sampler.drawn - sampler.trained)
+        self._trained = sampler.trained
+
+
+def _check_plain(name: str, part: Any) -> None:
+    try:
+        encode(part.state_dict())
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}={type(part).__name__} has a state that cannot be sent: {error}") from error
+
+
+def _check_no_workers(sampler: DistributedSampler) -> None:
+    if sampler in _without_workers:
+        return
+    loaders = [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
+    if any(loader.num_workers and loader.sampler is sampler for loader in loaders):
+        raise ArgumentError(
+            "the workers of the DataLoader draw samples ahead, so nobody knows how many this step has trained on: call "
+            "sampler.advance(len(batch)) before state.commit()"
+        )
+    _without_workers.add(sampler)
+
+
+def _plain_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
+
+
+def _copied(value: Any) -> Any:
+    """A copy that later changes in place do not reach."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value

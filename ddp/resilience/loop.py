@@ -1,0 +1,186 @@
+"""Runs a training function again and again until it ends by itself: a failed rank ends the step of the others only."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from ddp.comm.objects import gather_values
+from ddp.errors import ArgumentError, CollectiveError, PeerFailedError, RendezvousError, ReplacementError
+from ddp.generation.announcements import Announcements
+from ddp.monitoring import stall_report
+from ddp.monitoring.progress import set_restart_policy
+from ddp.resilience.commits import Commits
+from ddp.resilience.random_page import RandomPage
+from ddp.resilience.state import State
+from ddp.world import break_connections, current_generation, refuse, rejoin
+
+__all__ = ["resilient"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+_ORDINARY, _RESILIENT = 0, 3  # restart policies
+_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost
+_LOST_CONNECTION = ("gloo/transport", "onnection closed", "onnection reset", "roken pipe", "ocket closed")
+
+
+def resilient(function: F) -> F:
+    """Decorate a training function: a rank that fails in it costs the others one step, and not the run.
+
+        state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+
+        @ddp.resilient
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                sampler.set_epoch(state.epoch)
+                for x, y in loader:
+                    loss = criterion(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad()
+                    state.commit()
+
+        train(state)
+
+    Its first argument is a `ddp.State`, and it begins with what that holds, wherever that is. When a process fails, by
+    an exception, a signal or for want of memory, the launcher starts another one in its place, and the function begins
+    anew on all ranks, from the newest commit of any that lives; no file is read. Until then the others wait. Restarts
+    are those of `dtrain run --max-restarts`; without one left, the run ends. An exception of the function itself is one
+    of this rank, so it is raised.
+
+    The new process runs the script from its beginning: what stands before the function must make no collectives but
+    those of `ddp.init()` and `ddp.DistributedDataParallel`; else ReplacementError, and all ranks start again. The
+    function may make any in the default group, also those of torch. Call it once at a time, on every rank; it blocks at
+    its end until all ranks are there.
+
+    Elsewhere than under `dtrain run`, in a world of one, and in a group that `ddp.init` did not make, it just runs the
+    function: a failure ends the run.
+
+    The method is that of A. Sergeev and the authors of Elastic Horovod (`hvd.elastic.run`), with commits that copy
+    nothing large, and with the failed rank alone replaced.
+    """
+
+    @functools.wraps(function)
+    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, State):
+            raise ArgumentError(f"{function.__name__}({type(state).__name__}): its first argument must be a ddp.State")
+        if current_generation() is None or dist.get_world_size() == 1:
+            return function(state, *args, **kwargs)
+        return _loop_of_process().run(state.commits, lambda: function(state, *args, **kwargs))
+
+    return cast(F, run)
+
+
+class _Loop:
+    """Of this process. The thread of the announcements calls `_announced`, the main thread the rest."""
+
+    def __init__(self) -> None:
+        # To which this process belongs; -1 if it has not joined one yet.
+        self._generation = -1 if (joined := current_generation()) is None else joined
+        self._page = RandomPage()
+        self._calls = 0
+        self._is_inside = False
+        self._announcements = Announcements(self._announced)
+
+    def run(self, commits: Commits, call: Callable[[], R]) -> R:
+        if self._is_inside:
+            raise ArgumentError("a resilient function was called inside of one: decorate the outer one alone")
+        self._is_inside = True
+        self._calls += 1
+        try:
+            with stall_report.without_questions():
+                return self._run(commits, call)
+        finally:
+            self._is_inside = False
+
+    def _run(self, commits: Commits, call: Callable[[], R]) -> R:
+        has_joined = self._generation >= 0
+        commits.begin(self._page, has_state=has_joined)
+        if has_joined:
+            commits.attach(_world())
+        set_restart_policy(_RESILIENT)
+        while True:
+            try:
+                while self._announcements.newest > self._generation:
+                    self._join(commits)
+                result = call()
+                gather_values(None)  # until then, another rank may need what this one has
+            except Exception as error:
+                if not self._is_of_peer(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
+            else:
+                set_restart_policy(_ORDINARY)
+                return result
+
+    def _join(self, commits: Commits) -> None:
+        """Meet the others under the newest generation, and take over the newest commit; or stop for a newer one."""
+        number = self._announcements.newest
+        try:
+            if not rejoin(number, lambda: self._announcements.newest > number):
+                return
+            self._generation = number
+            group = _world()
+            commits.attach(group)
+            root, commit = self._choose(commits, group)
+            commits.take_over(root, commit, group)
+        except (ArgumentError, ReplacementError):
+            set_restart_policy(_ORDINARY)  # all have to start again
+            raise
+
+    def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
+        """Return which rank has the state of the newest commit, and its number. All ranks come to the same."""
+        mine = {"call": self._calls, "parts": [*commits.parts], "commit": commits.number, "is_dirty": commits.is_dirty}
+        told = gather_values(mine, group=group)
+        newest = max((each["commit"] for each in told if each["commit"] is not None), default=None)
+        if newest is None:
+            raise ReplacementError("no rank that is left has a whole state: all start again")
+        at_newest = [rank for rank, each in enumerate(told) if each["commit"] == newest]
+        for rank, each in enumerate(told):
+            if (each["call"], each["parts"]) != (told[at_newest[0]]["call"], told[at_newest[0]]["parts"]):
+                raise ReplacementError(
+                    f"rank {rank} is in call {each['call']} of a resilient function, with {each['parts']}, and rank "
+                    f"{at_newest[0]} in call {told[at_newest[0]]['call']}, with {told[at_newest[0]]['parts']}: a rank "
+                    "that starts again comes to the first such function of the script only. All start again"
+                )
+        clean = [rank for rank in at_newest if not told[rank]["is_dirty"]]
+        if not clean:
+            raise ReplacementError(
+                f"every rank that is left had begun the optimizer's step after commit {newest} and not committed it: "
+                "make no collective between optimizer.step() and state.commit(). All start again"
+            )
+        return clean[0], newest
+
+    def _is_of_peer(self, error: Exception) -> bool:
+        """Whether an exception comes from the loss of another rank, for which there is a newer generation. Blocks."""
+        if self._announcements.newest > self._generation:
+            return not isinstance(error, ReplacementError)
+        if not _tells_of_peer(error):
+            return False
+        break_connections()  # so that the others do not wait for this rank
+        return self._announcements.wait_newer(self._generation, _ANNOUNCED_S)
+
+    def _announced(self, number: int) -> None:
+        if self._is_inside:
+            break_connections()
+        else:
+            refuse(number, "has left the resilient function")
+
+
+@functools.cache
+def _loop_of_process() -> _Loop:
+    return _Loop()
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _tells_of_peer(error: Exception) -> bool:
+    if isinstance(error, CollectiveError | PeerFailedError | RendezvousError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_CONNECTION)
