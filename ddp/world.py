@@ -322,7 +322,9 @@ def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
         with member.connections.made_here():
             # Broken with the other connections, so that nobody waits in vain at the store.
             own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        hook = sys.excepthook
         _connect(member, PrefixStore(f"{prefix}/default_pg", own))
+        sys.excepthook = hook  # torch has put its own around it once more
     except (RuntimeError, ValueError) as error:
         if is_over():
             return False

@@ -93,6 +93,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.epoch = 0
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
         self._length = len(dataset)
+        self.places = 0  # how often it was put to a place from which a pass begins
         self._begin_at(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -187,6 +188,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def _begin_at(self, position: int) -> None:
         """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
+        self.places += 1
         self._start = position
         self._trained = 0  # by this rank, in this pass
         self._advanced = False

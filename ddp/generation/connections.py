@@ -38,7 +38,10 @@ class Connections:
             with contextlib.suppress(OSError):  # closed meanwhile, or not connected
                 own = os.dup(descriptor)  # nobody else closes this one
                 with socket.socket(fileno=own) as found:
-                    if os.fstat(own).st_ino == inode and found.family in (socket.AF_INET, socket.AF_INET6):
+                    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+                    # gloo ends the process when its listener is shut down.
+                    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if os.fstat(own).st_ino == inode and is_tcp and not listens:
                         found.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,6 +1,6 @@
 """How far a rank's state is, and how it comes back to the newest commit, or gets that of another rank.
 
-A commit copies what a step changes before the optimizer does, which is small: values, the place in the data, learning
+A commit copies what a step changes besides the optimizer, which is small: values, the place in the data, learning
 rates, buffers. Parameters and the optimizer's state change only in the optimizer's step, between two commits: a rank
 that has begun it without committing is `is_dirty`, and takes them from a rank that is not.
 """
@@ -26,8 +26,7 @@ from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
 from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
-from ddp.resilience.random_page import RandomPage
-from ddp.torch_internals import foreach_copy
+from ddp.resilience.rank_page import RankPage
 
 __all__ = ["Commits"]
 
@@ -54,11 +53,9 @@ class Commits:
         self._values = values
         self._optimizer = parts.get("optimizer")
         self._sampler = parts.get("sampler")
-        self._page: RandomPage | None = None
+        self._page: RankPage | None = None
         self._kept: dict[str, Any] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-        self._trained = 0  # samples, as the sampler counts, at the newest commit
+        self._counted = 0, 0  # where the sampler began, and samples trained on since then, at the newest commit
         if self._optimizer is not None:
             if not hasattr(self._optimizer, "register_step_pre_hook"):
                 raise ArgumentError(
@@ -70,9 +67,9 @@ class Commits:
             if name in parts:
                 _check_plain(name, parts[name])
 
-    def begin(self, page: RandomPage, *, has_state: bool) -> None:
+    def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank."""
-        self._page = page
+        self._page = RankPage([] if self._model is None else list(self._model.buffers()))
         if has_state:
             self.number = -1
             self.take()
@@ -81,27 +78,29 @@ class Commits:
         """Have the model average over the ranks of `group`, from now on."""
         if self._wrapper is None:
             return
-        reducer = self._wrapper.gradient_reducer
-        if reducer is not None and not reducer.is_first:
-            self._plan = reducer.plan_state()
-        if self._wrapper.process_group is not group:
+        if getattr(self._wrapper, "process_group", None) is not group:  # it has let another one go
             self._wrapper._update_process_group(group)
         if self._wrapper.gradient_reducer is not None:
             self._wrapper.gradient_reducer.before_last_bucket = self._note_sent
 
+    def interrupted(self) -> None:
+        """Keep what the group that has failed knew."""
+        reducer = None if self._wrapper is None else self._wrapper.gradient_reducer
+        if reducer is not None and not reducer.is_first:
+            self._plan = reducer.plan_state()
+
     def take(self) -> None:
         """Commit the present state."""
+        self._count_samples()
         if self._page is None:
             return  # nobody could take it over
         assert self.number is not None
-        self._count_samples()
         self._kept = {
             "values": {name: _copied(value) for name, value in self._values.items()},
             "position": None if self._sampler is None else dict(self._sampler.state_dict()),
             "groups": [_plain_of(group) for group in self._groups()],
             **{name: copy.deepcopy(self.parts[name].state_dict()) for name in ("scheduler",) if name in self.parts},
         }
-        self._copy_buffers()
         self.number += 1
         self._page.commit(self.number)
         self.is_dirty = False
@@ -140,13 +139,14 @@ class Commits:
 
     def _roll_back(self) -> None:
         """Undo what this rank has done since its newest commit; the optimizer has not stepped."""
+        assert self._page is not None
+        assert self.number is not None
         self._set_values(self._kept["values"])
+        self._page.restore_buffers(self.number)
         for group, plain in zip(self._groups(), self._kept["groups"], strict=True):
             group |= {name: _copied(value) for name, value in plain.items()}
         if "scheduler" in self._kept:
             self.parts["scheduler"].load_state_dict(copy.deepcopy(self._kept["scheduler"]))
-        if self._buffers:
-            foreach_copy([buffer.data for buffer in self._buffers], self._copies)
 
     def _set_values(self, values: Mapping[str, Any]) -> None:
         self._values.clear()
@@ -158,7 +158,8 @@ class Commits:
         parameters = [parameter for group in self._groups() for parameter in group["params"]]
         for parameter in (*parameters, *(() if self._model is None else self._model.parameters())):
             parameter.grad = None
-        random = self._page.at(number)
+        self._page.restore_buffers(number)
+        random = self._page.random_at(number)
         if random is not None:
             rng.restore(random)
         elif not has_state:  # those of its predecessor are not known: others than those of the other ranks will do
@@ -166,7 +167,6 @@ class Commits:
             rng.seed_torch(hash((number, rank)) % (1 << 63))
         if self._sampler is not None:
             self._sampler.load_state_dict(position)
-            self._trained = 0
             if isinstance(self._sampler, DistributedSampler) and random is not None:
                 # A DataLoader draws a number when it is iterated, which the pass that is gone on with had not.
                 self._sampler.before_pass = partial(rng.restore, random)
@@ -183,22 +183,16 @@ class Commits:
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self._optimizer is None else self._optimizer.param_groups
 
-    def _copy_buffers(self) -> None:
-        if self.number == -1:
-            self._buffers = [] if self._model is None else list(self._model.buffers())
-            self._copies = [buffer.detach().clone() for buffer in self._buffers]
-        elif self._buffers:
-            foreach_copy(self._copies, [buffer.detach() for buffer in self._buffers])
-
     def _count_samples(self) -> None:
         """Advance the sampler by what it has handed out, unless the script does so itself."""
         sampler = self._sampler
         if not isinstance(sampler, DistributedSampler):
             return
-        if sampler.trained == self._trained and sampler.drawn > sampler.trained:
+        place, trained = self._counted
+        if sampler.trained == (trained if sampler.places == place else 0) and sampler.drawn > sampler.trained:
             _check_no_workers(sampler)
             sampler.advance(sampler.drawn - sampler.trained)
-        self._trained = sampler.trained
+        self._counted = sampler.places, sampler.trained
 
 
 def _check_plain(name: str, part: Any) -> None:

@@ -15,7 +15,6 @@ from ddp.generation.announcements import Announcements
 from ddp.monitoring import stall_report
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.commits import Commits
-from ddp.resilience.random_page import RandomPage
 from ddp.resilience.state import State
 from ddp.world import break_connections, current_generation, refuse, rejoin
 
@@ -79,7 +78,6 @@ class _Loop:
     def __init__(self) -> None:
         # To which this process belongs; -1 if it has not joined one yet.
         self._generation = -1 if (joined := current_generation()) is None else joined
-        self._page = RandomPage()
         self._calls = 0
         self._is_inside = False
         self._announcements = Announcements(self._announced)
@@ -97,7 +95,7 @@ class _Loop:
 
     def _run(self, commits: Commits, call: Callable[[], R]) -> R:
         has_joined = self._generation >= 0
-        commits.begin(self._page, has_state=has_joined)
+        commits.begin(has_state=has_joined)
         if has_joined:
             commits.attach(_world())
         set_restart_policy(_RESILIENT)
@@ -110,6 +108,7 @@ class _Loop:
             except Exception as error:
                 if not self._is_of_peer(error):
                     raise
+                commits.interrupted()
                 traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
             else:
                 set_restart_policy(_ORDINARY)

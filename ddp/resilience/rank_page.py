@@ -1,4 +1,4 @@
-"""The states of this rank's random number generators, in memory that outlives the process.
+"""What is this rank's own after a step, in memory that outlives the process: random numbers' states, buffers.
 
 DTRAIN_STATE_FILE names a file of the launcher's, the same for each process that takes this rank in turn. It holds four
 records: two of commits, two of steps whose gradients are about to leave, each pair written in turn. A record begins
@@ -13,58 +13,89 @@ import os
 import random
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["RandomPage"]
+from ddp.torch_internals import foreach_copy
+
+__all__ = ["RankPage"]
 
 _VARIABLE = "DTRAIN_STATE_FILE"
-_SLOT_BYTES = 16 << 10
+_RECORDS = 4
+_RANDOM_BYTES = 16 << 10  # of a record; buffers follow
+_MOST_BUFFER_BYTES = 4 << 20  # larger ones would take too long to copy in each step
+_ALIGN_BYTES = 64
 _HEAD = struct.Struct("<QIIII")  # number + 1, and the lengths of the four states
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY = struct.Struct("<I?d")  # after the key
 _MT19937_BYTES = 625 * 4  # the key and the place in it, as NumPy has them in memory
 
 
-class RandomPage:
-    """`commit` and `sent` say for which step the present states are; `at` returns those of a step."""
+class RankPage:
+    """Of this rank. `buffers` are those of its model that it keeps: all, if they are in host memory, and not large."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         """Raises OSError if the file cannot be mapped."""
+        sizes = [-(-buffer.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for buffer in buffers]
+        keeps = all(buffer.is_cpu for buffer in buffers) and sum(sizes) <= _MOST_BUFFER_BYTES
+        self._buffers = [buffer.detach() for buffer in buffers] if keeps else []
+        self._stride = _RANDOM_BYTES + (sum(sizes) if keeps else 0)
+        self._packer = _Packer()
+        length = _RECORDS * self._stride
         descriptor = os.open(os.environ[_VARIABLE], os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size < 4 * _SLOT_BYTES:
-                os.ftruncate(descriptor, 4 * _SLOT_BYTES)
-            self._packer = _Packer()
-            self._memory = memoryview(mmap.mmap(descriptor, 4 * _SLOT_BYTES))
+            if os.fstat(descriptor).st_size < length:
+                os.ftruncate(descriptor, length)
+            self._memory = memoryview(mmap.mmap(descriptor, length))
         finally:
             os.close(descriptor)
+        self._kept: list[list[torch.Tensor]] = [[] for _ in range(_RECORDS)]  # views of the memory, for each record
+        for record, views in enumerate(self._kept):
+            start = record * self._stride + _RANDOM_BYTES
+            for buffer, size in zip(self._buffers, sizes, strict=False):
+                part = torch.frombuffer(self._memory[start : start + size], dtype=torch.uint8)
+                views.append(part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape))
+                start += size
 
     def commit(self, step: int) -> None:
-        """Keep the states as those after `step`."""
+        """Keep what is there now as that after `step`."""
         self._write(step % 2, step)
 
     def sent(self, step: int) -> None:
-        """Keep the states as those after `step`, of which the others get this rank's part now."""
+        """Keep what is there now as that after `step`, of which the others get this rank's part now."""
         self._write(2 + step % 2, step)
 
-    def at(self, step: int) -> dict[str, Any] | None:
-        """The states after `step`, as `ddp.checkpoint.rng.restore` takes them; None if they are not known."""
-        for slot in (step % 2, 2 + step % 2):
-            memory = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES]
-            number, *lengths = _HEAD.unpack_from(memory)
-            if number == step + 1:
-                return _unpacked(bytes(memory[_HEAD.size : _HEAD.size + sum(lengths)]), lengths)
+    def random_at(self, step: int) -> dict[str, Any] | None:
+        """The random numbers' states after `step`, as `ddp.checkpoint.rng.restore` takes them; None if not known."""
+        if (record := self._record_of(step)) is None:
+            return None
+        start = record * self._stride
+        _, *lengths = _HEAD.unpack_from(self._memory, start)
+        start += _HEAD.size
+        return _unpacked(bytes(self._memory[start : start + sum(lengths)]), lengths)
+
+    def restore_buffers(self, step: int) -> None:
+        """Put the buffers back as they were after `step`, if that is known; else they stay as they are."""
+        if (record := self._record_of(step)) is not None and self._buffers:
+            foreach_copy([buffer.data for buffer in self._buffers], self._kept[record])
+
+    def _record_of(self, step: int) -> int | None:
+        for record in (step % 2, 2 + step % 2):
+            if _HEAD.unpack_from(self._memory, record * self._stride)[0] == step + 1:
+                return record
         return None
 
-    def _write(self, slot: int, step: int) -> None:
+    def _write(self, record: int, step: int) -> None:
         parts = self._packer.pack()
         lengths = [len(part) for part in parts]
         data = b"".join(parts)
-        start = slot * _SLOT_BYTES
+        start = record * self._stride
         _HEAD.pack_into(self._memory, start, 0, 0, 0, 0, 0)
         self._memory[start + _HEAD.size : start + _HEAD.size + len(data)] = data
+        if self._buffers:
+            foreach_copy(self._kept[record], self._buffers)
         _HEAD.pack_into(self._memory, start, step + 1, *lengths)
 
 
