@@ -17,7 +17,7 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 9
+PROTOCOL = 10
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -133,6 +133,14 @@ class RestartWorker(Command):
     rank: int
     attempt: int
     restart: int  # its TORCHELASTIC_RESTART_COUNT
+
+
+@dataclass(frozen=True)
+class NextGeneration(Command):
+    """Tell every worker the number of the attempt's newest composition: one of them failed, and is to be replaced."""
+
+    attempt: int
+    number: int
 
 
 @dataclass(frozen=True)

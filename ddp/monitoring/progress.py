@@ -61,11 +61,16 @@ def set_restart_policy(kind: int) -> None:
 
     0, an ordinary process: the attempt ends, as without a word. 1: it alone is started again, or the others go on
     without it. 2: it alone is started again, and the others wait for that; without restarts left the attempt ends.
+    3, resilient: as 2, and the others are told at once to meet it again, in the next generation: each reads its number
+    from the FIFO that DTRAIN_GENERATION_PIPE names, and the process started in its place has it in DTRAIN_GENERATION
+    (launcher/agent/workers/worker.py has the format). That takes all ranks: once one has ended for good, the attempt
+    ends with the next failure.
     A process that was started again stands as the one before it, until it says otherwise.
     """
-    if kind not in (0, 1, 2):
+    if kind not in (0, 1, 2, 3):
         raise ValueError(
-            f"set_restart_policy({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for"
+            f"set_restart_policy({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for, "
+            "3 one to meet again"
         )
     if (counters := _counters()) is not None:
         counters[_RESTART_POLICY] = kind

@@ -17,13 +17,14 @@ from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer
-from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, StateFile, Worker, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
     Exited,
+    NextGeneration,
     OpenStore,
     Output,
     PortsReserved,
@@ -70,6 +71,8 @@ class Attempt:
         self._waiting: list[StartWorker] = []  # for the fork server's imports
         self._fork_server = fork_server
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
+        self._generation = 0  # the newest that the workers were told of
+        self._states: dict[int, StateFile] = {}  # by rank
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
         self._run_tag = run_tag
@@ -164,6 +167,13 @@ class Attempt:
         if worker is not None and worker.reported and message.attempt == self.number:
             self.worker_restarts.take(message)
 
+    def announce(self, message: NextGeneration) -> None:
+        """Tell the workers of a new composition of this attempt; numbers only grow, others are ignored."""
+        if message.attempt == self.number and message.number > self._generation:
+            self._generation = message.number
+            for worker in self.running:
+                worker.tell_generation(message.number)
+
     def go_on(self) -> None:
         """Go on with those that wait to be started, and those that are to be started again."""
         while self._waiting and not self._fork_server.is_loading:
@@ -190,6 +200,8 @@ class Attempt:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
         own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
+        is_first = message.rank not in self._lives
+        own["DTRAIN_GENERATION"] = "0" if is_first else str(self._generation)
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
@@ -217,6 +229,9 @@ class Attempt:
             restart_policy=restart_policy,
         )
         try:
+            if message.rank not in self._states:
+                self._states[message.rank] = StateFile(self._folder, self.number, message.rank)
+            env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
             try:
                 worker = make(start=spawn if by_exec else self._fork_server.fork)
             except OSError as error:
@@ -229,6 +244,8 @@ class Attempt:
             self._never_started(message.rank, reason, restart_policy)
             return False
         self.workers[message.rank] = worker
+        if is_first and self._generation:
+            worker.tell_generation(self._generation)  # it takes nobody's place, and joins the others all the same
         self._writer.send(
             Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
         )
@@ -305,7 +322,9 @@ class Attempt:
         self._release_ports()
         for worker in self.workers.values():
             self._release(worker)
-        self.workers = {}
+        for state in self._states.values():
+            state.close()
+        self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)
 

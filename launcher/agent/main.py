@@ -47,6 +47,7 @@ from launcher.protocol import (
     Heartbeat,
     Hello,
     Message,
+    NextGeneration,
     OpenStore,
     Prepare,
     ReservePorts,
@@ -271,6 +272,8 @@ class Agent:
                 self._begin(message)
             case RestartWorker() if attempt is not None and self._attempt_end is None:
                 attempt.restart(message)
+            case NextGeneration() if attempt is not None:
+                attempt.announce(message)
             case SignalWorkers() if attempt is not None:
                 attempt.signal(message.signum, stop=False)
             case Suspend():

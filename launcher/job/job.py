@@ -151,7 +151,7 @@ class Job:
                 return self._store_failed(attempt, state, message, now)
             case Started():
                 attempt.take_start(message, now)
-                self._run.restarts.started(message.rank)
+                self._run.started(message.rank)
                 return self._run.grow_with(None, now) if attempt.all_started else []
             case Exited():
                 return self._exited(attempt, state, message, now)
@@ -232,7 +232,11 @@ class Job:
                 if exited.restart_policy and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
                     return self._run.fail_alone(failure, exited, now)
                 return self._run.fail(failure, now)
-        return self._run.stop(now) if self.phase is Phase.RUNNING and attempt.finished else []
+        if self.phase is not Phase.RUNNING:
+            return []
+        if attempt.finished:
+            return self._run.stop(now)
+        return self._run.finished(exited.rank, now) if exited.status == 0 else []
 
     def _store_failed(self, attempt: AttemptState, state: HostState, message: StoreFailed, now: float) -> list[Command]:
         if self.phase is Phase.OPENING_STORE and attempt.number == self.spec.first_attempt:

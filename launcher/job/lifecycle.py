@@ -5,7 +5,7 @@
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
 attempt.py, what the cause was in failure.py, whether there is another, and which processes fail without ending it,
-in restarts.py, how the run ends in stopping.py and outcome.py.
+in restarts.py, whom the others meet again then in generations.py, how the run ends in stopping.py and outcome.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, misfits
+from launcher.job.generations import RESILIENT, Generations
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
@@ -48,6 +49,7 @@ class Lifecycle:
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
         self.restarts = Restarts(spec, timers)
+        self.generations = Generations(spec)
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
@@ -128,6 +130,7 @@ class Lifecycle:
         stall_s = spec.stall_timeout_s
         self.attempt = AttemptState(number, members, placement, self.timers, began=now, stall_s=stall_s)
         self.restarts.begin()
+        self.generations.begin()
         self._enter(Phase.OPENING_STORE)
         # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
         fixed = last is None and not spec.elastic
@@ -197,10 +200,28 @@ class Lifecycle:
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
         """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
-        notices = self.restarts.failed(self.current, failure, exited, now)
-        if notices is None:
+        attempt, is_resilient = self.current, exited.restart_policy == RESILIENT
+        if is_resilient and not self.generations.can_meet(attempt, exited.rank, self.restarts.waiting):
             return self.fail(failure, now)
-        return [*notices, *(self.stop(now) if self.current.finished else [])]
+        commands = self.restarts.failed(attempt, failure, exited, now)
+        if commands is None:
+            return self.fail(failure, now)
+        if is_resilient:
+            news = self.generations.next(attempt, failure)
+            return [*commands, *(Send(name, news) for name in self.fleet.workers_of(attempt.members))]
+        return [*commands, *(self.stop(now) if attempt.finished else [])]
+
+    def started(self, rank: int) -> None:
+        """Take the start of a worker, perhaps again."""
+        self.restarts.started(rank)
+        self.generations.started(rank)
+
+    def finished(self, rank: int, now: float) -> list[Command]:
+        """Take the successful end of a worker: the attempt ends if it was to meet one that is being replaced."""
+        failure = self.generations.missed_by(self.current, rank)
+        if failure is None:
+            return []
+        return self.fail(failure, now)
 
     def ask_for_evidence(self, now: float, *, asked: bool) -> list[Command]:
         """Ask where the ranks stand; `asked`: the user wants to see it."""

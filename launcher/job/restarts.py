@@ -5,25 +5,27 @@ lives of each rank.
 
 A process says of itself, while it runs, what its failure means (Exited.restart_policy, ddp/monitoring/progress.py): 0,
 it ends the attempt; 1, the others go on without it, as without a worker of an asynchronous run; 2, they wait for its
-successor, as for a parameter server. A restart of it is one of those that the run has (--max-restarts), as another
-attempt is. Without any left, the others go on without the first kind, and the run's end then has that failure as its
-cause; the second kind ends the attempt, as any failure does.
+successor, as for a parameter server; 3, they meet its successor again, as generations.py has it. A restart of it is one
+of those that the run has (--max-restarts), as another attempt is. Without any left, the others go on without the first
+kind, and the run's end then has that failure as its cause; the other kinds end the attempt, as any failure does. Where
+one of the third kind may have failed only since another process did, the restart of that one counts for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
+from launcher.job.generations import RESILIENT
 from launcher.job.progress_messages import left_out, starts_again
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker
 
-__all__ = ["RestartDecision", "Restarts", "failed_attempt", "judge"]
+__all__ = ["RestartDecision", "Restarts", "failed_attempt", "is_free", "judge"]
 
 FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
 PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
@@ -41,7 +43,8 @@ _FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argpars
 class FailedAttempt:
     """An attempt that has failed; `free`: through a host that the job can do without, which costs no restart.
 
-    With a `rank`, a process that failed while the attempt went on.
+    With a `rank`, a process that failed while the attempt went on; `may_follow`: it is resilient, and failed as one
+    does that has lost a peer.
     """
 
     cause: Failure
@@ -49,6 +52,7 @@ class FailedAttempt:
     saved: int  # checkpoints; for a process alone its steps as well, since the others have what came of them
     free: bool
     rank: int | None = None
+    may_follow: bool = False
 
     @property
     def progress(self) -> bool:
@@ -75,25 +79,37 @@ def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -
 
 def _restarts_used(past: Sequence[FailedAttempt]) -> int:
     """Return how many restarts it takes to go on after all of these."""
-    return sum(not attempt.free for attempt in past)
+    return sum(not is_free(attempt, past) for attempt in past)
+
+
+def is_free(one: FailedAttempt, past: Sequence[FailedAttempt]) -> bool:
+    """Whether no restart is counted for it; where it may follow from the failure of another process, that one's is."""
+    return one.free or (one.may_follow and any(_may_be_root(other, one) for other in past))
+
+
+def _may_be_root(other: FailedAttempt, one: FailedAttempt) -> bool:
+    if other.rank in (None, one.rank) or other.cause.attempt != one.cause.attempt:
+        return False
+    return abs(other.cause.at - one.cause.at) <= SLACK_S and not looks_like_consequence(other.cause)
 
 
 def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
     """Decide after the last of the failed attempts, or of the processes that failed alone."""
     last = past[-1]
+    counts = not is_free(last, past)
     if _restarts_used(past) > spec.max_restarts:
         restarts = "the one restart (--max-restarts) was used"
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
         return RestartDecision(None, restarts if spec.max_restarts else "")
-    if last.cause.attempt == spec.first_attempt and not last.free and _is_futile(last.cause):
+    if last.cause.attempt == spec.first_attempt and counts and _is_futile(last.cause):
         return RestartDecision(None, "not tried again: a restart cannot fix that")
     past = [other for other in past if other.rank == last.rank]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1
     recent = past[-LOOP:]
-    if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and not last.free:
+    if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and counts:
         return RestartDecision(
             None, f"not tried again: the same failure came {LOOP} times in a row, without any progress"
         )
@@ -134,21 +150,29 @@ class Restarts:
         """Whether a process is about to be started again, for which the others may wait."""
         return bool(self._waiting or self._starting)
 
+    @property
+    def waiting(self) -> Sequence[int]:
+        """The ranks that have ended and are about to be started again."""
+        return self._waiting
+
     def failed(self, attempt: AttemptState, failure: Failure, exited: Exited, now: float) -> list[Command] | None:
         """Decide on a process that has failed by itself while the attempt runs, and tell the user; None: it ends it."""
         rank = exited.rank
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
+        looks_so = looks_like_consequence(failure)
+        made = replace(made, may_follow=looks_so and exited.restart_policy == RESILIENT)
         decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is not None:
             self.past.append(made)
             self._failed.append((failure, made))
             self.count += 1
-            wait_s = max(decision.again_after_s, CONSEQUENCE_S if looks_like_consequence(failure) else 0.0)
+            follows = is_free(made, self.past)
+            wait_s = max(decision.again_after_s, CONSEQUENCE_S if looks_so and not follows else 0.0)
             self._timers.set((Timer.RESTART, rank), now + wait_s)
             self._waiting.append(rank)
             number = f"restart {_restarts_used(self.past)} of {self._spec.max_restarts}"
-            return [Notice(starts_again(failure, number, wait_s))]
+            return [Notice(starts_again(failure, "it follows from another failure" if follows else number, wait_s))]
         if exited.restart_policy != WITHOUT_IT:
             self._last = (decision.reason, [failure])
             return None
@@ -191,16 +215,20 @@ class Restarts:
     def overtaken(self, attempt: AttemptState, failure: Failure) -> None:
         """Take a failure that ends the attempt: none of its processes is started again alone any more.
 
+        It may be that of a process that was to be.
+
         What failed alone at that time may be its cause, or another of its consequences: then it is one of the attempt's
         failures, and no restart of its own is counted for it.
         """
+        newest = {alone.rank: alone for alone, _ in self._failed}
         for alone, made in list(self._failed):
             likely = looks_like_consequence(alone) or looks_like_consequence(failure)
-            together = likely and abs(alone.at - failure.at) <= SLACK_S
+            together = alone is not failure and likely and abs(alone.at - failure.at) <= SLACK_S
+            waits = alone.rank in self._waiting and alone is newest[alone.rank]
             if together:
                 attempt.left_out = [other for other in attempt.left_out if other is not alone]
                 attempt.take_failure(alone)
-            if together or alone.rank in self._waiting:
+            if alone is failure or together or waits:
                 self._failed.remove((alone, made))
                 self._uncount(made)
         self._cancel()

@@ -2,10 +2,25 @@
 
 The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
 run tag, dies with its agent, and has nothing inherited but its three standard streams.
+
+Beside what its order says, a worker has these variables:
+
+    TORCHELASTIC_ERROR_FILE  where it may write why it failed
+    DTRAIN_PROGRESS_FILE     24 bytes for it to map and write to; see ddp/monitoring/progress.py
+    DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or, if
+                             it takes the place of one that failed, that of the newest one
+    DTRAIN_GENERATION_PIPE   a FIFO from which it may read the numbers of newer ones: 8 bytes each, little-endian, and
+                             growing. Opening it for reading does not block; a read blocks until there is one, and gets
+                             nothing (end of file) once the agent is gone. Read 8 bytes, or a multiple of that. If
+                             nobody reads, only the newest number is kept for certain.
+    DTRAIN_STATE_FILE        a file of its rank alone, empty in its first life of an attempt; each later life finds what
+                             those before it have written. It is in memory and has no folder: open it, write or map it,
+                             set its length; it cannot be renamed or replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,12 +34,14 @@ from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import Exited
 
-__all__ = ["BOOTSTRAP", "Files", "Worker", "spawn"]
+__all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "StateFile", "Worker", "spawn"]
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
 _PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, restart_policy; see ddp/monitoring/progress.py
-_ALONE = (1, 2)  # its failure does not end the attempt: the others go on, or wait for its successor
+_ALONE = (1, 2, 3)  # its failure does not end the attempt: the others go on, or wait for its successor
+_GENERATION = struct.Struct("<Q")
+_PIPE_BYTES = 1 << 16
 
 
 def spawn(
@@ -93,7 +110,56 @@ class Files:
         self.facts = Path(f"{self.error}.facts")
         self.stack = Path(f"{self.error}.stack")
         self.progress = Path(f"{self.error}.progress")
-        self.variables = {"TORCHELASTIC_ERROR_FILE": str(self.error), "DTRAIN_PROGRESS_FILE": str(self.progress)}
+        self.generations = Path(f"{self.error}.generations")
+        self.variables = {
+            "TORCHELASTIC_ERROR_FILE": str(self.error),
+            "DTRAIN_PROGRESS_FILE": str(self.progress),
+            "DTRAIN_GENERATION_PIPE": str(self.generations),
+        }
+
+
+class GenerationPipe:
+    """The FIFO through which one worker is told of generations. It never waits for the worker."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        with contextlib.suppress(FileExistsError):  # of a try to start this worker in another way
+            os.mkfifo(path, 0o600)
+        # For reading as well: what is written then stays until the worker opens it, and there is always a reader.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def tell(self, number: int) -> None:
+        data = _GENERATION.pack(number)
+        try:
+            os.write(self._descriptor, data)
+        except BlockingIOError:  # full of numbers that nobody reads, and that this one makes obsolete
+            with contextlib.suppress(BlockingIOError):  # the worker reads them after all
+                os.read(self._descriptor, _PIPE_BYTES)
+            os.write(self._descriptor, data)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class StateFile:
+    """What the lives of one rank in an attempt leave to each other: a file that this process keeps, at `path`.
+
+    Memory that is named by descriptor goes with this process, whatever ends it. A file in /dev/shm would outlive that,
+    or be removed too early: systemd-logind does so when the user logs out (RemoveIPC in logind.conf).
+    """
+
+    def __init__(self, folder: str, attempt: int, rank: int) -> None:
+        """Raises OSError."""
+        try:
+            self._descriptor = os.memfd_create("dtrain-state", os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        except OSError:  # forbidden there, as by sysctl vm.memfd_noexec: then with the other files of the attempt
+            self.path = f"{folder}/{attempt}-{rank}.state"
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.fchmod(self._descriptor, 0o600)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 class Worker:
@@ -126,6 +192,7 @@ class Worker:
         self.ended = 0.0
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
+        self._generations = GenerationPipe(files.generations)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         self.pipes = {out_read: 1, err_read: 2}
@@ -168,6 +235,10 @@ class Worker:
         steps, saved, policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
         return steps, saved, policy
 
+    def tell_generation(self, number: int) -> None:
+        """Tell it the number of the attempt's newest composition; whether it reads that is its own affair."""
+        self._generations.tell(number)
+
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
         self.ended = time.monotonic()
@@ -206,6 +277,7 @@ class Worker:
         """Release its descriptors; nothing can be asked of it afterwards."""
         for descriptor in [*self.pipes, self._progress]:
             os.close(descriptor)
+        self._generations.close()
         self.pipes = {}
 
 

@@ -57,11 +57,11 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
 
 
 def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
-    for kind in (1, 2, 0):
+    for kind in (1, 2, 3, 0):
         progress.set_restart_policy(kind)
         assert struct.unpack("<QQQ", counters.read_bytes()) == (0, 0, kind)
-    with pytest.raises(ValueError, match=r"set_restart_policy\(3\)"):
-        progress.set_restart_policy(3)
+    with pytest.raises(ValueError, match=r"set_restart_policy\(4\)"):
+        progress.set_restart_policy(4)
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "folder", "unwritable"])

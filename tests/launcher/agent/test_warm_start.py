@@ -106,7 +106,10 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
     return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1)]
 
 
-VARYING = {"OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY"}
+VARYING = {
+    "OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
+    "DTRAIN_GENERATION_PIPE", "DTRAIN_STATE_FILE",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])

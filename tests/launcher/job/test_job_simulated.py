@@ -42,9 +42,11 @@ from launcher.job.events import (
 )
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT
+from launcher.job.generations import RESILIENT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
+from launcher.job.restarts import is_free
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (
@@ -58,6 +60,7 @@ from launcher.protocol import (
     Facts,
     Heartbeat,
     Hello,
+    NextGeneration,
     OpenStore,
     Prepare,
     Report,
@@ -77,18 +80,25 @@ LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MEETING_S = 20.0  # so long the workers of a generation wait for each other
+UNMET = {"type": "RendezvousError", "message": "waited 20 s for the others", "where": "t.py:5", "inside": ""}
 PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:4711", "where": "t.py:3", "inside": ""}
 
 
 @dataclass
 class Worker:
-    """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited."""
+    """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited.
+
+    `generation` is the newest that it was told of, `met` the one in which it met all others.
+    """
 
     agent: Agent = field(repr=False)
     attempt: int
     rank: int
     began: float
     restart_policy: int = 0
+    generation: int = 0
+    met: int = 0
     alive: bool = True
     hangs: bool = False
 
@@ -156,6 +166,7 @@ class Agent:
     last_up: float = 0.0
     last_down: float = 0.0
     attempt: int | None = None
+    generation: int = 0
     progress: int = 0
     identity: str = ""
 
@@ -186,6 +197,12 @@ class World:
         self.calm_after = T0 + chance.choice([30.0, 60.0, 120.0])
         self.life_s = chance.choice([2.0, 10.0, 30.0])
         self.p_alone = chance.choice([0.0, 0.0, 0.5, 1.0, 1.0])  # that a worker stands alone
+        self.resilient = chance.random() < 0.3  # all workers are, and a failure is met by the others
+        if self.resilient:
+            self.p_fail = chance.choice([0.3, 0.9])
+        self.p_meeting = chance.choice([0.0, 0.2, 0.5])  # that a worker fails while it meets the others
+        self.generation = 0  # of the attempt
+        self.ordered: dict[tuple[int, int, int], int] = {}  # the newest when a worker was to be started again
         self.broken = chance.choice([*[None] * 9, 0])  # the rank that fails soon after each start, and in the same way
         self.lives: dict[tuple[int, int], int] = {}  # by attempt and rank, how often it was started again alone
         self.failed: set[tuple[int, int]] = set()  # those whose last life has failed by itself
@@ -317,12 +334,15 @@ class World:
 
     def obey(self, commands: list[Command]) -> None:
         starts: list[Send] = []
+        news: list[Send] = []
         for command in commands:
             if self.trace and not _is_beat(command):
                 self.say(f"   -> {command}")
             if isinstance(command, Send):
                 if isinstance(command.message, StartWorker):
                     starts.append(command)
+                elif isinstance(command.message, NextGeneration):
+                    news.append(command)
                 elif isinstance(command.message, RestartWorker):
                     self.check_restart(command, command.message)
                 self.tell(command)
@@ -339,6 +359,8 @@ class World:
                 self.grown += isinstance(command, Notice) and "has come" in command.text
         if starts:
             self.check_starts(starts)
+        if news:
+            self.check_generation(news)
 
     def tell(self, command: Send) -> None:
         agent = self.links[command.host]
@@ -350,7 +372,8 @@ class World:
         message = command.message
         if isinstance(message, OpenStore):
             self.check_begin(message.attempt)
-        if isinstance(message, OpenStore | StartWorker | RestartWorker | EndAttempt | Collect | SignalWorkers):
+        of_an_attempt = OpenStore | StartWorker | RestartWorker | NextGeneration | EndAttempt | Collect | SignalWorkers
+        if isinstance(message, of_an_attempt):
             assert key in self.enlisted, f"told to an agent that takes no part: {command}"
         elif isinstance(message, Prepare) and message.lost_agents:
             self.cleaning.add(key)
@@ -512,6 +535,9 @@ class World:
             if not agent.ending and agent.attempt == message.attempt and agent.kill_at == float("inf"):
                 again_s = self.chance.choice([0.0, 0.02, self.chance.uniform(0, self.spec.grace_s)])
                 self.later(again_s, self.on_host, agent, self.start_again, agent, message)
+        elif isinstance(message, NextGeneration):
+            if not agent.ending and agent.attempt == message.attempt:
+                self.announce(agent, message.number)
         elif isinstance(message, Suspend):
             if not message.suspended:
                 self.go_on(agent)
@@ -659,7 +685,7 @@ class World:
             agent.alive = False
             self.end_link(agent)
         else:
-            agent.attempt = None
+            agent.attempt, agent.generation = None, 0
 
     # ---- what workers do ----
 
@@ -679,8 +705,10 @@ class World:
         assert all(w.attempt == attempt for w in living), f"two attempts at once: {living}"
         assert all(w.rank != rank for w in living), f"two lives of rank {rank} at once: {living}"
         restart_policy = self.restart_policy[attempt, rank] if again else 0
-        if chance.random() < self.p_alone:  # later it would say so, but before it fails
-            restart_policy = chance.choice([1, 1, 2])
+        if self.resilient:
+            restart_policy = RESILIENT if again or chance.random() < 0.95 else 0
+        elif chance.random() < self.p_alone:  # later it would say so, but before it fails
+            restart_policy = chance.choice([1, 1, 2, 3])
         self.restart_policy[attempt, rank] = restart_policy
         if again and self.fails(0.1):
             self.root(FailureKind.NEVER_STARTED, node, rank, attempt)
@@ -692,6 +720,9 @@ class World:
         self.failed.discard((attempt, rank))
         worker = Worker(agent, attempt, rank, self.now, restart_policy)
         node.workers.append(worker)
+        if again:
+            assert agent.generation >= self.ordered[key], f"rank {rank} starts with generation {agent.generation}"
+            self.take_generation(agent, worker, agent.generation)
         self.report(agent, Started(attempt, rank, 100 + rank, self.now + node.clock))
         if rank == self.broken:
             self.later(chance.uniform(0, 0.2), self.fail, agent, worker, 3)
@@ -703,6 +734,39 @@ class World:
                 self.later(at, self.fail, agent, worker)
         self.later(self.life_s + chance.random(), self.finish, agent, worker)
 
+    def announce(self, agent: Agent, number: int) -> None:
+        """Let an agent tell its workers of a generation."""
+        assert number > agent.generation, "generations only grow"
+        agent.generation = number
+        for worker in agent.node.workers:
+            if worker.alive and worker.agent is agent:
+                self.take_generation(agent, worker, number)
+
+    def take_generation(self, agent: Agent, worker: Worker, number: int) -> None:
+        """Let a worker begin to meet the others; it may fail on the way."""
+        worker.generation = number
+        if self.resilient and number:
+            self.later(self.chance.uniform(0, 0.2), self.meet, agent, worker, number, self.now + MEETING_S)
+            if self.fails(self.p_meeting):
+                self.later(self.chance.uniform(0, 0.4), self.fail, agent, worker)
+
+    def meet(self, agent: Agent, worker: Worker, number: int, until: float) -> None:
+        if not worker.alive or worker.hangs or worker.generation != number or worker.met == number:
+            return
+        present = {
+            other.rank: other
+            for node in self.nodes.values()
+            for other in node.workers
+            if other.alive and not other.hangs and other.generation == number and not node.frozen
+        }
+        if len(present) == len(self.members) * (self.spec.hosts[0].slots or 1):
+            for other in present.values():
+                other.met = number
+            return
+        if self.now > until:
+            self.fail(agent, worker, 1, UNMET)
+        self.later(0.5, self.meet, agent, worker, number, until)
+
     def is_living(self, worker: Worker) -> bool:
         """Say whether a worker runs, or will once more."""
         if not worker.alive:
@@ -713,17 +777,20 @@ class World:
         worker.hangs = worker.alive
         self.disturbed(0.0)
 
-    def fail(self, agent: Agent, worker: Worker, status: int | None = None) -> None:
+    def fail(
+        self, agent: Agent, worker: Worker, status: int | None = None, error: dict[str, str] | None = None
+    ) -> None:
         """Let a worker fail by itself."""
         if agent.node.frozen:
-            agent.node.postponed.append(lambda: self.fail(agent, worker, status))
+            agent.node.postponed.append(lambda: self.fail(agent, worker, status, error))
             return
         if not worker.alive or agent.suspended or agent.kill_at < float("inf") or not agent.alive:
             return
         status = status or self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
-        raised = status == 1 and self.chance.random() < 0.6
+        raised = error is not None or (status == 1 and self.chance.random() < 0.6)
         kind = FailureKind.RAISED if raised else FailureKind.KILLED if status < 0 else FailureKind.EXITED
-        error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""} if raised else None
+        if raised and error is None:
+            error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""}
         self.root(kind, agent.node, worker.rank, worker.attempt)
         self.failed.add((worker.attempt, worker.rank))
         worker.alive = False
@@ -761,7 +828,7 @@ class World:
     def finish(self, agent: Agent, worker: Worker) -> None:
         if not worker.alive or worker.hangs:
             return
-        if agent.node.frozen or agent.suspended:
+        if agent.node.frozen or agent.suspended or (self.resilient and worker.met < worker.generation):
             self.later(1.0, self.finish, agent, worker)
             return
         if agent.kill_at < float("inf") or not agent.alive:
@@ -952,7 +1019,7 @@ class World:
     def check_begin(self, number: int) -> None:
         """When an attempt begins, nothing of another may live."""
         assert number == self.attempt + 1
-        self.attempt = number
+        self.attempt, self.generation = number, 0
         living = [worker for node in self.nodes.values() for worker in node.workers if self.is_living(worker)]
         assert not living, f"attempt {number} begins while {living} live"
         for name in self.nodes:
@@ -986,12 +1053,25 @@ class World:
         assert order.attempt == self.attempt
         assert tell.host == self.members[order.rank // (self.spec.hosts[0].slots or 1)]
         assert key in self.failed
-        assert self.restart_policy[key] in (1, 2)
+        assert self.restart_policy[key] in (1, 2, 3)
         self.lives[key] = self.lives.get(key, 0) + 1
+        self.ordered[order.attempt, order.rank, order.restart] = self.generation
         assert order.restart == order.attempt + self.lives[key]
         again = sum(lives for (attempt, _), lives in self.lives.items() if attempt == self.attempt)
-        assert again <= self.spec.max_restarts
+        past = self.job._run.restarts.past
+        assert again - sum(is_free(one, past) for one in past if one.cause.attempt == self.attempt) <= (
+            self.spec.max_restarts
+        )
         self.disturbed(0.0)
+
+    def check_generation(self, news: list[Send]) -> None:
+        """A new generation has the next number, and every host hears of it that takes part and is not given up."""
+        assert self.job.phase is Phase.RUNNING
+        self.generation += 1
+        assert all(send.message == NextGeneration(self.attempt, self.generation) for send in news)
+        links = ((name, agent.link) for name in self.members if isinstance(agent := self.links[name], Agent))
+        hosts = [name for name, link in links if (name, link) in self.enlisted and (name, link) not in self.closed]
+        assert [send.host for send in news] == hosts
 
     def went_on(self, exited: Exited) -> None:
         """Note that the job has let an attempt go on after one of its processes had failed."""
@@ -1048,6 +1128,16 @@ class World:
         assert {(self.attempt, rank) for rank in gone} <= self.failed
         assert all(self.restart_policy[self.attempt, rank] == 1 for rank in gone if rank is not None)
 
+    def check_free(self) -> None:
+        """A restart that is not counted is of a resilient worker that may have lost a peer then."""
+        past = self.job._run.restarts.past
+        slack = 2.0 + self.clock_error + 0.1
+        for one in past:
+            if one.rank is not None and is_free(one, past):
+                roots = [root for root in self.roots if root.rank not in (None, one.rank)]
+                assert any(abs(root.at - one.cause.at) <= slack for root in roots), f"not counted: {one}"
+                assert looks_like_consequence(one.cause)
+
     def note_clock_error(self, node: Node) -> None:
         """Note how far the job is off with the time of a host that says when something failed."""
         clock = self.job.fleet.states[node.host.name].clock
@@ -1079,9 +1169,11 @@ class World:
         for name, node in self.nodes.items():
             living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
-        free = sum(attempt.free for attempt in job._run.restarts.past)
+        past = job._run.restarts.past
+        free = sum(is_free(attempt, past) for attempt in past)
         assert outcome.attempts - 1 - self.grown - free + outcome.worker_restarts <= spec.max_restarts
-        assert free == 0 or spec.elastic
+        assert spec.elastic or not any(attempt.free for attempt in past)
+        self.check_free()
         if outcome.error is not None:
             assert outcome.exit_code == outcome.error.exit_code != 0
         elif outcome.cause is not None:
@@ -1131,9 +1223,10 @@ def test_the_worlds_are_of_every_kind() -> None:
     errors = {"StartError", "StoreError", "HostError"}
     kinds = {"HOST_LOST", "STORE_LOST", "RAISED", "EXITED", "KILLED", "STALLED"}
     wanted = {"well", "signal", "left", "unchecked", "no_restart_reason", "1 attempts", "2 attempts", "3 attempts"}
-    wanted |= {*kinds, *errors, "left_out", "alone and well", "without", "loop"}
+    wanted |= {*kinds, *errors, "left_out", "alone and well", "without", "loop", "met twice", "free"}
     for seed in range(1200):
-        outcome = simulate(seed).job.outcome
+        world = simulate(seed)
+        outcome, past = world.job.outcome, world.job._run.restarts.past
         cause = "" if outcome.cause is None else outcome.cause.kind.name
         wanted.discard(f"{outcome.attempts} attempts")
         wanted.discard(
@@ -1142,6 +1235,10 @@ def test_the_worlds_are_of_every_kind() -> None:
         wanted -= {name for name in ("left", "unchecked", "no_restart_reason", "left_out") if getattr(outcome, name)}
         if outcome.worker_restarts and not outcome.exit_code:
             wanted.discard("alone and well")
+        if world.resilient and world.generation > 1 and not outcome.exit_code:
+            wanted.discard("met twice")
+        if any(one.rank is not None and is_free(one, past) for one in past):
+            wanted.discard("free")
         if "times in a row" in outcome.no_restart_reason:
             wanted.discard("loop")
         if any(failure is outcome.cause for failure in outcome.left_out):

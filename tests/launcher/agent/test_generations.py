@@ -1,0 +1,139 @@
+"""What an agent tells its workers of generations, and what it keeps for the next life of a rank."""
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testbed.agent import AgentProcess
+from testbed.processes import wait_until
+
+from launcher.agent.workers.worker import GenerationPipe, StateFile
+from launcher.protocol import Exited, NextGeneration, OpenStore, Output, RestartWorker, Started, StoreOpened
+
+# Prints its first generation, then what its predecessor left, then each number that it is told; rank 1 ends at "end".
+LISTENS = """\
+import os, signal, struct, sys
+state = os.open(os.environ["DTRAIN_STATE_FILE"], os.O_RDWR)
+said = f"first {os.environ['DTRAIN_GENERATION']} {os.read(state, 99).decode() or 'nothing'}\\n"
+os.pwrite(state, b"of life " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").encode(), 0)
+with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:
+    file.seek(16)
+    file.write(struct.pack("<Q", 3))
+pipe = os.open(os.environ["DTRAIN_GENERATION_PIPE"], os.O_RDONLY)
+os.write(1, said.encode())
+while data := os.read(pipe, 8):
+    number, = struct.unpack("<Q", data)
+    os.write(1, b"rank %s told %d\\n" % (sys.argv[1].encode(), number))
+    if sys.argv[1] == "1" and number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path) as agent:
+        agent.prepare(grace_s=0.2)
+        yield agent
+
+
+def said(agent: AgentProcess) -> bytes:
+    return b"".join(message.data for message in agent.seen if isinstance(message, Output))
+
+
+def read_until(agent: AgentProcess, text: bytes, times: int = 1) -> None:
+    while said(agent).count(text) < times:
+        agent.expect(Output)
+
+
+def test_living_workers_are_told_and_a_successor_starts_with_the_newest(agent: AgentProcess) -> None:
+    for rank in (0, 1):
+        agent.start(LISTENS, str(rank), rank=rank)
+        agent.expect_output(b"first 0 nothing\n")
+    agent.tell(NextGeneration(attempt=0, number=1))
+    assert agent.expect(Exited).restart_policy == 3
+    agent.tell(RestartWorker(rank=1, attempt=0, restart=1), NextGeneration(attempt=0, number=2))
+    read_until(agent, b" of life 0\n")
+    read_until(agent, b"rank 0 told 2\n")
+    if b"first 2 of life 0\n" not in said(agent):  # the second order came after its start
+        assert b"first 1 of life 0\n" in said(agent)
+        read_until(agent, b"rank 1 told 2\n")
+    agent.tell(NextGeneration(attempt=0, number=2), NextGeneration(attempt=7, number=9), NextGeneration(0, 3))
+    read_until(agent, b" told 3\n", times=2)
+    assert said(agent).count(b"rank 0 told 2\n") == 1, "a number that is not newer is ignored"
+    assert b" told 9\n" not in said(agent), "and one of another attempt"
+    agent.end_attempt()
+    agent.tell(OpenStore(attempt=1, address="127.0.0.1", towards="", port=0, exact=False))
+    agent.expect(StoreOpened)
+    agent.start(LISTENS, "0", attempt=1)
+    agent.expect_output(b"first 0 nothing\n")  # of another attempt
+    agent.stop()
+
+
+def test_a_first_life_that_starts_late_is_told_what_the_others_were(agent: AgentProcess) -> None:
+    agent.start(LISTENS, "0")
+    agent.tell(NextGeneration(attempt=0, number=4))
+    agent.expect_output(b"rank 0 told 4\n")
+    agent.start(LISTENS, "2", rank=2)
+    agent.expect_output(b"first 0 nothing\n")
+    agent.expect_output(b"rank 2 told 4\n")
+    agent.stop()
+
+
+def test_the_files_are_the_user_s_alone_and_go_with_the_attempt(agent: AgentProcess) -> None:
+    agent.start("import os, time\nfor name in ('GENERATION_PIPE', 'STATE_FILE'): print(os.environ['DTRAIN_' + name])\n"
+                "print(flush=True); time.sleep(600)")  # fmt: skip
+    output = b""
+    while not output.endswith(b"\n\n"):
+        output += agent.expect(Output).data
+    pipe, state = map(Path, output.decode().split())
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert {path.stat().st_mode & 0o777 for path in (pipe, state)} == {0o600}
+    agent.end_attempt()
+    assert not pipe.exists()
+    assert not state.exists()
+    agent.stop()
+
+
+def test_a_pipe_that_nobody_reads_keeps_the_newest_number(tmp_path: Path) -> None:
+    pipe = GenerationPipe(tmp_path / "pipe")
+    for number in range(1, 20_001):
+        pipe.tell(number)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    data = b""
+    while len(data) % 8 == 0 and not data.endswith(struct.pack("<Q", 20_000)):
+        data += os.read(reader, 1 << 16)
+    numbers = struct.unpack(f"<{len(data) // 8}Q", data)
+    assert list(numbers) == sorted(set(numbers))
+    os.close(reader)
+    pipe.close()
+
+
+def test_where_memory_has_no_file_the_state_lies_with_the_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    state = StateFile(str(tmp_path), 2, 5)
+    assert Path(state.path) == tmp_path / "2-5.state"
+    assert Path(state.path).stat().st_mode & 0o777 == 0o600
+    state.close()
+
+
+def test_no_descriptor_stays_open_after_an_attempt(agent: AgentProcess) -> None:
+    agent.open_store()
+    agent.end_attempt()
+    before = len(os.listdir(f"/proc/{agent.pid}/fd"))
+    for attempt in (1, 2):
+        agent.start(LISTENS, "1", rank=1, attempt=attempt)
+        agent.tell(NextGeneration(attempt=attempt, number=1))
+        agent.expect(Exited)
+        agent.tell(RestartWorker(rank=1, attempt=attempt, restart=1))
+        agent.expect(Started)
+        agent.end_attempt(attempt)
+    wait_until(lambda: len(os.listdir(f"/proc/{agent.pid}/fd")) <= before, "all are closed")
+    agent.stop()

@@ -1,0 +1,180 @@
+"""Resilient processes: one that fails is replaced alone, and all others are told to meet its successor."""
+
+from typing import Any
+
+from testbed.job_drive import Drive, messages, notices, tells, told
+
+from launcher.job.events import Command, Send, Signalled
+from launcher.job.job import Phase
+from launcher.placement.roles import Role, Roles
+from launcher.protocol import Collect, NextGeneration, OpenStore, RestartWorker, Started
+
+PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
+
+
+def running(*names: str, **changes: Any) -> Drive:
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
+
+
+def fails(drive: Drive, rank: int, status: int = -9, *, after_s: float = 0.0, **changes: Any) -> list[Command]:
+    drive.now += after_s
+    host = drive.host_of(rank)
+    return drive.say(host, drive.exited(host, rank, status, restart_policy=3, **changes))
+
+
+def starts(drive: Drive, rank: int) -> list[Command]:
+    host = drive.host_of(rank)
+    return drive.say(host, Started(drive.number, rank, 200 + rank, drive.time(host)), after_s=0.1)
+
+
+def exits(drive: Drive, rank: int, **changes: Any) -> list[Command]:
+    return drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, **changes))
+
+
+def test_every_host_is_told_before_the_worker_starts_again() -> None:
+    drive = running("a", "b", "c", max_restarts=3)
+    commands = fails(drive, 3)
+    assert tells(commands) == [
+        *(Send(host, NextGeneration(attempt=0, number=1)) for host in "abc"),
+        Send("b", RestartWorker(3, 0, restart=1)),
+    ]
+    assert notices(commands) == [
+        "rank 3 on b was killed by SIGKILL after 1.0 s; only this worker restarts (restart 1 of 3)"
+    ]
+    starts(drive, 3)
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.worker_restarts) == (0, 1, 1)
+
+
+def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    starts(drive, 3)
+    commands = fails(drive, 3)
+    assert [(send.host, send.message) for send in tells(commands)] == [
+        (host, NextGeneration(attempt=0, number=2)) for host in "ab"
+    ]
+    assert messages(drive.wait(0.6, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=2)]
+
+
+def test_each_of_several_failures_has_a_number_of_its_own() -> None:
+    drive = running("a", "b", max_restarts=9)
+    numbers = [messages(fails(drive, rank), NextGeneration)[0].number for rank in (1, 2, 3)]
+    assert numbers == [1, 2, 3]
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_an_attempt_begins_with_generation_0() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    drive.fail(0, 7, at=drive.now + 10)
+    drive.swept()
+    drive.begin()
+    assert messages(fails(drive, 1), NextGeneration)[0] == NextGeneration(attempt=1, number=1)
+
+
+def test_without_restarts_left_the_attempt_ends_and_nobody_is_told_of_another_generation() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3)
+    starts(drive, 3)
+    commands = fails(drive, 3, after_s=40.0)
+    assert messages(commands, NextGeneration) == []
+    assert told(commands, Collect) == ["a", "b"]
+
+
+def test_once_a_rank_has_finished_a_failure_ends_the_attempt() -> None:
+    drive = running("a", "b", max_restarts=1)
+    exits(drive, 0)
+    assert messages(fails(drive, 3), NextGeneration) == []
+    drive.collected()
+    assert drive.job.phase is Phase.ENDING
+    drive.swept()
+    assert told(drive.commands, OpenStore) == ["a", "a"], "the restart is there for the attempt"
+
+
+def test_a_rank_that_finishes_before_the_successor_starts_ends_the_attempt_too() -> None:
+    for after_order in (False, True):
+        drive = running("a", "b", max_restarts=2)
+        fails(drive, 3)
+        if not after_order:  # it waits for its time
+            starts(drive, 3)
+            fails(drive, 3)
+        assert told(exits(drive, 0), Collect) == ["a", "b"]
+        drive.collected()
+        assert messages(drive.wait(5.0, heard="ab"), RestartWorker) == []
+        drive.swept()
+        assert notices(drive.commands)[-2].startswith("attempt 0 failed: rank 3 on b was killed by SIGKILL")
+        drive.begin()
+        drive.end_well()
+        outcome = drive.outcome
+        assert (outcome.exit_code, outcome.attempts, outcome.worker_restarts) == (0, 2, 0 if after_order else 1)
+
+
+def test_a_rank_that_was_left_out_is_gone_for_good() -> None:
+    drive = running("a", "b", max_restarts=0)
+    host = drive.host_of(1)
+    drive.say(host, drive.exited(host, 1, -9, restart_policy=1))
+    assert told(fails(drive, 3), Collect) == ["a", "b"]
+
+
+def test_with_no_survivor_the_attempt_ends() -> None:
+    drive = running("a", max_restarts=9)
+    assert messages(fails(drive, 0), NextGeneration) == [NextGeneration(attempt=0, number=1)]
+    assert told(fails(drive, 1), Collect) == ["a"], "the other one is not back yet"
+
+
+def test_a_role_with_a_command_of_its_own_is_in_no_generation_of_the_others() -> None:
+    class WithEvaluator(Drive):
+        def host_of(self, rank: int) -> str:
+            return "a" if rank == 4 else super().host_of(rank)
+
+    roles = Roles(others=(Role("evaluator", 1, ("eval.py",)),))
+    drive = WithEvaluator("a", "b", max_restarts=9, roles=roles)
+    drive.run()
+    drive.say("a", drive.exited("a", 4))
+    assert messages(fails(drive, 3), NextGeneration) != []
+
+
+def test_a_consequence_uses_no_restart_whichever_comes_first() -> None:
+    for root_first in (True, False):
+        drive = running("a", "b", max_restarts=1)
+        root, consequence = {"rank": 3}, {"rank": 0, "status": 1, "error": PEER_LOST}
+        for failure in (root, consequence) if root_first else (consequence, root):
+            commands = fails(drive, after_s=0.1, **failure)
+            assert messages(commands, NextGeneration) != []
+        commands = drive.wait(1.1, heard="ab")
+        assert len(messages(drive.commands, RestartWorker)) == 2
+        drive.say("a", Started(0, 0, 300, drive.time("a")))
+        starts(drive, 3)
+        assert messages(fails(drive, 1, after_s=30.0), NextGeneration) == [], "the one restart was used"
+        drive.collected()
+        drive.stop_all()
+        assert drive.outcome.no_restart_reason == "the one restart (--max-restarts) was used"
+
+
+def test_a_consequence_of_a_failure_that_is_known_starts_again_at_once() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3)
+    commands = fails(drive, 0, 1, error=PEER_LOST, after_s=0.1)
+    assert messages(commands, RestartWorker) == [RestartWorker(0, 0, restart=1)]
+    assert notices(commands)[0].endswith("; only this worker restarts (it follows from another failure)")
+
+
+def test_consequences_alone_each_use_a_restart() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3, 1, error=PEER_LOST)
+    assert messages(fails(drive, 0, 1, error=PEER_LOST, after_s=0.1), NextGeneration) == []
+
+
+def test_what_ends_the_attempt_otherwise_cancels_the_restart() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    starts(drive, 3)
+    fails(drive, 3)
+    drive.lose("a")
+    assert messages(drive.wait(5.0, heard="b"), RestartWorker) == []
+    drive = running("a", "b", max_restarts=9)
+    drive.event(Signalled(15))
+    assert messages(fails(drive, 3), NextGeneration) == []
