@@ -8,8 +8,7 @@ that has begun it without committing is `is_dirty`, and takes them from a rank t
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+import multiprocessing
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ddp.checkpoint import rng
 from ddp.comm.broadcast import broadcast_tensors
@@ -30,7 +28,6 @@ from ddp.resilience.rank_page import RankPage
 
 __all__ = ["Commits"]
 
-_without_workers: weakref.WeakSet[DistributedSampler] = weakref.WeakSet()
 _STATES = ("scheduler", "scaler")  # parts whose state is small, and plain
 
 
@@ -190,7 +187,7 @@ class Commits:
             return
         place, trained = self._counted
         if sampler.trained == (trained if sampler.places == place else 0) and sampler.drawn > sampler.trained:
-            _check_no_workers(sampler)
+            _check_no_workers()
             sampler.advance(sampler.drawn - sampler.trained)
         self._counted = sampler.places, sampler.trained
 
@@ -202,16 +199,13 @@ def _check_plain(name: str, part: Any) -> None:
         raise ArgumentError(f"{name}={type(part).__name__} has a state that cannot be sent: {error}") from error
 
 
-def _check_no_workers(sampler: DistributedSampler) -> None:
-    if sampler in _without_workers:
-        return
-    loaders = [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
-    if any(loader.num_workers and loader.sampler is sampler for loader in loaders):
+def _check_no_workers() -> None:
+    if multiprocessing.active_children():
         raise ArgumentError(
-            "the workers of the DataLoader draw samples ahead, so nobody knows how many this step has trained on: call "
-            "sampler.advance(len(batch)) before state.commit()"
+            "this process has children by multiprocessing, perhaps the workers of a DataLoader, which draw samples "
+            "ahead, so nobody knows how many this step has trained on: call sampler.advance(len(batch)) before "
+            "state.commit()"
         )
-    _without_workers.add(sampler)
 
 
 def _plain_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class State:
         """Say that the step is done: it will not be made again, nor lost.
 
         Call it on every rank after each step of the optimizer, with no collective between the two. Communicates
-        nothing. A DistributedSampler whose `advance` nobody has called is advanced by what it has handed out; for a
-        DataLoader with workers, which draw ahead, ArgumentError says to call it.
+        nothing. A DistributedSampler whose `advance` nobody has called is advanced by what it has handed out; where a
+        DataLoader may have workers, which draw ahead, ArgumentError says to call it.
         """
         self.commits.take()

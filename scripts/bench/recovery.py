@@ -1,9 +1,10 @@
-"""Recovery beside torchrun: from the KILL of one of two gloo ranks until both are through init_process_group again.
+"""Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
-    python scripts/bench/recovery.py [--pairs 7]
+    python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
 
-In turns in one run; the ratio is the median over pairs next to each other. torchrun gets
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt does not come up.
+In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
+under `ddp.resilient`, and are measured until all have committed their next step; the others only meet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from pathlib import Path
 
 import psutil
 
-WORKERS = 2
 LIMIT_S = 120.0
 MARK = "RECOVERY_MARK"
 SCRIPT = """
@@ -40,6 +40,35 @@ path.with_suffix(path.suffix + ".new").write_text(json.dumps(facts))
 os.rename(path.with_suffix(path.suffix + ".new"), path)
 time.sleep(600)
 """
+RESILIENT = """
+import json, os, pathlib, time
+import torch
+import ddp
+world = ddp.init()
+side = int((float(os.environ["RECOVERY_STATE_MB"]) * 2**20 / 8) ** 0.5)  # float32, weights and momentum
+model = ddp.DistributedDataParallel(torch.nn.Linear(side, side, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+state = ddp.State(model=model, optimizer=optimizer, step=0)
+
+@ddp.resilient
+def train(state):
+    began = state.step
+    while True:
+        model(torch.randn(4, side)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+        if state.step == began + (1 if began else 5):
+            facts = {"pid": os.getpid(), "time": time.monotonic()}
+            path = pathlib.Path(os.environ["RECOVERY_FOLDER"], f"{int(began > 0)}.{world.rank}")
+            path.with_suffix(path.suffix + ".new").write_text(json.dumps(facts))
+            os.rename(path.with_suffix(path.suffix + ".new"), path)
+        time.sleep(0.02)
+
+train(state)
+"""
+COMMANDS = ("resilient", "dtrain", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -53,23 +82,25 @@ class Through:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
-    parser.add_argument("--only", choices=("dtrain", "torchrun"), help="measure one of them, without ratios")
+    parser.add_argument("--workers", type=int, default=2, help="gloo or shm ranks [%(default)s]")
+    parser.add_argument("--state-mb", type=float, default=1.0, help="weights and momentum of resilient's [%(default)s]")
+    parser.add_argument("--only", choices=COMMANDS, help="measure one of them, without ratios")
     args = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {WORKERS} gloo workers")
-    times: dict[str, list[float]] = {name: [] for name in ("dtrain", "torchrun") if args.only in (None, name)}
+    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS if args.only in (None, name)}
+    os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
     with tempfile.TemporaryDirectory() as name:
-        script = Path(name, "script.py")
-        script.write_text(SCRIPT)
         for pair in range(args.pairs + 1):
             for command, taken in times.items():
-                took_s = recover(argv_of(command, script, Path(name)), Path(name, f"{command}{pair}"))
+                argv = argv_of(command, args.workers, Path(name))
+                took_s = recover(argv, args.workers, Path(name, f"{command}{pair}"))
                 if pair:  # the first pair warms the file cache
                     taken.append(took_s)
     print(f"{'command':9} {'recovery s':>10} {'least':>7} {'most':>7} {'runs':>5}   ratio")
     for command, taken in times.items():
         ratio = ""
-        if command == "dtrain" and args.only is None:
-            both = zip(times["dtrain"], times["torchrun"], strict=True)
+        if command != "torchrun" and args.only is None:
+            both = zip(taken, times["torchrun"], strict=True)
             ratio = f"   {statistics.median(a / b for a, b in both):.3f}"
         print(
             f"{command:9} {statistics.median(taken):10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
@@ -77,14 +108,16 @@ def main() -> None:
         )
 
 
-def argv_of(command: str, script: Path, folder: Path) -> list[str]:
-    options = ["--nproc-per-node", str(WORKERS), "--max-restarts", "1"]
-    if command == "dtrain":
-        return [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), *options, str(script)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+def argv_of(command: str, workers: int, folder: Path) -> list[str]:
+    script = folder / f"{command}.py"
+    script.write_text(RESILIENT if command == "resilient" else SCRIPT)
+    options = ["--nproc-per-node", str(workers), "--max-restarts", "1", str(script)]
+    if command == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *options]
+    return [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), *options]
 
 
-def recover(argv: list[str], folder: Path) -> float:
+def recover(argv: list[str], workers: int, folder: Path) -> float:
     """Run a command, kill rank 1 once all are through, and return how long it took until all were through again."""
     folder.mkdir()
     environment = {
@@ -95,16 +128,16 @@ def recover(argv: list[str], folder: Path) -> float:
         MARK: str(folder),
     }
     with running(argv, environment, folder) as process:
-        victim = all_through(process, folder, attempt=0)[1]
+        victim = all_through(process, workers, folder, attempt=0)[1]
         time.sleep(0.2)  # so that nobody is still on the way from the barrier to its sleep
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        return max(rank.time for rank in all_through(process, folder, attempt=1)) - killed
+        return max(rank.time for rank in all_through(process, workers, folder, attempt=1)) - killed
 
 
-def all_through(process: subprocess.Popen[bytes], folder: Path, *, attempt: int) -> list[Through]:
+def all_through(process: subprocess.Popen[bytes], workers: int, folder: Path, *, attempt: int) -> list[Through]:
     """Wait until every rank of an attempt has written that it is through."""
-    paths = [folder / f"{attempt}.{rank}" for rank in range(WORKERS)]
+    paths = [folder / f"{attempt}.{rank}" for rank in range(workers)]
     deadline = time.monotonic() + LIMIT_S
     while not all(path.exists() for path in paths):
         if process.poll() is not None or time.monotonic() > deadline:
