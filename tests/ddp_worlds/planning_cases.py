@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -206,6 +207,49 @@ def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> Non
         train(model, 2)
     assert model.measurement is not None
     assert limits_of(model) == SMALL
+
+
+def a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(place: str, goes_on: bool) -> None:
+    """On rank 1 alone, in the first pass or in the one that decides; long before a wait would be given up."""
+    model = wrapped(bucket_cap_mb="auto")
+    rank, reducer = dist.get_rank(), model._policy.reducer  # type: ignore[union-attr]
+    steps, owner, name = {
+        "delivers first": (0, reducer._schedule, "deliver"),
+        "plans first": (0, reducer, "_plan"),
+        "delivers": (4, reducer._schedule, "deliver"),
+        "chooses": (4, reducer.planner, "_chosen"),
+        "plans": (4, reducer._schedule, "use_limits"),
+    }[place]
+    with rank_0_wants(SMALL):
+        train(model, steps)
+        loss = model(torch.ones(2, 48)).square().mean()
+        reducer._repeated |= {0} if place == "plans first" else set()  # else the first plan stays
+        began = time.monotonic()
+        if rank == 1:
+            with (
+                mock.patch.object(owner, name, side_effect=RuntimeError("no memory")),
+                pytest.raises(RuntimeError, match=r"^no memory$"),
+            ):
+                loss.backward()
+        else:
+            with pytest.raises(
+                ddp.errors.PeerFailedError, match=r"failed on rank 1, .* RuntimeError: no memory"
+            ) as told:
+                loss.backward()
+            assert ("the next step can go on" in str(told.value)) == goes_on
+        assert time.monotonic() - began < reducer.report.timeout_s / 2
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if not goes_on:
+            with pytest.raises(
+                ddp.errors.CollectiveError, match="not in step with the other ranks any more: start all"
+            ):
+                model(torch.ones(2, 48))
+            return
+        seen = train(model)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (repr(limits_of(model)), [float(each.sum()) for each in seen]))
+    assert all(each == every[0] for each in every)
+    assert (limits_of(model) == SMALL) == (place != "chooses")
 
 
 def auto_that_can_decide_nothing_warns() -> None:

@@ -2,7 +2,8 @@
 
 The reducer tells it of every pass. After the first one, which shows the order of gradients, two passes hold their
 buckets back until backward has ended, so that they show when gradients are ready with nothing on the wire; the next two
-run as they are. Then the ranks agree on the slowest of each figure, and all take the decision of rank 0.
+run as they are. Then the ranks agree on the slowest of each figure, and all take the decision of rank 0; on a device,
+two steps later, when it has come by what is to be read.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.failures import changing_together, failing_together
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.planning.choose import Choice, choose
+from ddp.data_parallel.planning.clock import Clock
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.measure_link import agree
 from ddp.data_parallel.planning.recent_steps import RecentSteps
 from ddp.data_parallel.planning.simulate import buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
-from ddp.data_parallel.planning.step_timer import StepTimer, StepTimes
+from ddp.data_parallel.planning.step_timer import Moment, StepTimer, TimedStep
 
 __all__ = ["LEAST_SAVING", "BucketPlanner", "Measurement"]
 
@@ -56,16 +60,17 @@ class Measurement:
 class BucketPlanner:
     """Watches the first steps of the model that `schedule` has the buckets of. Every rank must make it alike.
 
-    `replans`: take the sizes of buckets that leave least exposed. `asked`: the argument of the user that wants this
-    decided, who is warned if nothing can be. `hosts`: the ranks on each, None if not known. `compressions`: what
-    compression would cost, of those that may be used; `compress` is called with the name of one that pays, on every
-    rank in the same step.
+    `clock` times them. `replans`: take the sizes of buckets that leave least exposed. `asked`: the argument of the user
+    that wants this decided, who is warned if nothing can be. `hosts`: the ranks on each, None if not known.
+    `compressions`: what compression would cost, of those that may be used; `compress` is called with the name of one
+    that pays, on every rank in the same step.
     """
 
     def __init__(
         self,
         channel: Channel,
         link: LinkCost,
+        clock: Clock,
         *,
         replans: bool,
         hosts: Sequence[int] | None = None,
@@ -74,9 +79,10 @@ class BucketPlanner:
         compressed_limits: BucketLimits | None = None,
         compress: Callable[[str], None] | None = None,
     ) -> None:
-        self.timer: StepTimer | None = StepTimer()
+        self.clock = clock
+        self.timer: StepTimer | None = StepTimer(clock)
         self.measurement: Measurement | None = None
-        self.recent = RecentSteps()  # since the decision
+        self.recent = RecentSteps(clock)  # since the decision
         self.hosts = hosts
         self._channel = channel
         self._link = link
@@ -90,8 +96,8 @@ class BucketPlanner:
     def restart(self) -> None:
         """Measure from the next step on: gradients come in another order, or others do."""
         self._steps = 0
-        self._held: list[StepTimes] = []
-        self._free: list[StepTimes] = []
+        self._held: list[TimedStep] = []
+        self._free: list[TimedStep] = []
         self._is_missing = False
         if self.timer is not None:
             self.timer.end_step({})
@@ -112,7 +118,16 @@ class BucketPlanner:
         """
         self._steps += 1
 
-    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, float], *, has_joined: bool) -> None:
+    @property
+    def decides(self) -> bool:
+        """Whether the ranks agree at the end of the pass that is counted now."""
+        return self.timer is not None and self._steps == _HELD_STEPS + _FREE_STEPS + self.clock.late_steps
+
+    def mark(self, moment: Moment) -> None:
+        """This moment of a step is now."""
+        (self.timer or self.recent).mark(moment)
+
+    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, Any], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
 
         Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its
@@ -121,24 +136,29 @@ class BucketPlanner:
         if self.timer is None:
             self.recent.ended(schedule.waited_s)
             return
-        times = self.timer.end_step(arrived)
-        if times is not None and not has_joined:
-            (self._held if self._steps <= _HELD_STEPS else self._free).append(times)
-        self._is_missing |= times is None and not has_joined
-        if self._steps == _HELD_STEPS + _FREE_STEPS:
+        step = self.timer.end_step(arrived)
+        if not has_joined and self._steps <= _HELD_STEPS + _FREE_STEPS:
+            self._is_missing |= step is None
+            if step is not None:
+                (self._held if self._steps <= _HELD_STEPS else self._free).append(step)
+        if self.decides:
             self.timer = None
-            with self._channel.report.waiting("agreement on the sizes of buckets"):
-                self._decide(schedule)
+            figures = self._agreed(schedule)
+            if figures is None:
+                self._warn(
+                    "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a "
+                    "forward pass inside of backward)"
+                )
+                return
+            with failing_together(self._channel, "the choice of buckets"):
+                measurement, name, limits = self._chosen(schedule, *figures)
+            self.measurement = measurement
+            self._use(schedule, *self._of_rank_0(name, limits))
 
-    def _decide(self, schedule: BucketSchedule) -> None:
-        figures = self._agreed(schedule)
-        if figures is None:
-            self._warn(
-                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a "
-                "forward pass inside of backward)"
-            )
-            return
-        record, link, step_s = figures
+    def _chosen(
+        self, schedule: BucketSchedule, record: StepRecord, link: LinkCost, step_s: float
+    ) -> tuple[Measurement, str | None, BucketLimits]:
+        """What is chosen by these figures: a compression or none, and sizes of buckets."""
         if schedule.has_hook:  # what it holds may be of these buckets
             if self._replans:
                 self._warn("compression or a communication hook may hold what is of these buckets")
@@ -156,16 +176,21 @@ class BucketPlanner:
                 compression=cost,
             )
             compressed.append((cost.name, self._allowed(among, self.compressed_limits)))
-        self.measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
+        measurement = Measurement(record, link, step_s, schedule.limits, tuple(choices), tuple(compressed))
         compressed.sort(key=lambda pair: pair[1].step.total_s)
         name = None
         if compressed and compressed[0][1].step.total_s < best.step.total_s * (1 - LEAST_SAVING):
             name, best = compressed[0]
-        name, limits = self._of_rank_0(name, best.limits)
-        if limits != schedule.limits:
-            schedule.use_limits(limits)
-        if name is not None and self._compress is not None:
-            self._compress(name)
+        return measurement, name, best.limits
+
+    def _use(self, schedule: BucketSchedule, name: str | None, limits: BucketLimits) -> None:
+        if name is None and limits == schedule.limits:
+            return
+        with changing_together(self._channel):
+            if limits != schedule.limits:
+                schedule.use_limits(limits)
+            if name is not None and self._compress is not None:
+                self._compress(name)
 
     def _warn(self, why: str) -> None:
         if self._asked is not None:
@@ -187,11 +212,12 @@ class BucketPlanner:
             *first,
         ]
         length = torch.tensor([len(mine)], device="cpu")
-        broadcast_tensors(self._channel.control, [length])
-        told = torch.zeros(int(length), dtype=torch.int64, device="cpu")
-        if self._channel.control.rank() == 0:
-            told = torch.tensor(mine, device="cpu")
-        broadcast_tensors(self._channel.control, [told])
+        with self._channel.report.waiting("agreement on the sizes of buckets"):
+            broadcast_tensors(self._channel.control, [length])
+            told = torch.zeros(int(length), dtype=torch.int64, device="cpu")
+            if self._channel.control.rank() == 0:
+                told = torch.tensor(mine, device="cpu")
+            broadcast_tensors(self._channel.control, [told])
         which, cap, own_bytes, _, *firsts = map(int, told.tolist())
         return (
             None if which < 0 else names[which],
@@ -202,8 +228,8 @@ class BucketPlanner:
         """The slowest rank's figures, part by part, and the link as the last one to end backward saw it."""
         order = schedule.order
         mine = [float(self._is_missing), *[-math.inf] * (6 + len(order))]
-        held, free = self._held, self._free
-        if held and free and not self._is_missing:
+        if self._held and self._free and not self._is_missing:
+            held, free = ([step.times() for step in steps] for steps in (self._held, self._free))
             # What disturbs a step makes it longer, so the shortest of each part is the best.
             mine = [
                 0.0,
@@ -215,7 +241,9 @@ class BucketPlanner:
                 min(t.total_s for t in free),
                 *(min((t.ready_s[index] for t in held if index in t.ready_s), default=0.0) for index in order),
             ]
-        missing, forward_s, backward_s, other_s, wire_s, free_backward_s, step_s, *ready_s = agree(self._channel, mine)
+        with self._channel.report.waiting("agreement on the sizes of buckets"):
+            slowest = agree(self._channel, mine)
+        missing, forward_s, backward_s, other_s, wire_s, free_backward_s, step_s, *ready_s = slowest
         if missing or math.isinf(step_s):
             return None
         gradients = [
