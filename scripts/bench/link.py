@@ -8,8 +8,8 @@ gradients takes most of a step. A round gives each variant one step, in random o
 slower rank. PowerSGD is not measured with torch's class, which mixes up its collectives over gloo. The table gives
 medians over the rounds, and the median of the ratios within rounds. "ddp 25 MB" measures nothing and keeps its buckets,
 "ddp auto" compresses if that pays. The last line holds the step of "ddp" against what it cannot be quicker than:
-"compute", the same step inside no_sync(), or the bytes of its gradients at the rate of the link; and how long these take
-with the headers of TCP, IP and Ethernet, which the rate counts too.
+"compute", the same step inside no_sync(), or the bytes of its gradients at the rate of the link; and how long these
+take with the headers of TCP, IP and Ethernet, which the rate counts too.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Measured ones would be those of a busy machine; that decisions follow from figur
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import time
 import warnings
@@ -66,7 +67,9 @@ def train(model: ddp.DistributedDataParallel, steps: int = STEPS) -> list[torch.
 
 
 def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
-    return model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+    """But for pieces, which a link may ask for that a busy machine has slowed down."""
+    limits: BucketLimits = model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+    return dataclasses.replace(limits, piece_bytes=None)
 
 
 @contextlib.contextmanager
@@ -105,6 +108,18 @@ def plans_change_no_bit(as_views: bool) -> None:
     assert limits_of(fixed) != SMALL
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(one, other), step
+
+
+def pieces_for_a_slow_link_change_no_bit() -> None:
+    expected = train(wrapped(measure=False))
+    for link, pieces in ((SLOW, 1 << 10), (QUICK, None)):
+        with costing(link, ()), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
+            model = wrapped()
+            found = train(model)
+        schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+        assert schedule.limits.piece_bytes == pieces
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert torch.equal(one, other), step
 
 
 def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
