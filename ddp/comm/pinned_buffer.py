@@ -29,9 +29,9 @@ def has_stream(device: torch.device) -> bool:
     return device.type in _WITH_STREAMS
 
 
-def recorded_event(device: torch.device) -> torch.Event:
+def recorded_event(device: torch.device, *, is_timed: bool = False) -> torch.Event:
     """An event of what the device's current stream has to do until now."""
-    event = _event(device)
+    event = torch.Event(device, enable_timing=True) if is_timed else _event(device)
     _record(event, device)
     return event
 

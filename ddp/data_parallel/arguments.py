@@ -44,28 +44,25 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
 }
 
 
-def check_torchs_arguments(
-    *, broadcast_buffers: bool | None, forward_sync_buffers: bool | None, mixed_precision: object, **given: object
-) -> None:
+def check_torchs_arguments(given: Mapping[str, object]) -> None:
     """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing.
 
     And of `broadcast_buffers`, as torch 2.13 does. Raises UnsupportedError for `mixed_precision`.
     """
-    if mixed_precision is not None:
+    if given["mixed_precision"] is not None:
         raise UnsupportedError(
             "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast in forward, and "
             'compression="bf16" to send less'
         )
-    for name, value in given.items():
-        default, reason = _MEANINGLESS[name]
-        if value is not default and value != default:
+    for name, (default, reason) in _MEANINGLESS.items():
+        if given[name] is not default and given[name] != default:
             warnings.warn(f"DistributedDataParallel({name}=...) has no effect: {reason}", stacklevel=3)
-    if broadcast_buffers is not None:
+    if given["broadcast_buffers"] is not None:
         why = (
             "use forward_sync_buffers, which says the same of forward passes; broadcast_buffers=False also keeps "
             "buffers out of the first broadcast"
         )
-        if forward_sync_buffers is not None:
+        if given["forward_sync_buffers"] is not None:
             why = "its value is ignored where forward_sync_buffers is given"
         warnings.warn(f"`broadcast_buffers` is deprecated in torch: {why}", FutureWarning, stacklevel=3)
 

@@ -1,8 +1,8 @@
-"""What a reducer and its policy share: one pass, the callback at its end, and what a policy decides of passes."""
+"""What a reducer and its policy share: one pass, how it begins and ends, and what a policy decides of passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.errors import DdpError
+from ddp.torch_internals import current_node, will_be_reached
 
-__all__ = ["EndOfBackward", "Pass", "PassPolicy", "leaves_below"]
+__all__ = ["EndOfBackward", "Pass", "PassPolicy", "accumulates"]
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Pass:
     unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
     holds: bool
     has_joined: bool
-    arrived: dict[int, float] = field(default_factory=dict)  # when gradients were ready, while it holds
+    arrived: dict[int, Any] = field(default_factory=dict)  # when gradients were ready, while it holds
 
 
 class EndOfBackward:
@@ -82,7 +83,27 @@ class PassPolicy(Protocol):
         """The pass is over, or a failure has come in its place."""
 
 
-def leaves_below(node: Node | None) -> Iterator[Node]:
+def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:
+    """Whether the running backward pass leaves gradients in `.grad` of `leaves`, or of others if it reaches none.
+
+    `torch.autograd.grad()` does not, which is warned of where it returns gradients of `leaves`.
+    """
+    try:
+        if any(map(will_be_reached, leaves)):
+            return True
+    except RuntimeError:  # a leaf whose gradient is captured: what torch.autograd.grad() does
+        warn(
+            "torch.autograd.grad() returns the gradients of this rank's parameters alone: nothing averages them. "
+            "Use backward(), or average what it returns, unless that is what you want"
+        )
+        return False
+    try:
+        return any(map(will_be_reached, _leaves_below(current_node())))
+    except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
+        return False
+
+
+def _leaves_below(node: Node | None) -> Iterator[Node]:
     """The nodes that accumulate into leaves, among those that `node` leads to."""
     seen, stack = {node}, [node]
     while stack:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -94,19 +95,27 @@ class ForwardPolicy:
         """
         return self._buffer_sync is not None and self.reducer.report.step != self._buffers_are_of
 
-    @property
-    def late_buffer_hook(self) -> BufferHook | None:
-        """The buffer hook if it runs after forward."""
-        return None if self.buffer_hook is None or self.buffer_hook.is_before else self.buffer_hook
+    @contextmanager
+    def syncing_buffers(self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> Iterator[None]:
+        """Around a forward pass: give every rank the buffers of `root`, or let the hook do so with those of `named`.
 
-    def sync_buffers(self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
-        """Give every rank the buffers of `root`, or let the hook do so with what `named` returns."""
+        A hook that runs after forward also does so after one that raises, as on the other ranks.
+        """
         self._buffers_are_of = self.reducer.report.step
-        if self.buffer_hook is not None:
-            if self.buffer_hook.is_before:
-                self.buffer_hook.run(named())
-        elif self._buffer_sync is not None:
+        hook = self.buffer_hook
+        if hook is None and self._buffer_sync is not None:
             self._buffer_sync.run(root)
+        if hook is not None and hook.is_before:
+            hook.run(named())
+        late = hook if hook is not None and not hook.is_before else None
+        try:
+            yield
+        except Exception:
+            if late is not None:
+                late.run(named())
+            raise
+        if late is not None:
+            late.run(named())
 
     def prepare(self, output: Any, *, is_syncing: bool, is_training: bool) -> None:
         """Announce a forward pass with gradients: those of its backward will be reduced, or only accumulated.
@@ -277,16 +286,20 @@ class JoinedRankHook(JoinHook):
     """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values."""
 
     def __init__(
-        self, policy: ForwardPolicy, sync_buffers: Callable[[int], object], equalise: Callable[[int], None]
+        self,
+        policy: ForwardPolicy,
+        syncing_buffers: Callable[[int], AbstractContextManager[None]],
+        equalise: Callable[[int], None],
     ) -> None:
         self._policy = policy
-        self._sync_buffers = sync_buffers
+        self._syncing_buffers = syncing_buffers
         self._equalise = equalise
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
         syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
-        self._sync_buffers(root)
+        with self._syncing_buffers(root):
+            pass
         if syncs:
             self._policy.reduce_as_joined()
 

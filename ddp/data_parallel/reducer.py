@@ -29,8 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
 from ddp.compression.compressors import Half, Int8, PowerSGD
-from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, leaves_below
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, accumulates
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
@@ -41,7 +42,7 @@ from ddp.data_parallel.explaining.explain import Explained
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
-from ddp.data_parallel.status_errors import describe_failure, numbers_differ, peers_failed, weights_differ
+from ddp.data_parallel.status_errors import numbers_differ, weights_differ
 from ddp.data_parallel.unfrozen import average_unfrozen
 from ddp.errors import BackwardError, UnsupportedError
 from ddp.monitoring.progress import count_step
@@ -49,7 +50,6 @@ from ddp.torch_internals import (
     call_after_backward,
     check_engine,
     current_backward,
-    current_node,
     gradient_hooks,
     in_compiled_autograd,
     will_be_reached,
@@ -211,6 +211,7 @@ class Reducer:
     def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter: the only Python code that runs once for each parameter, so every lookup counts."""
         index, touched, transfer_of = member.index, self.touched, self._schedule.transfer_of
+        now = perf_counter if self.planner is None else self.planner.clock.now
 
         def on_grad(_: torch.Tensor) -> None:
             touched[index] = None
@@ -223,7 +224,7 @@ class Reducer:
             if current.holds:
                 if index in current.arrived:
                     self._repeated.add(index)  # a parameter in several reentrant checkpoints
-                current.arrived[index] = perf_counter()
+                current.arrived[index] = now()
                 return
             transfer = transfer_of[index]
             if index in transfer.taken_early:
@@ -252,24 +253,8 @@ class Reducer:
                 "not be averaged: keep it as long as you train"
             )
         with self.lock if self._has_several_devices else nullcontext():
-            if self.current is None and self._accumulates():
+            if self.current is None and accumulates(self._nodes, self.warn):
                 self.policy.begin()
-
-    def _accumulates(self) -> bool:
-        """Whether the running backward pass leaves gradients in `.grad`; `torch.autograd.grad()` does not."""
-        try:
-            if any(map(will_be_reached, self._nodes)):
-                return True
-        except RuntimeError:  # a leaf whose gradient is captured: what torch.autograd.grad() does
-            self.warn(
-                "torch.autograd.grad() returns the gradients of this rank's parameters alone: nothing averages them. "
-                "Use backward(), or average what it returns, unless that is what you want"
-            )
-            return False
-        try:
-            return any(map(will_be_reached, leaves_below(current_node())))
-        except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
-            return False
 
     def begin(self) -> None:
         """Start a pass that ends with the backward pass that runs now."""
@@ -298,9 +283,9 @@ class Reducer:
         return pass_
 
     def mark(self, moment: Moment) -> None:
-        """This moment of a step is now, while first steps are timed."""
-        if self.planner is not None and self.planner.timer is not None:
-            self.planner.timer.mark(moment)
+        """This moment of a step is now."""
+        if self.planner is not None:
+            self.planner.mark(moment)
 
     def _unfrozen(self) -> list[_Named]:
         return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
@@ -424,7 +409,13 @@ class Reducer:
             self.planner.count_step()
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = self.is_first
-        self._schedule.deliver(factor)
+        if is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides):
+            self.is_first = True  # if one fails
+            with failing_together(self.channel, "the end of its backward pass"):
+                self._schedule.deliver(factor)
+            self.is_first = is_first
+        else:
+            self._schedule.deliver(factor)
         self._last_absent = frozenset(self._schedule.absent())
         if is_first:
             self._follow_first_pass()
@@ -433,7 +424,8 @@ class Reducer:
         if statuses.unfrozen:
             with self.report.waiting("all-reduce of unfrozen parameters"):
                 unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
-            self._take_in(unfrozen)
+            with changing_together(self.channel):
+                self._take_in(unfrozen)
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
         if self.planner is not None:
@@ -463,8 +455,9 @@ class Reducer:
         order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)], device="cpu")
         with self.report.waiting("broadcast of the order of gradients"):
             broadcast_tensors(self.channel.control, [order])
-        if order.tolist() != before or self._repeated:
-            self._plan(order.tolist())
+        with changing_together(self.channel):
+            if order.tolist() != before or self._repeated:
+                self._plan(order.tolist())
 
     def _plan(self, order: Sequence[int]) -> None:
         self._schedule.end()

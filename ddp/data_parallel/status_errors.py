@@ -1,36 +1,16 @@
 """The errors for a step status on which the ranks do not agree: who differs, in what, and what to do about it.
 
-Called by the reducer on every rank in the same iteration; all but `peers_failed` are collective.
+Called by the reducer on every rank in the same iteration; all are collective.
 """
 
 from __future__ import annotations
 
 from ddp.comm.channel import Channel
-from ddp.errors import BackwardError, DdpError, PeerFailedError
-from ddp.monitoring.stall_report import StallReport
-from ddp.monitoring.user_code import line_of_traceback
+from ddp.errors import BackwardError, DdpError
 
-__all__ = ["describe_failure", "forwards_differ", "numbers_differ", "peers_failed", "weights_differ"]
+__all__ = ["forwards_differ", "numbers_differ", "weights_differ"]
 
 _WHAT = "exchange of how the ranks differ"
-
-
-def describe_failure(what: str, error: BaseException) -> str:
-    """One line about an exception: what it ended, its type and text, and where the user's code was."""
-    return f"{what} raised {type(error).__name__}: {error} at {line_of_traceback(error.__traceback__)}"
-
-
-def peers_failed(report: StallReport, count: int) -> PeerFailedError:
-    """What the `count` ranks said that failed in this step; the store may know less, or nothing."""
-    failures = report.failures(report.step, expected=count)
-    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    ranks = f"rank {', '.join(map(str, sorted(failures)))}" if failures else f"{count} other rank{'s' * (count > 1)}"
-    return PeerFailedError(
-        f"rank {report.rank} of {report.size}: step {report.step + 1} failed on {ranks}, so nothing was averaged. "
-        f"{reasons or 'Why is not known here: see the output of the other ranks'}. "
-        "The gradients of this step are dropped (None) on every rank; the next step can go on",
-        failures=failures,
-    )
 
 
 def forwards_differ(channel: Channel, mine: int) -> DdpError:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.forward_policy import BufferHook
+from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook
 from ddp.errors import DdpError, UnsupportedError
-from ddp.torch_internals import is_in_join
+from ddp.torch_internals import check_join, is_in_join
 
 __all__ = ["TorchSurface"]
 
@@ -47,6 +49,10 @@ class TorchSurface(TorchDistributedDataParallel):
 
     def _syncs_buffers(self) -> bool:
         return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
+
+    def _syncing_buffers(self, policy: ForwardPolicy, root: int) -> AbstractContextManager[None]:
+        """Around a forward pass: give every rank the buffers of `root`, or run the buffer hook, where that is due."""
+        return policy.syncing_buffers(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -80,6 +86,16 @@ class TorchSurface(TorchDistributedDataParallel):
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
+        policy = self._policy
+        if policy is None:
+            return JoinHook()
+        check_join(self)
+        policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
+        return JoinedRankHook(policy, partial(self._syncing_buffers, policy), equalise)
 
     @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
     def broadcast_buffers(self) -> bool:
@@ -203,8 +219,33 @@ class TorchSurface(TorchDistributedDataParallel):
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "compression": None, "device_mesh": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Attach to the default group, without communication; alone where there is none."""
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
+        if dist.is_initialized():
+            self._join_group(None)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over another group from now on. Every rank of it must call it; nothing is compared."""
+        self._release()
+        self._join_group(new_process_group)
+
+    # What ddp's class has.
+
     def _use_hook(self, hook: CommHook) -> None:
         """Let it reduce the gradients from now on."""
+        raise NotImplementedError
+
+    def _equalise(self, channel: Channel, root: int, *, with_buffers: bool) -> None:
+        """Make this rank's values those of rank `root` of the group."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Be a plain wrapper: nothing communicates."""
+        raise NotImplementedError
+
+    def _join_group(self, group: dist.ProcessGroup | None) -> None:
+        """Average over `group` from now on (None: the default group), if it has several ranks."""
         raise NotImplementedError
 
     @property

@@ -7,16 +7,16 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.failures import describe_failure
 from ddp.comm.layout import check_same_layout, describe
 from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression, named
 from ddp.compression.powersgd import PowerSGDCompressor
@@ -31,18 +31,16 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.explaining.step_report import StepReport
-from ddp.data_parallel.forward_policy import ForwardPolicy, JoinedRankHook, tensors_in
+from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.measuring import Measuring
 from ddp.data_parallel.reducer import Reducer
-from ddp.data_parallel.status_errors import describe_failure
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import count_step_after
 from ddp.torch_internals import (
-    check_join,
     foreach_divide,
     ignored_names,
     is_in_join,
@@ -60,20 +58,19 @@ _made: Counter[str] = Counter()  # wrappers, by the name of their group
 class DistributedDataParallel(TorchSurface):
     """Wrap `module` so that its gradients are the averages over the ranks of the group.
 
-    Every rank of the group must construct it, with a module of the same layout; construction blocks until
-    all do, compares the layouts (LayoutMismatchError names the first difference and the rank) and copies
-    parameters and buffers of the group's rank 0 to the others. After that, the forward and backward passes
-    that every rank makes leave the same averaged gradients in `.grad` on each, and an unmodified optimizer
-    keeps the replicas equal. The gradient of a mean loss over equal shards is that of the mean loss over
-    the whole batch. For a loss that is a sum, multiply it by the number of ranks; for shards of different size
-    use `backward(loss, weight=...)`, or multiply the mean by the own share times the number of ranks.
+    Every rank of the group must construct it, with a module of the same layout; construction blocks until all do,
+    compares the layouts (LayoutMismatchError names the first difference and the rank) and copies parameters and buffers
+    of the group's rank 0 to the others. After that, the forward and backward passes that every rank makes leave the
+    same averaged gradients in `.grad` on each, and an unmodified optimizer keeps the replicas equal. The gradient of a
+    mean loss over equal shards is that of the mean loss over the whole batch. For a loss that is a sum, multiply it by
+    the number of ranks; for shards of different size use `backward(loss, weight=...)`, or multiply the mean by the own
+    share times the number of ranks.
 
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`:
 
-    - `device_ids`: at most one device, to which tensors among the inputs are moved. None: they are there
-      already.
-    - `broadcast_buffers` (`forward_sync_buffers` in newer torch): every forward after a reduction starts
-      with rank 0's buffers.
+    - `device_ids`: at most one device, to which tensors among the inputs are moved. None: they are there already.
+    - `broadcast_buffers` (`forward_sync_buffers` in newer torch): every forward after a reduction starts with rank 0's
+      buffers.
     - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
     - `process_group`: the ranks that average with each other; default: all.
     - `device_mesh`: a one-dimensional one, instead of `process_group`; also a slice, as `mesh["dp"]` of a mesh whose
@@ -82,16 +79,16 @@ class DistributedDataParallel(TorchSurface):
       so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order. By default these
       are where it begins: on the CPU, after five steps, sizes follow by which a simulation of the step is quickest on
       this link, but only where averages stay the same to the bit: with two ranks, or a backend that adds in the order
-      of the ranks whatever the sizes. "auto" lets them follow everywhere; then two runs of one script may differ in
-      the last bits of their sums. Under a fixed `compression` or a communication hook they stay, with a warning.
-    - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor
-      before, and use the bucket again although an older gradient may have been kept elsewhere. By default
-      `.grad` is a view only where that cannot be noticed, and what is kept of a gradient does not change.
-    - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use
-      are always handled exactly: one that some rank used is averaged with zeros for the others, one that
-      none used keeps its old gradient.
-    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that mean
-      nothing here are accepted with a warning that says why.
+      of the ranks whatever the sizes. "auto" lets them follow everywhere; then two runs of one script may differ in the
+      last bits of their sums. Under a fixed `compression` or a communication hook they stay, with a warning.
+    - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor before,
+      and use the bucket again although an older gradient may have been kept elsewhere. By default `.grad` is a view
+      only where that cannot be noticed, and what is kept of a gradient does not change.
+    - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use are always
+      handled exactly: one that some rank used is averaged with zeros for the others, one that none used keeps its old
+      gradient.
+    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that mean nothing here
+      are accepted with a warning that says why.
 
     These are new:
 
@@ -100,25 +97,25 @@ class DistributedDataParallel(TorchSurface):
       backward and of compressing, says that this saves a tenth of it, else uncompressed; `compression.Auto(["bf16"])`
       considers only what it names. Timing decides, so two runs may decide differently; a checkpoint keeps the decision
       to compress, not the one against it.
-    - `measure`: by default, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB a second
-      and more), and the first steps; buckets of the second and third step wait for the end of backward. `measurement`
-      has the figures. Nothing is measured if buckets have sizes of yours, with `init_sync=False`, off the CPU, or with
-      `measure=False`.
-    - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them
-      once; DriftError names the first parameter that differs, the step and the rank.
-    - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them
-      is; default: nine tenths of the group's own timeout.
+    - `measure`: by default, on the CPU, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB
+      a second and more), and the first steps; buckets of the second and third step wait for the end of backward.
+      `measurement` has the figures. With True also on a device, for `explain` alone: by its events, which are read when
+      it has come by them. Nothing is measured if buckets have sizes of yours, or with `init_sync=False`.
+    - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them once;
+      DriftError names the first parameter that differs, the step and the rank.
+    - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them is;
+      default: nine tenths of the group's own timeout.
 
-    No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others
-    raise PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, or unfroze a
-    parameter that another did not, all raise BackwardError. After these, `.grad` is None on every rank, and
-    the next step can go on. A parameter that is unfrozen on all ranks is reduced from then on.
+    No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others raise
+    PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, or unfroze a parameter that another
+    did not, all raise BackwardError. After these, `.grad` is None on every rank, and the next step can go on. A
+    parameter that is unfrozen on all ranks is reduced from then on.
 
-    It is an instance of torch's class, so that libraries which ask for that find it. A world of one
-    communicates nothing.
+    It is an instance of torch's class, so that libraries which ask for that find it. A world of one communicates
+    nothing.
 
-    The method is that of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
-    Training", VLDB 13(12).
+    The method is that of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+    VLDB 13(12).
     """
 
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
@@ -152,23 +149,13 @@ class DistributedDataParallel(TorchSurface):
         *,
         compression: str | Auto | Half | Int8 | PowerSGD | None = None,
         weight_checksum: bool = False,
-        measure: bool = True,
+        measure: bool | None = None,
         stall_timeout_s: float | None = None,
     ) -> None:
+        given = {**locals()}
         nn.Module.__init__(self)  # torch's own constructor is for its reducer
         Joinable.__init__(self)
-        check_torchs_arguments(
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            mixed_precision=mixed_precision,
-            dim=dim,
-            check_reduction=check_reduction,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            batched_grad_copy=batched_grad_copy,
-            lazy_bucket_allocation=lazy_bucket_allocation,
-        )
+        check_torchs_arguments(given)
         self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original
         _made[self.process_group.group_name] += 1
@@ -301,30 +288,21 @@ class DistributedDataParallel(TorchSurface):
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
-        late_hook = None
         try:
             # First what the ranks do together: where one rank alone raises after it, all have done the same.
             policy.reducer.settle()
             root = 0
             if is_in_join(self):
                 _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
-            if self._sync_buffers_of(root):
-                late_hook = policy.late_buffer_hook
-            inputs, kwargs = self._on_device(inputs, kwargs)
-            policy.enter_forward(self.module)
-            output = self.module(*inputs, **kwargs)
-            if late_hook is not None:
-                hook, late_hook = late_hook, None
-                hook.run(self._named_buffers())
+            with self._syncing_buffers(policy, root):
+                inputs, kwargs = self._on_device(inputs, kwargs)
+                policy.enter_forward(self.module)
+                output = self.module(*inputs, **kwargs)
             if torch.is_grad_enabled():
                 policy.prepare(output, is_syncing=is_syncing, is_training=self.training)
         except BaseException as error:
-            try:
-                if late_hook is not None and isinstance(error, Exception):
-                    late_hook.run(self._named_buffers())  # as on the others, before this rank tells them
-            finally:
-                if is_syncing:
-                    policy.reducer.fail(describe_failure("its forward pass", error))
+            if is_syncing:
+                policy.reducer.fail(describe_failure("its forward pass", error))
             raise
         finally:
             swap_active_ddp_module(active)
@@ -336,17 +314,6 @@ class DistributedDataParallel(TorchSurface):
             return inputs, kwargs
         device = torch.device(self.device.type, self.device_ids[0])
         return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs))
-
-    def _sync_buffers_of(self, root: int) -> bool:
-        """Broadcast the buffers, or run the buffer hook, once between two reductions; return whether it was due."""
-        if self._policy is None or not self._syncs_buffers():
-            return False
-        self._policy.sync_buffers(root, self._named_buffers)
-        return True
-
-    def _sync_buffers_as_joined(self, root: int) -> None:
-        if self._sync_buffers_of(root) and self._policy is not None and self._policy.late_buffer_hook is not None:
-            self._policy.late_buffer_hook.run(self._named_buffers())
 
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`, with `weight` for an average of shares of different size.
@@ -393,16 +360,6 @@ class DistributedDataParallel(TorchSurface):
         if gradients and total != 1:
             foreach_divide(gradients, total)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
-        policy = self._policy
-        if policy is None:
-            return JoinHook()
-        check_join(self)
-        policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
-        return JoinedRankHook(policy, self._sync_buffers_as_joined, equalise)
-
     @property
     def measurement(self) -> Measurement | None:
         """What the first steps showed, and what was decided by it; None before that, and where nothing is measured."""
@@ -434,8 +391,8 @@ class DistributedDataParallel(TorchSurface):
 
         Print what it returns: one screen; `as_dict()` has the same for programs. Call it after some 10 steps, on any
         rank: it communicates nothing, reads what the ranks agreed on in their first steps and this rank's last 200, and
-        compresses some MB for the cost of that, which takes some 0.1 s. Everything that is not said to be measured is
-        simulated: within 15 % where the link is what a step waits for.
+        compresses some MB for the cost of that, which takes some 0.1 s; on a device compression is not compared.
+        Everything that is not said to be measured is simulated: within 15 % where the link is what a step waits for.
 
         With `hosts`, the step as it would be on 1 to `hosts` x `gpus` ranks, by models of the backend's all-reduce, as
         a table with bars, `plot(path)` and `as_dict()`; and what published speed-ups would need of the network, of
@@ -443,8 +400,8 @@ class DistributedDataParallel(TorchSurface):
         Ethernet some 5 % less than its name); by default as measured, where this world has several hosts.
         `latency_us` of a message between hosts, and `local_gbyte_s` that ranks of a host exchange: as measured.
 
-        Raises DdpError before enough steps, UnsupportedError where nothing is measured (a world of one, devices,
-        `measure=False`, fixed bucket sizes) or a communication hook is not ours, and ArgumentError.
+        Raises DdpError before enough steps, UnsupportedError where nothing is measured (see `measure`, and in a world
+        of one), of a communication hook that is not ours and of compression on a device, and ArgumentError.
         """
         if self._policy is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
@@ -498,19 +455,12 @@ class DistributedDataParallel(TorchSurface):
         self._policy.reducer.load_plan_state(state["plan"])
         self.compression.load_state_dict(state["compression"])
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Attach to the default group, without communication; alone where there is none."""
-        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
-        if dist.is_initialized():
-            self._join_group(None)
-
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over another group from now on. Every rank of it must call it; nothing is compared.
 
         What compression owes is forgotten.
         """
-        self._release()
-        self._join_group(new_process_group)
+        super()._update_process_group(new_process_group)
         if self._method is not None:
             self.compression = None
             self._use_compression(self._method)

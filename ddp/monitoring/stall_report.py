@@ -148,10 +148,14 @@ class StallReport:
                     raise self.error(what, "") from error
         work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
-    def check_in_step(self) -> None:
-        """Raise CollectiveError if a wait ended before its collective, by Ctrl-C or a stall: that may still run.
+    def leave_step(self, how: str) -> None:
+        """Let `check_in_step` raise from now on; `how` says how this rank got out of step."""
+        self._left = how
 
-        Its tensors are in use until it ends, and the others may be ahead.
+    def check_in_step(self) -> None:
+        """Raise CollectiveError after `leave_step`, or if a wait ended before its collective, by Ctrl-C or a stall.
+
+        That may still run: its tensors are in use until it ends, and the others may be ahead.
         """
         if self._left:
             raise CollectiveError(

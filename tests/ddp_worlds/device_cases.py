@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import ddp
 from ddp.comm import fingerprint
 from ddp.data_parallel import wrapper
 from ddp.data_parallel.buckets import transfers
+from ddp.data_parallel.planning import clock
 
 
 class Net(nn.Module):
@@ -44,7 +46,8 @@ def inputs() -> torch.Tensor:
 def wrapped(net: nn.Module, group: dist.ProcessGroup | None = None, **settings: Any) -> ddp.DistributedDataParallel:
     with _waiting_allowed():
         group = group_of_both() if group is None else group
-        return ddp.DistributedDataParallel(on_device(net), process_group=group, init_sync=False, **settings)
+        settings = {"init_sync": False, **settings}
+        return ddp.DistributedDataParallel(on_device(net), process_group=group, **settings)
 
 
 @contextlib.contextmanager
@@ -180,6 +183,63 @@ def weights_are_compared_with_one_late_wait() -> None:
         for step in range(3):
             model(inputs()).sum().backward()
             assert waits == ["c10d.allreduce_.default"] * (step + 1)
+
+
+class _Events:
+    """The events of the device, which comes by one each millisecond, and is always `BEHIND` of them behind the host."""
+
+    BEHIND = 10
+
+    def __init__(self, device: PretendDevice) -> None:
+        self._device = device
+        self.recorded = self.done = 0
+
+    def record(self, *_: object, is_timed: bool) -> Any:
+        assert is_timed
+        self.recorded += 1
+        self.done = max(self.done, self.recorded - self.BEHIND)
+        return SimpleNamespace(
+            query=lambda at=self.recorded: at <= self.done,
+            synchronize=lambda at=self.recorded: self._wait(at),
+            elapsed_time=lambda end, at=self.recorded: float(end.at - at),
+            at=self.recorded,
+        )
+
+    def _wait(self, at: int) -> None:
+        if at > self.done and not self._device.may_wait:
+            raise HostWaits("for an event")
+        self.done = max(self.done, at)
+
+
+def a_measured_model_waits_for_no_device_and_is_explained() -> None:
+    with pretend_device() as device, pytest.MonkeyPatch.context() as patch:
+        events = _Events(device)
+        patch.setattr(clock, "recorded_event", events.record)
+        model = wrapped(Net(), measure=True, init_sync=True)
+        count = len(list(model.parameters()))
+        for step in range(18):
+            assert (model.measurement is None) == (step < 7), step  # two steps after the last that is measured
+            model.zero_grad()
+            model(inputs()).sum().backward()
+        assert model.measurement is not None
+        record = model.measurement.record
+        parts = record.forward_s, record.backward_s, record.other_s, model.measurement.step_s
+        assert parts == pytest.approx((0.001, 0.001 * (count + 1), 0.002, 0.006))
+        assert [each.ready_s for each in record.gradients] == pytest.approx([0.001 * at for at in range(1, count + 1)])
+        steps_s, computed_s = model._policy.reducer.planner.recent.times_s()  # type: ignore[union-attr]
+        assert 3 <= len(steps_s) < 18 - 7 - 1  # the last ones are not over
+        assert (steps_s[0], computed_s[0]) == pytest.approx((0.003, 0.002))
+        if dist.get_rank() == 0:
+            report = model.explain()
+            assert (report.backend, report.measured_step_s) == ("fake", pytest.approx(0.003))
+            assert sum(len(time.bucket.indices) for time in report.step.buckets) == count
+            assert all(time.bucket.indices for time in report.step.buckets)  # the step status is in host memory
+            assert [way.title for way in report.ways] == ["LocalSGD, every=8"]
+            assert [step.ranks for step in model.explain(hosts=2, gpus=2, gbit=100).steps] == [1, 2, 4]
+        for refused, settings in (("measure=True", {}), ("on a device", {"measure": True, "compression": "bf16"})):
+            other = wrapped(Net(), init_sync=True, **settings)
+            with pytest.raises(ddp.errors.UnsupportedError, match=refused):
+                other.explain()
 
 
 class Spread(nn.Module):

@@ -97,6 +97,30 @@ def a_captured_step_trains_like_others() -> None:
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
+def a_measured_model_is_explained() -> None:
+    """By events, for which the host waits in no step."""
+    with _nccl_alone(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
+        model = ddp.DistributedDataParallel(_net(), measure=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(16, 32, device="cuda:0")
+        _step(model, optimizer, x)
+        torch.cuda.synchronize()
+        with waiting_is_an_error():
+            for _ in range(20):
+                _step(model, optimizer, x)
+        torch.cuda.synchronize()
+        assert model.measurement is not None
+        record = model.measurement.record
+        ready = [gradient.ready_s for gradient in record.gradients]
+        assert 0 < ready[0] <= ready[-1] <= record.backward_s
+        assert min(record.forward_s, record.other_s, model.measurement.step_s) > 0
+        report = model.explain()
+        assert report.backend == "nccl"
+        assert report.measured_steps >= 10
+        assert 0 < report.measured_step_s < 1
+
+
 def drift_on_a_device_is_named() -> None:
     """Two ranks on one device, over gloo: one changes one bit of a weight."""
     net = _net()

@@ -6,7 +6,9 @@ Measured ones would be those of a busy machine; that decisions follow from figur
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -65,7 +67,9 @@ def train(model: ddp.DistributedDataParallel, steps: int = STEPS) -> list[torch.
 
 
 def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
-    return model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+    """But for pieces, which a link may ask for that a busy machine has slowed down."""
+    limits: BucketLimits = model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+    return dataclasses.replace(limits, piece_bytes=None)
 
 
 @contextlib.contextmanager
@@ -104,6 +108,18 @@ def plans_change_no_bit(as_views: bool) -> None:
     assert limits_of(fixed) != SMALL
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(one, other), step
+
+
+def pieces_for_a_slow_link_change_no_bit() -> None:
+    expected = train(wrapped(measure=False))
+    for link, pieces in ((SLOW, 1 << 10), (QUICK, None)):
+        with costing(link, ()), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
+            model = wrapped()
+            found = train(model)
+        schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+        assert schedule.limits.piece_bytes == pieces
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert torch.equal(one, other), step
 
 
 def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
@@ -206,6 +222,49 @@ def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> Non
         train(model, 2)
     assert model.measurement is not None
     assert limits_of(model) == SMALL
+
+
+def a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(place: str, goes_on: bool) -> None:
+    """On rank 1 alone, in the first pass or in the one that decides; long before a wait would be given up."""
+    model = wrapped(bucket_cap_mb="auto")
+    rank, reducer = dist.get_rank(), model._policy.reducer  # type: ignore[union-attr]
+    steps, owner, name = {
+        "delivers first": (0, reducer._schedule, "deliver"),
+        "plans first": (0, reducer, "_plan"),
+        "delivers": (4, reducer._schedule, "deliver"),
+        "chooses": (4, reducer.planner, "_chosen"),
+        "plans": (4, reducer._schedule, "use_limits"),
+    }[place]
+    with rank_0_wants(SMALL):
+        train(model, steps)
+        loss = model(torch.ones(2, 48)).square().mean()
+        reducer._repeated |= {0} if place == "plans first" else set()  # else the first plan stays
+        began = time.monotonic()
+        if rank == 1:
+            with (
+                mock.patch.object(owner, name, side_effect=RuntimeError("no memory")),
+                pytest.raises(RuntimeError, match=r"^no memory$"),
+            ):
+                loss.backward()
+        else:
+            with pytest.raises(
+                ddp.errors.PeerFailedError, match=r"failed on rank 1, .* RuntimeError: no memory"
+            ) as told:
+                loss.backward()
+            assert ("the next step can go on" in str(told.value)) == goes_on
+        assert time.monotonic() - began < reducer.report.timeout_s / 2
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if not goes_on:
+            with pytest.raises(
+                ddp.errors.CollectiveError, match="not in step with the other ranks any more: start all"
+            ):
+                model(torch.ones(2, 48))
+            return
+        seen = train(model)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (repr(limits_of(model)), [float(each.sum()) for each in seen]))
+    assert all(each == every[0] for each in every)
+    assert (limits_of(model) == SMALL) == (place != "chooses")
 
 
 def auto_that_can_decide_nothing_warns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -249,6 +250,14 @@ def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
         return
     group = _group_of(folder, rank)
     group.barrier().wait()
+    rounds = group._engine.rounds
+    sleep = rounds.sleep
+
+    def sleep_until_woken(is_ready: Callable[[], bool]) -> bool:
+        sleep(is_ready)
+        return True  # so many threads wait that one of them always wakes the driver before its time
+
+    rounds.sleep = sleep_until_woken
     works = [group.allreduce([torch.ones(3)]) for _ in range(6)]
     told: list[str] = []
 
@@ -260,11 +269,9 @@ def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
     threads = [threading.Thread(target=wait, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
-        time.sleep(0.01)  # so that they wake the driver at different times
     until = time.monotonic() + LIMIT_S / 2
-    while len(told) < 6 and time.monotonic() < until:
-        group._engine._ask()
-        time.sleep(0.005)
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
     assert len(told) == 6
     assert all(f"rank {last} (pid" in each for each in told)
 
@@ -306,6 +313,24 @@ def a_rank_that_leaves_ends_its_collectives_first(folder: str) -> None:
     for work in works:
         work.wait()
     assert all((tensor == size).all() for tensor in tensors)
+    dist.barrier()
+
+
+def a_message_is_late_by_the_clock_of_its_own_rank(folder: str) -> None:
+    """Rank 1 sends to rank 0 all the time; the last one, of which rank 0 waits for a message, never does."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    group = _group_of(folder, rank, timeout_s=1.0 if rank == 0 else LIMIT_S)
+    group.barrier().wait()
+    is_over, until = Path(folder) / "over", time.monotonic() + LIMIT_S / 4
+    if rank == 0:
+        works = [group.recv([torch.zeros(3)], source) for source in (last, *[1] * 1000)]
+        with pytest.raises(CollectiveError, match=f"rank {last} did not come within 1 s"):
+            works[0].wait(timedelta(seconds=LIMIT_S / 4))
+        is_over.touch()
+    while rank == 1 and not is_over.exists() and time.monotonic() < until:
+        with contextlib.suppress(CollectiveError):  # once rank 0 has given up
+            group.send([torch.ones(3)], 0)
+        time.sleep(0.1)
     dist.barrier()
 
 
@@ -401,6 +426,22 @@ def _left() -> list[str]:
 
 def _is_open(descriptor: str) -> bool:
     return Path(f"/proc/self/fd/{descriptor}").is_symlink()
+
+
+def all_hosts_that_are_late_are_named(folder: str) -> None:
+    """Each rank is a host of its own; rank 1 comes late, the last one never, and rank 0 cannot know who is to blame."""
+    store, rank = FileStore(str(Path(folder) / "hosts"), 3), dist.get_rank()
+    group = HostsGroup(store, rank, 3, timedelta(seconds=1), [(0,), (1,), (2,)])
+    group.allreduce([torch.ones(3)]).wait()
+    if rank == 0:
+        with pytest.raises(Lost, match="ranks 1, 2 on other hosts"):
+            group.allreduce([torch.ones(3)]).wait()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(Lost, match="all_reduce failed on rank 1"):
+            group.allreduce([torch.ones(3)]).wait()
+    dist.barrier()
+    group.abort()
 
 
 def a_rank_that_stalls_on_another_host_is_an_error_on_all_others(folder: str) -> None:

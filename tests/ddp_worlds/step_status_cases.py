@@ -17,8 +17,8 @@ from torch import nn
 
 import ddp
 import ddp.horovod as hvd
+from ddp.comm.failures import peers_failed
 from ddp.data_parallel import reducer
-from ddp.data_parallel.status_errors import peers_failed
 from ddp.horovod import counting_policy
 from ddp.monitoring.stall_report import StallReport
 from ddp.torch_internals import call_after_backward

@@ -24,8 +24,7 @@ import torch
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.messages import Messages, Receive, Send
-from ddp.comm.shm.rounds import Lost, Rounds
-from ddp.errors import CollectiveError
+from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 
 __all__ = ["Engine", "Operation", "close_all", "end_with_process"]
 
@@ -68,7 +67,6 @@ class Engine:
         self._messages = Messages(rounds, self._finish_message)
         self._round_open = False  # the head of the queue waits for the other ranks
         self._moved = 0.0  # when a collective last went on
-        self._messages_moved = 0.0
         self._looked = 0.0  # when the driver last looked for lost ranks
         self._asked = False  # somebody has added something: the driver shall look again
         self._closed = False  # nobody shall drive any more
@@ -87,7 +85,7 @@ class Engine:
     def run(self, operation: Operation, *, wait: bool) -> None:
         """Start an operation; with `wait`, return when it is done, and raise its error."""
         if self.broken is not None:
-            raise self._refusal(operation.what)
+            raise refused(operation.what, self.rounds.rank, self.broken)
         (self._inbox if isinstance(operation.steps, Send | Receive) else self._queue).append(operation)
         self._fail_late()
         if wait:
@@ -155,11 +153,7 @@ class Engine:
         Ctrl-C ends the wait; the operation goes on.
         """
         if not self._is_done(operation, float("inf") if timeout_s is None else time.monotonic() + timeout_s):
-            raise CollectiveError(
-                f"{operation.what} on rank {self.rounds.rank} was not done within {timeout_s:g} s; it goes on",
-                rank=self.rounds.rank,
-                what=operation.what,
-            )
+            raise not_done(operation.what, self.rounds.rank, timeout_s)
         if operation.error is not None:
             raise operation.error
 
@@ -279,8 +273,6 @@ class Engine:
             self._messages.add(operation.steps)
         if self._messages.pending:
             moved = self._messages.advance()
-            if moved:
-                self._messages_moved = time.monotonic()
         if not self._queue or (self._round_open and not self.rounds.all_posted()):
             return moved
         operation = self._queue[0]
@@ -332,7 +324,7 @@ class Engine:
     def _look_for_late(self, now: float) -> None:
         for message, operation in self._carried.items():
             limit_s = operation.timeout_s
-            if operation.waited and now - max(operation.waited, self._messages_moved) >= limit_s:
+            if operation.waited and now - max(operation.waited, self._messages.moved(message)) >= limit_s:
                 self.rounds.what = operation.what
                 if message.rank >= 0:
                     raise self.rounds.error(f"rank {message.rank} did not come within {limit_s:g} s")
@@ -361,13 +353,6 @@ class Engine:
         self._carried.clear()
         self._round_open = False
         return left
-
-    def _refusal(self, what: str) -> Lost:
-        return Lost(
-            f"{what} is refused on rank {self.rounds.rank}, since the group has failed: {self.broken}",
-            rank=self.rounds.rank,
-            what=what,
-        )
 
     def _finish_message(self, message: Send | Receive) -> None:
         operation = self._carried.pop(message)

@@ -20,8 +20,7 @@ from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.engine import Operation, end_with_process
 from ddp.comm.shm.group import ShmGroup, or_elsewhere
-from ddp.comm.shm.rounds import Lost
-from ddp.errors import CollectiveError
+from ddp.comm.shm.rounds import not_done, refused
 
 __all__ = ["HostsGroup"]
 
@@ -99,12 +98,7 @@ class _Engine:
         operation.event = threading.Event()
         with self._telling:  # what is queued comes before the queue's end
             if self.broken is not None:
-                raise Lost(
-                    f"{operation.what} is refused on rank {self._algorithms.rank}, since the group has failed: "
-                    f"{self.broken}",
-                    rank=self._algorithms.rank,
-                    what=operation.what,
-                )
+                raise refused(operation.what, self._algorithms.rank, self.broken)
             self._last = operation
             self._queue.put(operation)
         if wait:
@@ -118,11 +112,7 @@ class _Engine:
         """Block until an operation is done; raise its error, or CollectiveError after `timeout_s`: then it goes on."""
         assert operation.event is not None
         if not operation.event.wait(timeout_s):
-            raise CollectiveError(
-                f"{operation.what} on rank {self._algorithms.rank} was not done within {timeout_s:g} s; it goes on",
-                rank=self._algorithms.rank,
-                what=operation.what,
-            )
+            raise not_done(operation.what, self._algorithms.rank, timeout_s)
         if operation.error is not None:
             raise operation.error
 

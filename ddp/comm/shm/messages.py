@@ -9,7 +9,8 @@ out of the channels; what no recv has asked for yet is kept here, so that tags m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Messages:
         self._out = [_Channel(rounds.own, rank) for rank in range(size)]
         self._in = [_Channel(peer, rounds.rank) for peer in rounds.peers]
         self.pending = 0
+        self._moved = [0.0] * size  # when something last moved to or from each rank
 
     def add(self, message: Send | Receive) -> None:
         self.pending += 1
@@ -106,10 +108,15 @@ class Messages:
             named |= others  # while one of them lives, the message may be from that
         return sorted(named | {rank for rank, sends in enumerate(self._sends) if sends})
 
+    def moved(self, message: Send | Receive) -> float:
+        """When something last moved to or from the rank of a message, or from any if that may be any."""
+        return self._moved[message.rank] if message.rank >= 0 else max(self._moved)
+
     def _push(self, rank: int) -> bool:
         sends, channel = self._sends[rank], self._out[rank]
         if not sends or channel.free() < _HEAD:
             return False
+        self._moved[rank] = monotonic()
         send = sends[0]
         if send.put < 0:
             channel.put_head((send.tag, send.flat.nbytes, _DTYPE[send.flat.dtype]))
@@ -131,6 +138,7 @@ class Messages:
         available = channel.available()
         if not available:
             return False
+        self._moved[rank] = monotonic()
         self._rounds.fence()  # what comes later is read after a fence of its own
         message = self._arriving[rank]
         if message is None:
@@ -196,15 +204,12 @@ class Messages:
         self.pending -= 1
         self._finish(message)
 
-    def drop(self) -> Sequence[Send | Receive]:
-        """Forget all; return what was not done."""
-        left: list[Send | Receive] = [send for sends in self._sends for send in sends]
-        left += self._receives
+    def drop(self) -> None:
+        """Forget all."""
         for sends in self._sends:
             sends.clear()
         self._receives.clear()
         self.pending = 0
-        return left
 
 
 class _Channel:

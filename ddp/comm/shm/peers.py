@@ -8,14 +8,19 @@ at a time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp.comm.shm.rounds import ranks_text
+
 __all__ = ["Peers", "bytes_of"]
+
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class Peers:
@@ -40,17 +45,29 @@ class Peers:
         self._works[tag] += [(host, self.group.send([bytes_of(rows[host])], host, tag)) for host in self._others]
 
     def wait(self, tag: int) -> None:
-        """Block until all of this tag has come and gone. RuntimeError if a rank is gone or too late."""
-        works = self._works[tag]
+        """Block until all of this tag has come and gone. RuntimeError if a rank is gone, or some are too late."""
+        works, began = self._works[tag], monotonic()
         while works:
             host = works[0][0]
             try:
-                works.pop(0)[1].wait(
-                    self.timeout
-                )  # no frame of a traceback may have a work: it keeps the connections open
+                works.pop(0)[1].wait(self.timeout)  # a frame of a traceback that has a work keeps connections open
             except RuntimeError as error:
-                raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
+                if monotonic() - began < self.timeout.total_seconds():
+                    raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
+                late = {host, *self._unfinished(works)}  # who was waited for first need not be who stalls
+                ranks = [self._ranks[each] for each in sorted(late)]
+                told = f"rank {ranks[0]} on another host" if len(ranks) == 1 else f"{ranks_text(ranks)} on other hosts"
+                raise RuntimeError(f"{told}: {error}") from error
         del self._works[tag]
+
+    def _unfinished(self, works: list[tuple[int, Any]]) -> Iterator[int]:
+        """Whose messages are not over; afterwards there are no more."""
+        while works:
+            host = works[0][0]
+            try:
+                works.pop(0)[1].wait(_AT_ONCE)
+            except RuntimeError:
+                yield host
 
     def exchange(self, rows: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
         """Give each other host its row of `rows`, and get one of each."""

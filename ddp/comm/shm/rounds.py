@@ -21,7 +21,7 @@ from ddp.comm.shm.memory import HEAD_BYTES, HEADS, POSTED, STATE, TEXT, TEXT_BYT
 from ddp.comm.shm.waiting import Fence, futex_wait, futex_wake, spin
 from ddp.errors import CollectiveError
 
-__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "Lost", "Rounds", "header"]
+__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "Lost", "Rounds", "header", "not_done", "ranks_text", "refused"]
 
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
 _POSTED, _STATE, _HEADS = POSTED // 8, STATE // 8, HEADS // 8
@@ -43,6 +43,18 @@ _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 class Lost(CollectiveError):
     """A collective of `shm` failed on this rank; the group is of no use any more."""
+
+
+def refused(what: str, rank: int, broken: BaseException | None) -> Lost:
+    """What a call gets on `rank` after the group is `broken`."""
+    return Lost(f"{what} is refused on rank {rank}, since the group has failed: {broken}", rank=rank, what=what)
+
+
+def not_done(what: str, rank: int, timeout_s: float | None) -> CollectiveError:
+    """What a wait gets that has a limit of its own."""
+    return CollectiveError(
+        f"{what} on rank {rank} was not done within {timeout_s:g} s; it goes on", rank=rank, what=what
+    )
 
 
 @lru_cache(maxsize=256)

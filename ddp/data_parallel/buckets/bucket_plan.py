@@ -39,12 +39,13 @@ class BucketLimits:
     """Sizes in bytes at which a flat bucket is closed, and from which on a gradient is a bucket of its own.
 
     The first buckets are closed at `first_caps_bytes`, one after the other, all others at `cap_bytes`. `own_bytes` is
-    None if no gradient travels alone.
+    None if no gradient travels alone. With `piece_bytes`, what is larger is reduced in pieces of so much.
     """
 
     cap_bytes: int
     first_caps_bytes: tuple[int, ...]
     own_bytes: int | None
+    piece_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -130,7 +130,7 @@ class BucketSchedule:
         index_of = {member.name: member.index for member in self._members}
         if (limits := state.get("limits")) is not None:
             firsts = tuple(map(int, limits["first_caps_bytes"]))
-            self.limits = BucketLimits(limits["cap_bytes"], firsts, limits["own_bytes"])
+            self.limits = BucketLimits(limits["cap_bytes"], firsts, limits["own_bytes"], limits.get("piece_bytes"))
         repeated = {index_of[name] for name in state["repeated"]}
         self.plan([index_of[name] for name in state["order"]], repeated)
         return repeated
@@ -141,7 +141,7 @@ class BucketSchedule:
         if not members:
             sender = SmallAdder(self._channel.control)
         elif self._hook is None:
-            sender = Adder(self._channel.group, plan.device)
+            sender = Adder(self._channel.group, plan.device, self.limits.piece_bytes)
         else:
             sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -46,17 +47,34 @@ class Adder:
 
     Where the backend averages by itself (NCCL), gradients are not divided. Elsewhere each rank divides its share by
     `divisor` before they are added: then float16 does not overflow, and a copy that is made anyway divides for nothing.
-    NCCL does the same.
+    NCCL does the same. A tensor of more than `piece_bytes` goes in pieces.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None) -> None:
         is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
         self.divisor = 1 if is_average else group.size()
         self._group = group
         self._options = reduce_options(dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM)
+        self._piece_bytes = piece_bytes
 
     def start(self, flat: torch.Tensor) -> Pending:
-        return self._group.allreduce([flat], self._options)
+        if self._piece_bytes is None or flat.nbytes <= self._piece_bytes:
+            return self._group.allreduce([flat], self._options)
+        pieces = torch.split(flat, self._piece_bytes // flat.itemsize)
+        return _Pieces([self._group.allreduce([piece], self._options) for piece in pieces])
+
+
+class _Pieces:
+    """The pieces of a tensor on their way."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        return all(work.wait(*timeout) for work in self._works)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -63,11 +63,14 @@ class Explained:
         if planner is None:
             raise UnsupportedError(
                 "explain() needs what is measured in the first steps, and nothing was of this model: wrap it with "
-                'measure=True and init_sync=True, and without bucket_cap_mb or with bucket_cap_mb="auto"; models on '
-                "devices are not measured"
+                'measure=True and init_sync=True, and without bucket_cap_mb or, on the CPU, with bucket_cap_mb="auto"'
             )
         if schedule.has_hook and compression is None:
             raise UnsupportedError("explain() does not know what a communication hook of your own costs")
+        if schedule.has_hook and planner.clock.is_device:
+            raise UnsupportedError(
+                "explain() does not know what compressing costs on a device: wrap it without, to see"
+            )
         steps = len(planner.recent.times_s()[0])
         if planner.timer is not None or steps < _FEWEST_STEPS:
             raise DdpError(
@@ -112,7 +115,7 @@ class Explained:
             plans={title: plan for title, plan in plans.items() if plan != buckets},
             compression=None if self.compression is None else cost_of(self.compression),
             compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, compressed=True)),
-            compressions=[cost_of(named(name)) for name in _METHODS],
+            compressions=[] if self.planner.clock.is_device else [cost_of(named(name)) for name in _METHODS],
         )
 
     def scaling(

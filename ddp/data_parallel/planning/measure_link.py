@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.small_sum import reduce_options
+from ddp.data_parallel.planning.clock import clock_of
 from ddp.data_parallel.planning.link_cost import LinkCost, fit
 
 __all__ = ["agree", "measure_link"]
@@ -21,20 +20,21 @@ _BUDGET_S = 0.09
 _SMALL_TIMES = 3
 
 
-def measure_link(channel: Channel) -> LinkCost:
-    """Time all-reduces of three sizes in host memory; return their cost on all ranks: as the slowest rank saw it.
+def measure_link(channel: Channel, device: torch.device) -> LinkCost:
+    """Time all-reduces of three sizes on `device`; return their cost on all ranks: as the slowest rank saw it.
 
     Every rank must call it; blocks, some 0.1 s at most where a link carries 10 MB a second or more. Sizes grow until
     another would take too long. Only then are they timed, largest first: a shaped link lets the first bytes through
     faster than it carries more.
     """
+    clock = clock_of(device)
     with channel.report.waiting("measurement of the link"):
-        flat = torch.zeros(_MOST_BYTES // 4, dtype=torch.float32, device="cpu")
+        flat = torch.zeros(_MOST_BYTES // 4, dtype=torch.float32, device=device)
 
         def timed(nbytes: int) -> float:
-            start = time.perf_counter()
+            start = clock.now()
             channel.group.allreduce([flat[: nbytes // 4]]).wait()
-            return time.perf_counter() - start
+            return clock.seconds(start, clock.now())
 
         timed(_SMALL_BYTES)  # connections are made when they are needed first
         nbytes, spent_s = _FIRST_BYTES, 0.0

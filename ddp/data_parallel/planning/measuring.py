@@ -13,6 +13,7 @@ from ddp.comm.channel import Channel
 from ddp.compression.compressors import Auto, Half, Int8, PowerSGD
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
+from ddp.data_parallel.planning.clock import clock_of
 from ddp.data_parallel.planning.link_cost import exchange_ratio
 from ddp.data_parallel.planning.measure_compression import measure_compression
 from ddp.data_parallel.planning.measure_link import measure_link
@@ -39,7 +40,7 @@ class Measuring:
 
     @staticmethod
     def asked(
-        measure: bool,
+        measure: bool | None,
         cap_mb: float | Literal["auto"] | None,
         caps_mb: Sequence[float] | None,
         compression: str | Auto | Half | Int8 | PowerSGD | None,
@@ -47,24 +48,25 @@ class Measuring:
         *,
         init_sync: bool,
     ) -> Measuring:
-        """What the arguments of a wrapper ask for.
+        """What the arguments of a wrapper ask for. `measure` is None where it was not given: then not on a device.
 
         Raises ArgumentError if they contradict each other, UnsupportedError for what cannot be measured on `device`.
         """
         auto = Auto() if compression == "auto" else compression if isinstance(compression, Auto) else None
         if cap_mb == "auto" or auto is not None:
             what = 'bucket_cap_mb="auto"' if cap_mb == "auto" else 'compression="auto"'
-            if not measure:
+            if measure is False:
                 raise ArgumentError(f"measure=False, but {what} decides by measurement: leave one of them out")
             if device.type != "cpu":
                 raise UnsupportedError(
-                    f"{what} on {device}: only steps on the CPU are measured, where hooks tell when gradients are "
-                    "ready. Give a size or the name of a compression"
+                    f"{what} on {device}: by measurement, buckets and compression are chosen on the CPU alone. Give a "
+                    "size or the name of a compression"
                 )
             plans: Literal["yes", "no", "exact"] = "yes" if cap_mb == "auto" else "no"
             return Measuring(True, plans, () if auto is None else tuple(auto.among), what)
-        is_on = measure and init_sync and cap_mb is None and not caps_mb and device.type == "cpu"
-        return Measuring(is_on, "exact" if is_on and compression is None else "no")
+        is_wanted = device.type == "cpu" if measure is None else measure
+        is_on = is_wanted and init_sync and cap_mb is None and not caps_mb
+        return Measuring(is_on, "exact" if is_on and compression is None and device.type == "cpu" else "no")
 
     def planner(
         self,
@@ -73,20 +75,21 @@ class Measuring:
         compressed_limits: BucketLimits,
         compress: Callable[[str], None],
     ) -> BucketPlanner | None:
-        """Measure the link, and compression where that may come; None if nothing is measured.
+        """Measure the link, and compression where that may come; None if nothing is, nor on several devices.
 
         Every rank must call it; blocks.
         """
-        if not self.is_on:
-            return None
         trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+        if not self.is_on or len({parameter.device for parameter in trained}) > 1:
+            return None
         device = trained[0].device
         hosts = ranks_on_hosts(channel)
         ratio = exchange_ratio(str(backend_of(channel.group, device).name()), channel.group.size(), hosts)
         costs = measure_compression(channel, self.among, trained, compressed_limits.cap_bytes)
         return BucketPlanner(
             channel,
-            measure_link(channel),
+            measure_link(channel, device),
+            clock_of(device),
             hosts=hosts,
             replans=self.plans == "yes" or (self.plans == "exact" and _are_exact(channel.group, device)),
             asked=self.argument,

@@ -54,13 +54,18 @@ class SimulatedStep:
 
 
 def buckets_of(plans: Iterable[BucketPlan]) -> list[Bucket]:
-    """What the simulation needs of a plan, in launch order."""
+    """What the simulation needs of a plan, in launch order. Beside a device's gradients, the step status costs nothing.
+
+    It is in host memory, and the device does not wait for it.
+    """
+    plans = list(plans)
     return [
         Bucket(
             tuple(slot.spec.index for slot in plan.slots),
             plan.nbytes + plan.status_numel * plan.dtype.itemsize,
         )
         for plan in plans
+        if plan.device == plans[0].device
     ]
 
 

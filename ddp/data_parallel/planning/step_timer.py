@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["Moment", "StepTimer", "StepTimes"]
+from ddp.data_parallel.planning.clock import Clock
+
+__all__ = ["Moment", "StepTimer", "StepTimes", "TimedStep"]
 
 # What a step comes by, in this order: its forward pass begins (the last one, if it accumulates over several), backward
 # begins, backward has ended, all buckets have been sent, all have arrived.
@@ -35,34 +36,48 @@ class StepTimes:
         return self.forward_s + self.backward_s + self.sending_s + self.waiting_s + self.other_s
 
 
-class StepTimer:
-    """Notes the moments of steps, each from the end of the one before to its own."""
+@dataclass(frozen=True)
+class TimedStep:
+    """The moments of one step: the end of the one before, those of `Moment`, and its end; and of its gradients."""
 
-    def __init__(self) -> None:
-        self._before: float | None = None
-        self._at: dict[Moment, float] = {}
+    clock: Clock
+    moments: tuple[Any, ...]
+    arrived: Mapping[int, Any]
+
+    def times(self) -> StepTimes:
+        """Read the moments. On a device that blocks until it has come by all of them."""
+        seconds = self.clock.seconds
+        before, forward, backward, ended, sent, all_arrived, end = self.moments
+        return StepTimes(
+            forward_s=seconds(forward, backward),
+            backward_s=seconds(backward, ended),
+            sending_s=seconds(ended, sent),
+            waiting_s=seconds(sent, all_arrived),
+            other_s=seconds(before, forward) + seconds(all_arrived, end),
+            ready_s={index: seconds(backward, when) for index, when in self.arrived.items()},
+        )
+
+
+class StepTimer:
+    """Notes the moments of steps by `clock`, each from the end of the one before to its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._before: Any = None
+        self._at: dict[Moment, Any] = {}
 
     def mark(self, moment: Moment) -> None:
         """This moment is now."""
-        self._at[moment] = perf_counter()
+        self._at.pop(moment, None)  # so that they are in the order in which they came last
+        self._at[moment] = self._clock.now()
 
-    def end_step(self, arrived: Mapping[int, float]) -> StepTimes | None:
-        """Return the times of the step that ends now, None if not all of it was seen; the next one begins.
+    def end_step(self, arrived: Mapping[int, Any]) -> TimedStep | None:
+        """Return the step that ends now, None if not all of it was seen; the next one begins.
 
-        `arrived` has the times of `perf_counter` at which gradients were ready.
+        `arrived` has the moments of the clock at which gradients were ready.
         """
-        at, before, now = self._at, self._before, perf_counter()
+        at, before, now = self._at, self._before, self._clock.now()
         self._at, self._before = {}, now
-        if before is None or len(at) < len(_MOMENTS):
+        if before is None or tuple(at) != _MOMENTS:  # or there was a forward pass inside of the backward pass
             return None
-        forward, backward, ended, sent, all_arrived = (at[moment] for moment in _MOMENTS)
-        if forward > backward:  # a forward pass inside of the backward pass
-            return None
-        return StepTimes(
-            forward_s=backward - forward,
-            backward_s=ended - backward,
-            sending_s=sent - ended,
-            waiting_s=all_arrived - sent,
-            other_s=forward - before + now - all_arrived,
-            ready_s={index: when - backward for index, when in arrived.items()},
-        )
+        return TimedStep(self._clock, (before, *at.values(), now), arrived)

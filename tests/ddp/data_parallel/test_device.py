@@ -82,3 +82,7 @@ def test_threads_of_two_devices_begin_one_pass(nursery: Nursery) -> None:
 
 def test_weights_are_compared_with_one_late_wait(nursery: Nursery) -> None:
     nursery.run(2, CASES + "weights_are_compared_with_one_late_wait")
+
+
+def test_a_measured_model_waits_for_no_device_and_is_explained(nursery: Nursery) -> None:
+    nursery.run(2, CASES + "a_measured_model_waits_for_no_device_and_is_explained")

@@ -11,6 +11,7 @@ from ddp_worlds.nursery import Nursery
 from ddp.compression.compressors import PowerSGD, named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.explaining.step_report import StepReport, explain_step
+from ddp.data_parallel.planning.clock import HostClock
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.recent_steps import RecentSteps
 from ddp.data_parallel.planning.simulate import Bucket
@@ -111,9 +112,10 @@ def test_what_the_model_does_not_explain_is_said() -> None:
 
 
 def test_steps_are_timed_and_pauses_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 2.0, 3.5, 13.5, 14.5])
-    monkeypatch.setattr("ddp.data_parallel.planning.recent_steps.perf_counter", lambda: next(clock))
-    steps = RecentSteps()
+    moments = iter([0.0, 1.0, 2.0, 3.5, 13.5, 14.5])
+    clock = HostClock()
+    monkeypatch.setattr(clock, "now", lambda: next(moments))
+    steps = RecentSteps(clock)
     assert steps.times_s() == ([], [])
     for waited_s in (0.0, 0.25, 0.25, 0.5, 0.5, 0.5):
         steps.ended(waited_s)

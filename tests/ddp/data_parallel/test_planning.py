@@ -138,8 +138,26 @@ def test_a_plan_by_measurement_changes_no_bit_of_two_ranks(nursery: Nursery, as_
 
 
 @pytest.mark.parametrize(
+    ("place", "goes_on"),
+    [
+        ("delivers first", True),
+        ("plans first", False),
+        ("delivers", True),
+        ("chooses", True),
+        ("plans", False),
+    ],
+)
+def test_a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(
+    nursery: Nursery, place: str, goes_on: bool
+) -> None:
+    case = "ddp_worlds.planning_cases:a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once"
+    nursery.run(3, case, place=place, goes_on=goes_on)
+
+
+@pytest.mark.parametrize(
     ("world_size", "case"),
     [
+        (2, "pieces_for_a_slow_link_change_no_bit"),
         (2, "the_first_steps_are_recorded_on_all_ranks_alike"),
         (3, "with_more_ranks_buckets_change_on_request_only"),
         (3, "a_rank_that_has_joined_takes_part"),

@@ -12,7 +12,10 @@ CASES = "ddp_worlds.gpu_step_cases:"
 DEADLINE_S = 250.0  # a first use of the device loads kernels
 
 
-@pytest.mark.parametrize("case", ["steps_run_ahead_of_the_device", "a_captured_step_trains_like_others"])
+@pytest.mark.parametrize(
+    "case",
+    ["steps_run_ahead_of_the_device", "a_captured_step_trains_like_others", "a_measured_model_is_explained"],
+)
 def test_over_nccl(nursery: Nursery, case: str) -> None:
     nursery.run(1, CASES + case, deadline_s=DEADLINE_S)
 

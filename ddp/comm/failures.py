@@ -1,0 +1,67 @@
+"""Failures of one rank that are errors on all of them: told through the store, counted by a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ddp.comm.channel import Channel
+from ddp.errors import PeerFailedError
+from ddp.monitoring.stall_report import StallReport
+from ddp.monitoring.user_code import line_of_traceback
+
+__all__ = ["changing_together", "describe_failure", "failing_together", "peers_failed"]
+
+_NEXT = "The gradients of this step are dropped (None) on every rank; the next step can go on"
+
+
+def describe_failure(what: str, error: BaseException) -> str:
+    """One line about an exception: what it ended, its type and text, and where the user's code was."""
+    return f"{what} raised {type(error).__name__}: {error} at {line_of_traceback(error.__traceback__)}"
+
+
+def peers_failed(report: StallReport, count: int, then: str = _NEXT) -> PeerFailedError:
+    """What the `count` ranks said that failed in this step; the store may know less, or nothing. `then`: what to do."""
+    failures = report.failures(report.step, expected=count)
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    ranks = f"rank {', '.join(map(str, sorted(failures)))}" if failures else f"{count} other rank{'s' * (count > 1)}"
+    return PeerFailedError(
+        f"rank {report.rank} of {report.size}: step {report.step + 1} failed on {ranks}, so nothing was averaged. "
+        f"{reasons or 'Why is not known here: see the output of the other ranks'}. {then}",
+        failures=failures,
+    )
+
+
+@contextmanager
+def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator[None]:
+    """Let an exception of one rank in this block be an error on all: PeerFailedError on those that have none.
+
+    For what ranks do alone between two collectives, where the others would wait for one that has raised. Every rank
+    must enter it; its end blocks. Ctrl-C is not waited with.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+        channel.report.tell_failure(channel.report.step, describe_failure(what, error))
+    failed = torch.tensor([int(own is not None)], device="cpu")
+    with channel.report.waiting(f"end of {what} on all ranks"):
+        channel.control.allreduce([failed]).wait()
+    if own is not None:
+        raise own
+    if count := int(failed):
+        raise peers_failed(channel.report, count, then)
+
+
+@contextmanager
+def changing_together(channel: Channel) -> Iterator[None]:
+    """`failing_together` for a change of buckets, which some ranks have made then: no step can follow."""
+    try:
+        with failing_together(channel, "the change of its buckets", "Start all ranks again, from a checkpoint"):
+            yield
+    except Exception:
+        channel.report.leave_step("was in a change of buckets that failed")
+        raise
