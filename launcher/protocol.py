@@ -23,7 +23,8 @@ MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing i
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 HEARTBEAT_S = 1.0
-HEARTBEATS = 10  # at least so many while a lease lasts
+HEARTBEATS = 10  # at least so many in the heartbeat timeout
+MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do
 # What an agent gets through its environment from who starts it, where that is not the controller.
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
@@ -76,6 +77,7 @@ class Prepare(Command):
     target: str = ""
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
+    heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
@@ -336,9 +338,9 @@ class Heartbeat(Command, Report):
     saved: int = 0  # checkpoints that they said they saved in this attempt
 
 
-def heartbeat_pause_s(lease_s: float) -> float:
-    """Return how often an agent speaks; on the other side, how soon its silence means something."""
-    return min(HEARTBEAT_S, lease_s / HEARTBEATS) if lease_s > 0 else HEARTBEAT_S
+def heartbeat_pause_s(timeout_s: float, agents: int) -> float:
+    """Return how often an agent speaks, with so many on its machine; how soon its silence means something, too."""
+    return min(max(HEARTBEAT_S, agents / MACHINE_HEARTBEATS), timeout_s / HEARTBEATS)
 
 
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for way in (Command, Report) for cls in way.__subclasses__()}

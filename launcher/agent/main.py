@@ -40,6 +40,7 @@ from launcher.machine import processes
 from launcher.machine.network import choose_address
 from launcher.protocol import (
     AGENT_WORKDIR,
+    HEARTBEAT_S,
     PREAMBLE,
     PROTOCOL,
     Bye,
@@ -59,7 +60,6 @@ from launcher.protocol import (
     Stop,
     Suspend,
     Swept,
-    heartbeat_pause_s,
 )
 
 FLUSH_S = 5.0
@@ -137,7 +137,7 @@ class Agent:
         self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
         self._left: list[str] = []
         self._done = False
-        self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         self._terminated = False
 
     def run(self) -> int:
@@ -216,7 +216,7 @@ class Agent:
             self._ended(self._attempt_end)
 
     def _beat(self, now: float) -> None:
-        self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
+        self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
             self._attempt.look()
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live

@@ -13,7 +13,7 @@ proof that no worker of it lives when its place is given to others, with h the t
 the rest of fence_s is what the killing may take, by the agent, or by the guard of one that hangs (lease.LATE). At h + T
 a silent host is given up; the others' workers are ended then, and the next attempt begins at h + T + fence_s.
 
-Of a cut of the network a host may bear what is left of T once its heartbeat (every heartbeat_pause_s) and the next one
+Of a cut of the network a host may bear what is left of T once its heartbeat (every heartbeat_s) and the next one
 of ours (every beat_s) were under way: TOLERANCE of T at least, in which a connection must go on again; TCP may take as
 long as the cut lasted once more. A link on which the least delays of both ways come near T cannot hold a lease.
 
@@ -74,7 +74,9 @@ class Fleet:
         self.timeout_s = timeout_s
         self.fence_s = min(max(FENCE * timeout_s, FENCE_AT_LEAST_S), FENCE_AT_MOST_S)
         self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
-        self.quiet_s = 2 * heartbeat_pause_s(timeout_s)  # who says nothing for so long is no longer there
+        agents = max((state.host.parts for state in self), default=1)
+        self.heartbeat_s = heartbeat_pause_s(timeout_s, agents)
+        self.quiet_s = 2 * self.heartbeat_s  # who says nothing for so long is no longer there
         self._join_s = max(join_s, timeout_s)  # for a host to be ready; a look at its devices may take long
         self._timers = timers
         timers.set(Timer.BEAT, now + self.beat_s)

@@ -80,8 +80,10 @@ class Gathering:
         self._fleet.greeted(state, hello.agent_identity)
         if problem is not None:
             return self.unusable(state, problem)
-        lease_s = self._fleet.timeout_s if state.leased else 0.0
-        return [Send(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
+        fleet = self._fleet
+        lease_s = fleet.timeout_s if state.leased else 0.0
+        limits = {"lease_s": lease_s, "heartbeat_s": fleet.heartbeat_s}
+        return [Send(state.name, prepare(self._spec, state.host, lost_agents=state.lost_agents, **limits))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""

@@ -17,7 +17,7 @@ from launcher.job.events import Open, Send
 from launcher.job.fleet import LOCAL_FENCE_S, RETRIES_S, STEADY_S, TOLERANCE, Fleet
 from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
-from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend, heartbeat_pause_s
+from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
 
 T = 30.0
 
@@ -93,7 +93,7 @@ class OneHost:
         if self.ended_at is None:
             beat = Heartbeat(self.theirs(self.now))
             self.send(0, lambda: self.heard(beat))
-            self.later(self.now + heartbeat_pause_s(self.timeout_s), self.speaks)
+            self.later(self.now + self.fleet.heartbeat_s, self.speaks)
 
     def heard(self, message: Heartbeat) -> None:
         if self.state.connected:
@@ -216,6 +216,15 @@ def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_si
     fleet.states["b"].heard = 101.0
     assert fleet.heartbeats(102.0) == [Send("b", Heartbeat(1000.5))]
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
+
+
+def test_many_agents_on_one_machine_speak_seldom_but_often_enough() -> None:
+    def pause_s(parts: int, timeout_s: float) -> float:
+        hosts = [Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=parts) for part in range(parts)]
+        return Fleet(hosts, Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0).heartbeat_s
+
+    assert [pause_s(parts, T) for parts in (1, 100, 256, 1000)] == [1.0, 1.0, 2.56, 3.0]
+    assert pause_s(1000, 2.0) == 0.2
 
 
 def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time() -> None:
