@@ -23,7 +23,8 @@ MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing i
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 HEARTBEAT_S = 1.0
-HEARTBEATS = 6  # at least so many while a lease lasts
+HEARTBEATS = 10  # at least so many in the heartbeat timeout
+MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do
 # What an agent gets through its environment from who starts it, where that is not the controller.
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
@@ -67,7 +68,7 @@ class Prepare(Command):
     program: str | None  # with --no-python: must be found in PATH
     export: dict[str, str]
     grace_s: float  # between a signal that ends the workers and SIGKILL
-    lease_s: float  # without a heartbeat for so long, the host has been given up: kill everything; 0: no such limit
+    lease_s: float  # the host is given up when it was not heard for so long: kill everything then; 0: no such limit
     lost_agents: list[str]
     part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
     parts: int
@@ -76,6 +77,7 @@ class Prepare(Command):
     target: str = ""
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
+    heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
@@ -210,6 +212,9 @@ class Facts(Report):
     machine: str = ""  # where several agents may be on one machine: which it is
     room: int | None = None  # for so many workers its limits leave room
     room_limit: str = ""  # the one that leaves least
+    killed_runs: int = 0  # earlier ones of this user, killed whole: what they had left there is removed
+    ended: int = 0  # processes of those
+    not_ended: list[str] = field(default_factory=list)  # those of them that cannot be ended
 
 
 @dataclass(frozen=True)
@@ -336,14 +341,14 @@ class Answer(Report):
 
 @dataclass(frozen=True)
 class Heartbeat(Command, Report):
-    time: float  # when it was sent, by the agent's clock; to an agent: not after that, and what renews its lease
+    time: float  # by the agent's clock, when it was sent; to an agent: when it was heard last, which renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
 
 
-def heartbeat_pause_s(lease_s: float) -> float:
-    """Return how often an agent speaks; on the other side, how soon its silence means something."""
-    return min(HEARTBEAT_S, lease_s / HEARTBEATS) if lease_s > 0 else HEARTBEAT_S
+def heartbeat_pause_s(timeout_s: float, agents: int) -> float:
+    """Return how often an agent speaks, with so many on its machine; how soon its silence means something, too."""
+    return min(max(HEARTBEAT_S, agents / MACHINE_HEARTBEATS), timeout_s / HEARTBEATS)
 
 
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for way in (Command, Report) for cls in way.__subclasses__()}

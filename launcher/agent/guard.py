@@ -7,6 +7,7 @@ the controller cannot want it any more: the lease is over, or the controller's e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -49,7 +50,8 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # the controller must see the agent's end, not wait for ours
         os.dup2(nothing, stream)
-    status = _Watch(agent, limits, controller).wait()
+    watch = _Watch(agent, limits, controller)
+    status = watch.wait()
     signal.signal(signal.SIGTERM, lambda *_: None)  # nobody is there to pass it on to
     os.close(controller)
     if status == 0:
@@ -60,6 +62,9 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
         reap()
     reap()
     run_tag.remove()
+    if watch.why:
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            os.write(2, f"its guard did that, since it had not acted in time ({watch.why})\n".encode())
     return status if status > 0 else 128 - status
 
 
@@ -84,6 +89,7 @@ class _Watch:
         self._limits = limits
         self._controller = controller
         self._closed_at: float | None = None
+        self.why = ""  # the agent's state when it was killed here
         self._wake, wake_write = os.pipe()
         for descriptor in (self._wake, wake_write):
             os.set_blocking(descriptor, False)
@@ -99,6 +105,8 @@ class _Watch:
         poll.register(self._controller, select.POLLRDHUP)
         while (status := reap().get(self._agent)) is None:
             if self._must_go():
+                process = processes.find(self._agent)
+                self.why = f"state {process.state}" if process is not None else "just ended"
                 os.kill(self._agent, signal.SIGKILL)
                 return -signal.SIGKILL
             for descriptor, events in poll.poll(self._pause_ms()):

@@ -1,8 +1,8 @@
 """How long this host may go on without a word from the controller, known to the agent and to its guard alike.
 
 A controller that hears nothing from a host gives it up after a while and may start its workers elsewhere; so a host
-that hears nothing must have ended them by then. The agent does; and where it cannot (it hangs, or somebody stopped it)
-its guard ends it.
+that is not heard must have ended them by then (the proof is in job/fleet.py). The agent does; and where it cannot (it
+hangs, or somebody stopped it) its guard ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mmap
 __all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
 
 ENDS_WITHIN_S = 20.0  # an agent that ends, beyond the grace period: kill, sweep, last words, with all their limits
-LATE_S, LATE = 1.0, 0.1  # the guard acts so much after the agent should have; at most that part of the lease
+LATE_S, LATE = 1.0, 0.03  # the guard acts so much after the agent should have; at most that part of the lease
 
 
 class Limits(ctypes.Structure):
@@ -38,12 +38,12 @@ class Limits(ctypes.Structure):
 
 
 class Lease:
-    """Runs from the newest heartbeat's sending, not its arrival: one that was long under way prolongs nothing.
+    """Runs from when this host was heard last, by the newest heartbeat: one long under way prolongs nothing.
 
-    A heartbeat says when it was sent, by this host's clock as the controller knows it from what it has heard of it: too
-    early by the least delay on that way, never too late (HostClock.theirs). So no delay in either direction makes a
-    lease last longer; a slow link makes it shorter. Where that knowledge is out of date for a while (this machine
-    slept, and its clock with it), a heartbeat counts from its arrival at the latest.
+    A heartbeat says that time by this host's clock as the controller knows it from what it has heard of it: too early
+    by the least delay on that way, never too late (HostClock.theirs). So no delay in either direction makes a lease
+    last longer; a slow link makes it shorter. Where that knowledge is out of date for a while (this machine slept, and
+    its clock with it), a heartbeat counts from its arrival at the latest.
 
     It begins by an order that arrives at any time, since no worker is started before the controller has heard an
     answer that was sent after that.
@@ -69,7 +69,7 @@ class Lease:
         self._share()
 
     def beat(self, time: float, now: float) -> None:
-        """Take a heartbeat that the controller sent at or after `time`, by the clock that `now` is of."""
+        """Take a heartbeat: the controller heard this host at or after `time`, by the clock that `now` is of."""
         if self.duration_s <= 0 or self._resting or not math.isfinite(time):
             return
         self._end = max(self._end, min(time, now) + self.duration_s)  # the one before holds as well

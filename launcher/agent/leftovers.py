@@ -29,7 +29,7 @@ GUARD_WAIT_S = 5.0  # as long as a guard takes that cannot end something
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """Where to look: in which boot, for which run tag, and the pid and start time of agent and guard."""
+    """Where to look: in which boot and pid namespace, for which run tag, and pid and start time of agent and guard."""
 
     boot: str
     run_tag: str
@@ -50,6 +50,11 @@ class AgentIdentity:
         if "\0" in identity.cgroup:
             raise ProtocolError("a path has no NUL")
         return identity
+
+    @property
+    def is_of_here(self) -> bool:
+        """Whether its processes can still be there, and are known here by the same pids."""
+        return bool(self.boot) and self.boot == _boot()
 
     def __str__(self) -> str:
         return json.dumps(vars(self))
@@ -82,7 +87,7 @@ class LeftoverSweep:
         except (ProtocolError, ValueError) as error:
             print(f"dtrain agent: not the identity of an agent: {error}", file=sys.stderr)
             return
-        if not identity.boot or identity.boot != _boot():
+        if not identity.is_of_here:
             return  # the machine was started anew: nothing can be left
         self._run_tags.append(run_tag)
         agent, guard = (self._found(pair) for pair in (identity.agent, identity.guard))
@@ -97,6 +102,11 @@ class LeftoverSweep:
         pid, start = pair
         process = processes.find(pid) if pid > 1 and pid not in self._spare else None
         return process if process is not None and process.start == start else None
+
+    @property
+    def ended(self) -> int:
+        """How many processes were ended that neither agent nor guard were."""
+        return 0 if self._sweep is None else self._sweep.ended
 
     def hurry(self) -> None:
         """Do it at once: there is no time to wait for guards."""
@@ -136,7 +146,7 @@ class LeftoverSweep:
 def _boot() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            return file.read().strip()
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

@@ -24,8 +24,10 @@ from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.guard import guard, read_orders, reap
 from launcher.agent.host_facts import find_facts, likely_workers
+from launcher.agent.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.run_tag import NAME as TAG_VARIABLE
 from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
@@ -38,6 +40,7 @@ from launcher.machine import processes
 from launcher.machine.network import choose_address
 from launcher.protocol import (
     AGENT_WORKDIR,
+    HEARTBEAT_S,
     PREAMBLE,
     PROTOCOL,
     Bye,
@@ -58,7 +61,6 @@ from launcher.protocol import (
     Stop,
     Suspend,
     Swept,
-    heartbeat_pause_s,
 )
 
 FLUSH_S = 5.0
@@ -72,6 +74,8 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     surroundings = find_surroundings() if key else {}
     processes.adopt_orphans()
     processes.raise_file_limit()
+    if TAG_VARIABLE not in os.environ:  # else this is a part of another run
+        processes.mark_as_own()
     run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
@@ -110,6 +114,7 @@ class Agent:
 
     def __init__(self, run_tag: RunTag, limits: Limits, warmth: Warmth) -> None:
         self._run_tag = run_tag
+        self._identity = str(AgentIdentity.ours(run_tag))
         self._warmth = warmth
         self._limits = limits
         self._guard = os.getppid()
@@ -121,6 +126,7 @@ class Agent:
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
         self._folder = ""  # for the workers' files, once it is made
+        self._killed_runs: list[str] = []  # the identities of their agents
         self._fork_server = ForkServer(run_tag, self._selector, warmth)
         self._store_process = StoreProcess(self._fork_server)
         self._attempt: Attempt | None = None
@@ -132,7 +138,7 @@ class Agent:
         self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
         self._left: list[str] = []
         self._done = False
-        self._next_heartbeat = time.monotonic() + heartbeat_pause_s(0)
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         self._terminated = False
 
     def run(self) -> int:
@@ -157,7 +163,7 @@ class Agent:
                 python="{}.{}.{}".format(*sys.version_info[:3]),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
-                agent_identity=str(AgentIdentity.ours(self._run_tag)),
+                agent_identity=self._identity,
                 time=time.monotonic(),
             )
         )
@@ -211,7 +217,7 @@ class Agent:
             self._ended(self._attempt_end)
 
     def _beat(self, now: float) -> None:
-        self._next_heartbeat = now + heartbeat_pause_s(self._lease.duration_s)
+        self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
             self._attempt.look()
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
@@ -290,7 +296,9 @@ class Agent:
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)
-        self._leftovers = LeftoverSweep(message.lost_agents)
+        first_here = not message.lost_agents and message.part == 0  # of the run, on this machine
+        self._killed_runs = find_killed_runs() if first_here else []
+        self._leftovers = LeftoverSweep(message.lost_agents or self._killed_runs)
 
     def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
         """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
@@ -299,6 +307,7 @@ class Agent:
         problems = []
         try:
             self._folder = make_folder(self._run_tag.value)
+            leave_identity(self._folder, self._identity)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
@@ -307,7 +316,10 @@ class Agent:
         if is_counted:  # as early as can be: what it imports takes seconds
             self._fork_server.prepare(self._prepared, int(self._prepared.workers))
         self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
-        facts = find_facts(self._prepared, problems=problems, left=leftovers.left)
+        facts = find_facts(self._prepared, problems=problems, left=[] if self._killed_runs else leftovers.left)
+        if self._killed_runs:
+            runs = len(self._killed_runs)
+            facts = replace(facts, killed_runs=runs, ended=leftovers.ended, not_ended=leftovers.left)
         if not is_counted:
             self._fork_server.prepare(self._prepared, likely_workers(self._prepared.workers, facts))
         if self._prepared.parts > 1:

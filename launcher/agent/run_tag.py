@@ -5,7 +5,8 @@ environment, a number among its resource limits, and a control group where one c
 of them, in a session of its own, as a daemon, with a cleared environment; the agent and the guard do not have them.
 The number also says which worker: what one has left is thus known from what others have.
 
-The folder is made by the agent; removed by it, by its guard if it was killed, or else by the next agent here.
+The folder is made by the agent; removed by it, by its guard if it was killed, or else by the next agent here, of the
+same run (leftovers.py) or of the next one (killed_runs.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process
 
-__all__ = ["NAME", "RunTag", "clear_folder", "make_folder", "remove_folder"]
+__all__ = ["NAME", "RunTag", "clear_folder", "folders_for_files", "make_folder", "remove_folder"]
 
 NAME = "DTRAIN_AGENT"
 _WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
@@ -66,7 +67,7 @@ class RunTag:
     def members(self, *, ancestor: int | None, spare: Iterable[int] = ()) -> list[Process]:
         """Return the run's living processes and all descendants of `ancestor`, without those in `spare`."""
         inside = set() if self.cgroup is None else self.cgroup.pids()
-        return processes.related(ancestor=ancestor, ours=self._has_tag, spare=spare, also=inside)
+        return processes.related(ancestor=ancestor, ours=self.is_on, spare=spare, also=inside, others=self._has_another)
 
     def left_by(self, worker: int, variable: str) -> list[Process]:
         """Return the living processes that a worker has left: by its number, by a variable (NAME=value) that it alone
@@ -88,11 +89,17 @@ class RunTag:
         if self.cgroup is not None:
             self.cgroup.remove()
 
-    def _has_tag(self, process: Process) -> bool:
-        if process.start < self._began:  # saves most of the time, where many agents are on one machine
+    def is_on(self, process: Process) -> bool:
+        """Say whether a process has it, by itself or from who started it."""
+        if process.start < self._began:
             return False
         tag_number = processes.tag_number_of(process.pid)
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
+
+    def _has_another(self, pid: int) -> bool:
+        """Say whether a process has the number of another run tag, or is dtrain's own: then it has not this one."""
+        tag_number = processes.tag_number_of(pid)
+        return tag_number != processes.NO_NUMBER and tag_number >> _WORKER_BITS != self._number
 
 
 def make_folder(run_tag: str) -> str:
@@ -146,5 +153,10 @@ def _remove(path: str) -> None:
 
 
 def _candidates(run_tag: str) -> list[str]:
+    return [f"{folder}/dtrain-{run_tag[:16]}" for folder in folders_for_files()]
+
+
+def folders_for_files() -> list[str]:
+    """Return the folders where temporary files belong, the best first."""
     folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp"]
-    return [f"{folder}/dtrain-{run_tag[:16]}" for folder in folders if os.path.isabs(folder)]
+    return [folder for folder in dict.fromkeys(folders) if os.path.isabs(folder)]

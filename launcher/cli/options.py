@@ -134,7 +134,8 @@ class Options:
     )
     grow: bool = _flag("With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined.")
     heartbeat_timeout_s: float = _option(
-        "Time without a sign of life after which a host is lost. It has ended its workers by then.",
+        "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
+        "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",
         default=JobSpec.heartbeat_timeout_s,
     )
     stall_timeout_s: float | None = _option("Time without any output or training step after which the run has failed.")

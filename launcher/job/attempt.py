@@ -123,9 +123,15 @@ class AttemptState:
             self.made_progress(now)
         return heartbeat.saved > (before.saved if before is not None else 0)
 
-    def failure(self, kind: FailureKind, host: str, message: str, at: float) -> Failure:
-        """Return what is no worker's failure; of another than a host, `host` may be empty."""
-        ran_s = max(0.0, at - self.began)
+    def failure(
+        self, kind: FailureKind, host: str, message: str, at: float, *, noticed: float | None = None
+    ) -> Failure:
+        """Return what is no worker's failure; of another than a host, `host` may be empty.
+
+        `at` is the earliest that it can have been, which orders it among others; `noticed` is what is known for
+        certain, where that was later.
+        """
+        ran_s = max(0.0, (at if noticed is None else noticed) - self.began)
         return Failure(kind=kind, host=host, attempt=self.number, message=message, at=at, ran_s=ran_s)
 
     def take_failure(self, failure: Failure) -> None:

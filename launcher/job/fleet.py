@@ -2,14 +2,20 @@
 
 What is known of a host changes here only.
 
-A remote host holds a lease: its agent kills its workers and ends when LEASE of the timeout T (--heartbeat-timeout-s) is
-over since the newest heartbeat that it has heard was sent. A heartbeat carries that time by the host's own clock, never
-later than it was (HostClock.theirs), so how long it was under way does not matter, nor how far apart the clocks are. It
-goes out only to a host that was itself heard within ANSWERS of T. So a host that has been silent for T has certainly
-lost its lease before, and needs not be reached to know that its workers are gone:  ANSWERS + LEASE + FENCE = 1, where
-FENCE is what the killing may take, and how far clocks may drift apart in two minutes. Where a stream ends, the last
-heartbeat may just have been sent: LEASE + FENCE of T later at most. A link on which the least delays of both ways come
-near LEASE of T cannot hold a lease.
+A remote host holds a lease of T (--heartbeat-timeout-s): its agent kills its workers and ends when T is over since it
+was heard last, as far as it knows that. Every heartbeat tells it, by the host's own clock and never later than it was
+(HostClock.theirs); so neither delays in either direction nor how far apart the clocks are make a lease longer. The
+proof that no worker of it lives when its place is given to others, with h the time at which it was heard last:
+
+    its lease ends  <=  h + T + drift  <  h + T + fence_s  =  the time at which it is fenced
+
+`drift` is how far its clock may have run apart from ours while an offset is used (two minutes: 0.03 s) and during T;
+the rest of fence_s is what the killing may take, by the agent, or by the guard of one that hangs (lease.LATE). At h + T
+a silent host is given up; the others' workers are ended then, and the next attempt begins at h + T + fence_s.
+
+Of a cut of the network a host may bear what is left of T once its heartbeat (every heartbeat_s) and the next one
+of ours (every beat_s) were under way: TOLERANCE of T at least, in which a connection must go on again; TCP may take as
+long as the cut lasted once more. A link on which the least delays of both ways come near T cannot hold a lease.
 
 Nothing here costs more with the number of hosts than a heap does, but for the rounds of heartbeats.
 """
@@ -23,14 +29,28 @@ from collections.abc import Iterable, Iterator
 
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Close, Command, Open, Send
-from launcher.job.host_state import HostClock, HostPhase, HostState
+from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
-from launcher.protocol import Bye, Facts, Heartbeat, Hello, Report, Stop, Suspend, Swept, heartbeat_pause_s
+from launcher.protocol import (
+    HEARTBEATS,
+    Bye,
+    Facts,
+    Heartbeat,
+    Hello,
+    Report,
+    Stop,
+    Suspend,
+    Swept,
+    heartbeat_pause_s,
+)
 
 __all__ = ["Fleet"]
 
-BEAT, ANSWERS, LEASE, FENCE = 0.1, 0.2, 0.6, 0.2  # parts of the heartbeat timeout
+BEAT, FENCE = 0.05, 0.1  # parts of the heartbeat timeout
 BEAT_AT_LEAST_S = 5.0  # however long that is
+FENCE_AT_LEAST_S, FENCE_AT_MOST_S = 0.3, 2.0
+TOLERANCE = 1 - BEAT - 1 / HEARTBEATS
+RESUMED = 0.2  # of the timeout: for the order to go on after a suspension to arrive
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
 STEADY_S = 2.0  # who was ready for less is not tried at once for ever
@@ -52,9 +72,11 @@ class Fleet:
         self.swept = 0  # processes that outlived their workers and were ended
         self.byes: dict[str, Bye] = {}  # the last words of each host
         self.timeout_s = timeout_s
-        self.lease_s = LEASE * timeout_s
+        self.fence_s = min(max(FENCE * timeout_s, FENCE_AT_LEAST_S), FENCE_AT_MOST_S)
         self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
-        self.quiet_s = 2 * heartbeat_pause_s(self.lease_s)  # who says nothing for so long is no longer there
+        agents = max((state.host.parts for state in self), default=1)
+        self.heartbeat_s = heartbeat_pause_s(timeout_s, agents)
+        self.quiet_s = 2 * self.heartbeat_s  # who says nothing for so long is no longer there
         self._join_s = max(join_s, timeout_s)  # for a host to be ready; a look at its devices may take long
         self._timers = timers
         timers.set(Timer.BEAT, now + self.beat_s)
@@ -169,6 +191,7 @@ class Fleet:
         state.link += 1
         state.tries += 1
         state.retry_at = None
+        state.told_heard = LONG_AGO
         state.clock = HostClock()  # it may have been started anew
         self._move(state, HostPhase.CONNECTING)
         return Open(state.host, state.link)
@@ -238,7 +261,7 @@ class Fleet:
             return now + LOCAL_FENCE_S
         if state.rests_until is not None:
             return NEVER
-        return max(now, min(now + (LEASE + FENCE) * self.timeout_s, state.heard + self.timeout_s))
+        return max(now, state.heard + self.timeout_s + self.fence_s)
 
     def said_bye(self, state: HostState, bye: Bye, reason: str) -> list[Command]:
         """Take the end of an agent that has swept its host; `reason` says why it ended."""
@@ -286,13 +309,14 @@ class Fleet:
         return NEVER
 
     def heartbeats(self, now: float) -> list[Command]:
-        """Renew the leases of the hosts that answer."""
+        """Renew the leases of the hosts that were heard since they were last told so."""
         self._timers.set(Timer.BEAT, now + self.beat_s)
-        return [
-            Send(state.name, Heartbeat(time=state.clock.theirs(now)))
-            for state in self
-            if state.greeted and state.leased and now - state.heard <= ANSWERS * self.timeout_s
-        ]
+        commands: list[Command] = []
+        for state in self:
+            if state.greeted and state.leased and state.heard > state.told_heard:
+                state.told_heard = state.heard
+                commands.append(Send(state.name, Heartbeat(time=state.clock.theirs(state.heard))))
+        return commands
 
     def silent(self, now: float) -> list[HostState]:
         """Return the connected hosts that were not heard for too long."""
@@ -322,7 +346,7 @@ class Fleet:
         commands: list[Command] = []
         for state in self:
             if state.greeted:
-                state.rests_until = NEVER if suspended else now + FENCE * self.timeout_s
+                state.rests_until = NEVER if suspended else now + RESUMED * self.timeout_s
                 commands.append(Send(state.name, Suspend(suspended=suspended)))
         return commands
 

@@ -18,7 +18,7 @@ from launcher.job.failure import Failure, FailureKind
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
-from launcher.job.progress_messages import some
+from launcher.job.progress_messages import after_killed_runs, some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
@@ -57,6 +57,7 @@ class Gathering:
         timers.set(Timer.GATHER, now + spec.start_timeout_s)
         if len(fleet) >= LARGE:
             timers.set(Timer.SHOW, now + SHOW_S[0])
+        self._after_killed_runs: dict[str, Facts] = {}  # what hosts said of earlier runs, as long as nobody was told
         self._not_shown: dict[str, str] = {}  # why hosts cannot be used, where many are to be shown as one
 
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
@@ -79,13 +80,17 @@ class Gathering:
         self._fleet.greeted(state, hello.agent_identity)
         if problem is not None:
             return self.unusable(state, problem)
-        lease_s = self._fleet.lease_s if state.leased else 0.0
-        return [Send(state.name, prepare(self._spec, state.host, lease_s=lease_s, lost_agents=state.lost_agents))]
+        fleet = self._fleet
+        lease_s = fleet.timeout_s if state.leased else 0.0
+        limits = {"lease_s": lease_s, "heartbeat_s": fleet.heartbeat_s}
+        return [Send(state.name, prepare(self._spec, state.host, lost_agents=state.lost_agents, **limits))]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""
         if state.phase is not HostPhase.CHECKING:
             return []
+        if facts.killed_runs:
+            self._after_killed_runs[state.name] = facts
         if facts.left or facts.problems:
             self._fleet.could_not_clean(state, facts)
             left = [f"processes of an earlier attempt cannot be ended: {', '.join(facts.left)}"] if facts.left else []
@@ -204,6 +209,11 @@ class Gathering:
             self._timers.set(Timer.SHOW, now + SHOW_S[1])
         more = [f"and {len(lines) - SHOWN} other reasons"] if len(lines) > SHOWN else []
         return [Notice("\n".join([*([progress] if progress else []), *lines[:SHOWN], *more]))]
+
+    def say_after_killed_runs(self) -> list[Command]:
+        """Say what the hosts have found and ended of earlier runs; once for all of them."""
+        found, self._after_killed_runs = self._after_killed_runs, {}
+        return [Notice(after_killed_runs(found))] if found else []
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""

@@ -66,6 +66,7 @@ class HostState:
     facts: Facts | None = None
     our_address: str | None = None
     heard: float = 0.0
+    told_heard: float = LONG_AGO  # the newest such time that it was told
     rests_until: float | None = None  # its lease rests, unless it says something after that
     clock: HostClock = field(default_factory=HostClock)
     agent_identity: str = ""

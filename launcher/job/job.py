@@ -205,7 +205,7 @@ class Job:
             return self._run.gathering.say_unusable(state, reason) if was_coming and attempt is None else []
         if not had_workers or attempt.finished or not attempt.needs(state.name):
             return []
-        failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at)
+        failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now)
         if self.phase is Phase.STOPPING and not silent:
             return []
         if silent:

@@ -93,9 +93,10 @@ class Lifecycle:
         readiness = self.gathering.decide(now)
         if readiness is Readiness.WAIT:
             return self.gathering.show_how_far(progress(self.phase, self.fleet, self.attempt), now)
+        said = self.gathering.say_after_killed_runs()
         if readiness is Readiness.TOO_FEW:
-            return self._cannot_begin(now)
-        return [*self.gathering.show_how_far("", now), *self._begin(now)]
+            return [*said, *self._cannot_begin(now)]
+        return [*said, *self.gathering.show_how_far("", now), *self._begin(now)]
 
     def _cannot_begin(self, now: float) -> list[Command]:
         """End, since too few hosts are ready in time."""

@@ -15,6 +15,7 @@ from launcher.placement.environment import roles_in_order, worker_defaults, work
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import Placement
 from launcher.protocol import (
+    HEARTBEAT_S,
     PROTOCOL,
     Hello,
     OpenStore,
@@ -41,7 +42,9 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     return None
 
 
-def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[str]) -> Prepare:
+def prepare(
+    spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[str], heartbeat_s: float = HEARTBEAT_S
+) -> Prepare:
     command = spec.command
     return Prepare(
         run_id=spec.run_id,
@@ -51,6 +54,7 @@ def prepare(spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[
         export={} if host.kind is HostKind.JOINED else dict(spec.export),  # who typed the command there said it there
         grace_s=spec.grace_s,
         lease_s=lease_s,
+        heartbeat_s=heartbeat_s,
         lost_agents=list(lost_agents),
         part=host.part,
         parts=host.parts,

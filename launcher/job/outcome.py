@@ -101,7 +101,7 @@ def build_outcome(
         evidence=() if attempt is None else attempt.evidence,
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
-        unchecked=tuple((state.name, _why_unchecked(state, now)) for state in unchecked),
+        unchecked=tuple((state.name, _why_unchecked(state, fleet.timeout_s, now)) for state in unchecked),
         duration_s=now - began,
         forked=0 if attempt is None else attempt.forked,
         by_exec=() if attempt is None else tuple(attempt.by_exec),
@@ -130,10 +130,13 @@ def _exit_code(error: DtrainError | None, cause: Failure | None, signum: int | N
     return 0 if signum is None else 128 + signum
 
 
-def _why_unchecked(state: HostState, now: float) -> str:
+def _why_unchecked(state: HostState, timeout_s: float, now: float) -> str:
+    """Say why a host could not be looked at, and what its agent and guard do by themselves; not that they have."""
     reason = state.reason or "it did not answer"
     if not state.leased or state.fenced_at is None or state.fenced_at == float("inf"):
         return reason
     if now >= state.fenced_at:
-        return f"{reason}; having heard nothing from dtrain, it has ended its workers by itself"
-    return f"{reason}; hearing nothing from dtrain, it ends its workers within {state.fenced_at - now:.0f} s"
+        rule = f"a host ends its workers by itself {timeout_s:g} s after it last heard from dtrain"
+        return f"{reason}; {rule}, one that is stopped or frozen when it goes on"
+    left_s = max(1.0, state.fenced_at - now)
+    return f"{reason}; if it still runs, it ends its workers by itself within {left_s:.0f} s"

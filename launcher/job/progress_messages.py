@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from itertools import islice
 
@@ -10,8 +10,18 @@ from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure, what_happened
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase
+from launcher.protocol import Facts
 
-__all__ = ["Phase", "attempt_begins", "attempt_ended", "left_out", "progress", "some", "starts_again"]
+__all__ = [
+    "Phase",
+    "after_killed_runs",
+    "attempt_begins",
+    "attempt_ended",
+    "left_out",
+    "progress",
+    "some",
+    "starts_again",
+]
 
 
 class Phase(Enum):
@@ -72,6 +82,17 @@ def left_out(failure: Failure, reason: str) -> str:
     """Say that the others go on without a process; `reason` is why it is not started again, if that is news."""
     why = f" ({reason})" if reason else ""
     return f"{what_happened(failure)}; the other workers continue without it{why}"
+
+
+def after_killed_runs(found: Mapping[str, Facts]) -> str:
+    """Say what was found of earlier runs, by host."""
+    runs, ended = (sum(numbers) for numbers in zip(*((f.killed_runs, f.ended) for f in found.values()), strict=True))
+    what = "an earlier run that was" if runs == 1 else f"{runs} earlier runs that were"
+    processes = f"{ended} process{'' if ended == 1 else 'es'} and " if ended else ""
+    left = [
+        f"; still there on {host}: {', '.join(facts.not_ended)}" for host, facts in found.items() if facts.not_ended
+    ]
+    return f"removed what {what} killed had left on {some(found)}: {processes}temporary folders{''.join(left)}"
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:

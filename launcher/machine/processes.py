@@ -12,15 +12,17 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from launcher.frozen import dataclass, field
 
 QUICK_LOOKS = 20  # of a Suspension, then one every LOOK_S
 LOOK_S = 1.0
+READ_BYTES = 1 << 14
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
+NO_NUMBER, _OWN = resource.RLIM_INFINITY, 1 << 60  # as a tag number: what is none, and what is dtrain's own
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,24 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 def raise_file_limit() -> None:
     """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child."""
     global _file_limit
-    _file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _file_limit = _file_limit or resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_file_limit[1], _file_limit[1]))
 
 
 def restore_file_limit() -> None:
     if _file_limit is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, _file_limit)
+
+
+def with_own_file_limit(command: Sequence[str]) -> list[str]:
+    """Return a command that runs this one as if `raise_file_limit` had not been called.
+
+    For a process with threads, where nothing may run between fork and exec.
+    """
+    if _file_limit is None or _file_limit == resource.getrlimit(resource.RLIMIT_NOFILE):
+        return [*command]
+    soft = "unlimited" if _file_limit[0] == resource.RLIM_INFINITY else str(_file_limit[0])
+    return ["/bin/sh", "-c", 'ulimit -Sn "$0" && exec "$@"', soft, *command]
 
 
 _file_limit: tuple[int, int] | None = None
@@ -80,11 +93,23 @@ def set_tag_number(number: int, pid: int = 0) -> None:
 
 
 def tag_number_of(pid: int) -> int:
-    """Return the number that a process has by `set_tag_number`; without one, what means no limit."""
+    """Return the number that a process has by `set_tag_number`, or NO_NUMBER."""
     try:
         return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except (OSError, ValueError):  # another user's, or ended meanwhile
-        return resource.RLIM_INFINITY
+        return NO_NUMBER
+
+
+def mark_as_own() -> None:
+    """Give this process and its children a number that is no run's: whoever looks for a run's need not look closer."""
+    if tag_number_of(0) == NO_NUMBER:
+        set_tag_number(_OWN)
+
+
+def unmark() -> None:
+    """Undo `mark_as_own`, in a child."""
+    if tag_number_of(0) == _OWN:
+        set_tag_number(NO_NUMBER)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -97,8 +122,7 @@ def _prctl(option: int, value: int) -> None:
 def find(pid: int) -> Process | None:
     """Return the process with this pid, or None; a zombie is gone."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode("utf-8", "replace")
+        text = _read(f"/proc/{pid}/stat").decode("utf-8", "replace")
     except OSError:  # ended meanwhile
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold blanks and parentheses
@@ -111,11 +135,14 @@ def find(pid: int) -> Process | None:
 
 
 def everything() -> Iterator[Process]:
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    for pid in sorted(pids, reverse=True):  # the youngest first: they are the soonest gone
+    for pid in _pids():
         process = find(pid)
         if process is not None:
             yield process
+
+
+def _pids() -> list[int]:
+    return sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True)  # the youngest are the soonest gone
 
 
 def childless() -> bool:
@@ -128,17 +155,28 @@ def childless() -> bool:
 
 
 def related(
-    *, ancestor: int | None, ours: Callable[[Process], bool], spare: Iterable[int] = (), also: Iterable[int] = ()
+    *,
+    ancestor: int | None,
+    ours: Callable[[Process], bool],
+    spare: Iterable[int] = (),
+    also: Iterable[int] = (),
+    others: Callable[[int], bool] = lambda _: False,
 ) -> list[Process]:
     """Return the living descendants of `ancestor`, the processes that are `ours`, and the descendants of those.
 
     The pids in `also` are ours as well. Those in `spare` and the ancestor itself are left out, not what they started.
+    `others` says quickly, by a pid, that a process is certainly not ours.
     """
+    spared, known = {ancestor, *spare}, {*also}
+    if not known and (ancestor is None or (ancestor == os.getpid() and childless())):
+        # Nothing descends from it. Mostly nothing is ours either, and then nobody's parent matters.
+        possible = (find(pid) for pid in _pids() if pid not in spared and not others(pid))
+        if not any(process is not None and ours(process) for process in possible):
+            return []
     processes = {process.pid: process for process in everything()}
-    for pid in also:
+    for pid in known:
         if pid not in processes and (process := find(pid)) is not None:  # younger than our look at them all
             processes[pid] = process
-    spared, known = {ancestor, *spare}, {*also}
     roots = {pid for pid, process in processes.items() if pid not in spared and (pid in known or ours(process))}
     above = roots if ancestor is None else roots | {ancestor}
     return [
@@ -174,10 +212,22 @@ def has_variable(process: Process, variable: bytes) -> bool:
     if process.state == "D":  # its memory may be locked, and reading from it would wait with it
         return False
     try:
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            return variable in file.read().split(b"\0")
+        environ = _read(f"/proc/{process.pid}/environ")
     except OSError:  # another user's, or ended meanwhile
         return False
+    return variable in environ and variable in environ.split(b"\0")
+
+
+def _read(path: str) -> bytes:
+    """Read a file of the kernel's. Without a file object, which takes longer than what it is for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.read(descriptor, READ_BYTES)
+        while len(data) % READ_BYTES == 0 and (more := os.read(descriptor, READ_BYTES)):
+            data += more
+    finally:
+        os.close(descriptor)
+    return data
 
 
 def lives(process: Process) -> bool:

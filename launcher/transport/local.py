@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 from launcher.errors import HostError
+from launcher.machine.processes import with_own_file_limit
 from launcher.transport.stream import LastWords, broken_by
 
 __all__ = ["AgentProcess", "LocalStream", "start_process"]
@@ -41,7 +42,7 @@ def start_process(
     # folder: a `launcher` package of the user's working directory must not be taken for ours.
     try:
         return subprocess.Popen(
-            command,
+            with_own_file_limit(command),
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE,

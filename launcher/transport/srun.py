@@ -25,7 +25,7 @@ from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
 from launcher.machine.devices import VENDORS
-from launcher.machine.network import choose_address
+from launcher.machine.network import choose_address, is_loopback
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
 
@@ -161,8 +161,8 @@ class Srun:
                 from launcher.transport.srun_step import SrunStep  # cryptography is slow to import
                 from launcher.transport.tcp.step_task import MODULE
 
-                others = [name for name in nodes if name != allocation.here]
                 try:
+                    address = self._address([name for name in nodes if name != allocation.here])
                     self._steps[alike] = SrunStep(
                         srun_command(
                             nodes,
@@ -174,7 +174,7 @@ class Srun:
                         ),
                         srun_environment(os.environ),
                         nodes=nodes,
-                        address=choose_address(self._interfaces, others[0], None),
+                        address=address,
                         agent=command,
                         explain=explain,
                     )
@@ -185,6 +185,13 @@ class Srun:
             if self._closed.is_set() and step is not None:  # close() may not have seen it
                 step.close()
             return step
+
+    def _address(self, others: Sequence[str]) -> str:
+        """Return the address of this machine to which other nodes connect back. Raises DtrainError."""
+        address = choose_address(self._interfaces, others[0], None)
+        if is_loopback(address) and not self._interfaces:
+            raise DtrainError("no route leads from this machine to other nodes; name its interface with --interface")
+        return address
 
     def _tell_once(self, text: str) -> None:
         told, self._told = self._told, True

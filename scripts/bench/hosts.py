@@ -10,7 +10,8 @@ clients only log in and start Python once on each host: no launcher can be faste
 "CPU" is the processor time of everything on both ends by that of the clients and theirs, which other load changes less.
 
 With --simulate, this machine is divided between so many hosts: real agents, one worker each, which is /bin/true.
-Memory is dtrain's own at its peak (RSS), and what all the processes take together (what is available drops by it).
+CPU is the processor time of all processes for each host, which other load changes less than the time. Memory is
+dtrain's own at its peak (RSS), and what all the processes take together (what is available drops by it).
 
 With --slurm, the nodes of a SLURM cluster that is started for this run (as root), all on this machine: an srun for each
 node, beside one for all of them whose tasks connect back. Only the processor time of dtrain and its sruns tells when
@@ -38,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from testbed.processes import wait_until
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts
+
+from launcher.machine.processes import adopt_orphans
 
 MEASURED = """
 import resource, subprocess, sys, time
@@ -96,16 +99,23 @@ def main() -> None:
 
 def cpu_s(lab: SshHosts) -> float:
     """Return the processor time so far of what was started here, and of the sessions that have ended on the hosts."""
-    here = resource.getrusage(resource.RUSAGE_CHILDREN)
     there = [psutil.Process(pid).cpu_times() for pid in lab.pids]
-    sessions = sum(times.children_user + times.children_system for times in there)
-    return here.ru_utime + here.ru_stime + sessions
+    return children_cpu_s() + sum(times.children_user + times.children_system for times in there)
+
+
+def children_cpu_s() -> float:
+    """Return the processor time so far of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def simulated(counts: list[int]) -> None:
     """Print a row for each number of simulated hosts."""
-    print(f"{'hosts':>5} {'s':>7} {'ms/host':>8} {'dtrain MB':>10} {'threads':>8} {'files':>6} {'all MB':>7}")
+    adopt_orphans()  # so that the processor time of all is known here
+    print(f"{'hosts':>5} {'s':>7} {'ms/host':>8} {'CPU ms':>7}", end=" ")
+    print(f"{'dtrain MB':>10} {'threads':>8} {'files':>6} {'all MB':>7}")
     for count in counts:
+        used_before_s = children_cpu_s()
         with tempfile.TemporaryDirectory() as folder:
             argv = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", str(count)]
             argv += ["--nproc-per-node", "1", "--log-dir", folder, "--start-timeout-s", "600"]
@@ -125,9 +135,14 @@ def simulated(counts: list[int]) -> None:
                     time.sleep(0.05)
                 said = run.stderr.read().decode() if run.stderr else ""
         wall_s = time.perf_counter() - began
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
         if run.returncode != 0:
             sys.exit(f"{count} hosts: status {run.returncode}: {said}")
-        row = f"{count:5} {wall_s:7.1f} {1000 * wall_s / count:8.1f} {peak / 1e6:10.0f} {threads:8} {files:6}"
+        each_ms = 1000 * (children_cpu_s() - used_before_s) / count
+        row = f"{count:5} {wall_s:7.1f} {1000 * wall_s / count:8.1f} {each_ms:7.1f}"
+        row += f" {peak / 1e6:10.0f} {threads:8} {files:6}"
         print(f"{row} {(free - least) / 1e6:7.0f}", flush=True)
 
 

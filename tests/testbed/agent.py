@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -40,8 +40,11 @@ M = TypeVar("M", bound=Message)
 class AgentProcess:
     """A running `python -m launcher.agent`. Its guard is `process`, the agent itself `pid`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, temp: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+        """`temp` is where it makes its folder, so that no other test's agent ends what it leaves."""
         self.folder = folder
+        self.temp = temp or folder / "temp"
+        self.temp.mkdir(exist_ok=True)
         self.seen: list[Message] = []
         self._unread: list[Message] = []
         self._decoder = Decoder()
@@ -52,6 +55,7 @@ class AgentProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             cwd="/",
+            env={**os.environ, **(env or {}), "TMPDIR": str(self.temp)},
             start_new_session=True,
             bufsize=0,
         )

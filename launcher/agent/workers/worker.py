@@ -88,6 +88,7 @@ def spawn(
 def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: tuple[int | None, int, int]) -> None:
     os.setsid()
     processes.restore_file_limit()
+    processes.unmark()
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)

@@ -20,6 +20,7 @@ import pytest
 from testbed.agent import AgentProcess
 from testbed.processes import wait_until
 
+from launcher.agent.killed_runs import IDENTITY
 from launcher.machine import processes
 from launcher.protocol import (
     Bye,
@@ -148,7 +149,7 @@ def family(tmp_path: Path) -> Family:
 
 
 def temp_folder_of(agent: AgentProcess) -> Path:
-    return Path(os.environ.get("TMPDIR", "/tmp"), f"dtrain-{run_tag_of(agent)[:16]}")
+    return agent.temp / f"dtrain-{run_tag_of(agent)[:16]}"
 
 
 def run_tag_of(agent: AgentProcess) -> str:
@@ -181,7 +182,7 @@ def test_attempts_follow_each_other_and_leave_nothing(agent: AgentProcess, famil
         assert swept.swept >= len(CHILDREN)
         assert swept.left == []
         assert family.is_gone()
-        assert [*temp_folder_of(agent).iterdir()] == []
+        assert [path.name for path in temp_folder_of(agent).iterdir()] == [IDENTITY]
     exited = [message for message in agent.seen if isinstance(message, Exited)]
     assert [(each.attempt, each.status, each.provoked) for each in exited] == [
         (attempt, -signal.SIGTERM, True) for attempt in (0, 1, 4)
@@ -392,7 +393,7 @@ def test_a_daemon_that_cleared_its_environment_is_found(
             resource.prlimit(int(pid), processes._RLIMIT_LOCKS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif group is not None:
         identity = identity.replace(str(group), "")
-    with AgentProcess(tmp_path) as successor:
+    with AgentProcess(tmp_path, temp=tmp_path / "elsewhere") as successor:
         assert successor.prepare(lost_agents=[identity]).left == []
         assert family.is_gone()
         successor.stop()
@@ -498,6 +499,7 @@ def test_an_agent_that_was_stopped_is_ended_by_its_guard_when_the_lease_is_over(
     os.kill(agent.pid, signal.SIGSTOP)
     wait_until(family.is_gone, "the guard has ended everything")
     assert agent.process.wait(60) == 128 + signal.SIGKILL
+    assert agent.errors == "its guard did that, since it had not acted in time (state T)\n"
     nothing_is_left(agent, family)
 
 
@@ -632,6 +634,86 @@ def test_what_cannot_be_killed_is_named_and_the_agent_goes_on(
     assert agent.expect(Exited).rank == 1
     (freezer / "freezer.state").write_text("THAWED")
     agent.stop()
+
+
+# ---- runs that were killed whole -----------------------------------------------------------------------------
+
+
+def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
+    agent: AgentProcess, family: Family, tmp_path: Path
+) -> None:
+    agent.prepare()
+    family.start(agent, *CHILDREN)
+    _kill_both(agent)
+    assert not family.is_gone()
+    assert temp_folder_of(agent).is_dir()
+    with AgentProcess(tmp_path) as other:
+        facts = other.prepare()
+        assert family.is_gone()
+        assert (facts.killed_runs, facts.not_ended, facts.left) == (1, [], [])
+        assert facts.ended >= len(CHILDREN) - 1
+        nothing_is_left(agent, family)
+        other.stop()
+
+
+@pytest.mark.parametrize("living", ["all", "guard", "run that it has started"])
+def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tmp_path: Path, living: str) -> None:
+    agent.prepare()
+    family.start(agent, "own session")
+    env = {}
+    if living == "guard":
+        agent.process.send_signal(signal.SIGSTOP)
+        os.kill(agent.pid, signal.SIGKILL)
+        wait_until(lambda: processes.find(agent.pid) is None, "the agent is dead")
+    elif living != "all":
+        _kill_both(agent)
+        env["DTRAIN_AGENT"] = run_tag_of(agent)
+    with AgentProcess(tmp_path, env=env) as other:
+        facts = other.prepare()
+        assert (facts.killed_runs, facts.ended) == (0, 0)
+        assert not family.is_gone()
+        other.stop()
+    if living == "guard":
+        agent.process.send_signal(signal.SIGCONT)
+    elif living == "all":
+        agent.stop()
+    else:
+        with AgentProcess(tmp_path) as other:
+            assert other.prepare().killed_runs == 1
+    nothing_is_left(agent, family)
+
+
+@pytest.mark.parametrize("change", ["another machine's", "of others", "another name", "link", "junk", "no identity"])
+def test_a_folder_that_is_not_one_of_ours_ends_nothing(
+    agent: AgentProcess, family: Family, tmp_path: Path, change: str
+) -> None:
+    agent.prepare()
+    family.start(agent, "own session")
+    _kill_both(agent)
+    folder = temp_folder_of(agent)
+    identity = folder / IDENTITY
+    text = identity.read_text()
+    match change:
+        case "another machine's":
+            identity.write_text(text.replace('"boot": "', '"boot": "x'))
+        case "of others":
+            folder.chmod(0o770)
+        case "another name":
+            folder.rename(agent.temp / ("dtrain-" + "0" * 16))
+        case "link":
+            identity.rename(tmp_path / "elsewhere")
+            identity.symlink_to(tmp_path / "elsewhere")
+        case "junk":
+            identity.write_bytes(b"\xff{" + b"[" * 100_000)
+        case "no identity":
+            identity.unlink()
+    with AgentProcess(tmp_path) as other:
+        assert other.prepare().killed_runs == 0
+        assert not family.is_gone()
+        other.stop()
+    with AgentProcess(tmp_path) as last:
+        assert last.prepare(lost_agents=[text]).left == []
+    assert family.is_gone()
 
 
 # ---- the folder and the group --------------------------------------------------------------------------------

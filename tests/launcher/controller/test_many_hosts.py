@@ -50,6 +50,13 @@ def test_their_workers_have_the_users_own_limit_of_open_files(tmp_path: Path) ->
     assert sorted(result.stdout.splitlines()) == ["[sim0:0] 200", "[sim1:1] 200"], result.stderr
 
 
+def test_so_have_those_of_an_agent_that_is_started_later(tmp_path: Path) -> None:
+    line = 'ulimit -Sn; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] || { kill -9 $PPID; sleep 60; }'
+    result = with_files(200, *options(2, tmp_path), "--max-restarts", "1", "--no-python", "sh", "-c", line, soft=True)
+    assert result.returncode == 0, result.stderr
+    assert {line.split()[-1] for line in result.stdout.splitlines()} == {"200"}, result.stdout
+
+
 def test_where_they_need_more_the_error_says_so(tmp_path: Path) -> None:
     result = with_files(100, *options(HOSTS, tmp_path), "--no-python", "true", soft=False)
     assert result.returncode == 1

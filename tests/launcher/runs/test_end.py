@@ -15,6 +15,8 @@ import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
 
+from launcher.machine.processes import find
+
 # A worker with a child, a child in a session of its own without our environment, and a daemon that ignores TERM.
 FAMILY = """\
 import os, signal, subprocess, sys, time
@@ -120,6 +122,45 @@ def test_killed_agent_is_reported_and_leaves_nothing(
         assert process.returncode == 1, stderr
         assert b"was lost" in stderr
         assert b"0 processes left on " in stderr
+
+
+def test_what_a_run_leaves_that_is_killed_whole_is_ended_by_the_next_one_which_spares_those_that_live(
+    family: Path, tmp_path: Path
+) -> None:
+    temp, gate, other = tmp_path / "temp", tmp_path / "gate", tmp_path / "other.py"
+    temp.mkdir()
+    env = {"TMPDIR": str(temp)}
+    other.write_text(
+        "import os, sys, time\nprint('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+    )
+    (tmp_path / "empty.py").write_text("")
+    with (
+        started_dtrain("run", family, cwd=tmp_path, env=env) as process,
+        started_dtrain("run", other, gate, cwd=tmp_path, env=env) as living,
+    ):
+        wait_up(process, 1)
+        wait_up(living, 1)
+        (agent,) = agents()
+        guard = agent.parent()
+        assert guard is not None
+        strays = agent.children(recursive=True)
+        (folder,) = [
+            path for path in temp.glob("dtrain-*") if f'"agent": [{agent.pid}, ' in (path / "agent.json").read_text()
+        ]
+        for victim in (guard, agent):
+            victim.suspend()  # so that none can act before all are dead
+        for victim in (process, guard, agent):
+            victim.kill()
+        process.wait()
+        assert any(find(stray.pid) for stray in strays)
+        result = run_dtrain("run", "empty.py", cwd=tmp_path, env=env)
+        assert result.returncode == 0, result.stderr
+        assert "removed what " in result.stderr
+        assert " killed had left on " in result.stderr
+        assert not folder.exists()
+        gate.touch()
+        assert living.wait(60) == 0
+        assert not any(find(stray.pid) for stray in strays)
 
 
 def test_killed_session_of_sshd_is_reported_and_leaves_nothing(

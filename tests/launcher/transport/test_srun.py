@@ -4,6 +4,7 @@ import contextlib
 import re
 import shlex
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from testbed import REPOSITORY
 from testbed.processes import wait_until
 from testbed.slurm import SlurmCluster
 
-from launcher.hosts.slurm_allocation import find_step
+from launcher.hosts.slurm_allocation import Allocation, Node, find_step
+from launcher.transport.srun import Srun
 
 STEP_TASK = "launcher.transport.tcp.step_task"
 WAIT = "import signal, time\nprint('up', flush=True)\ntime.sleep(60)\n"
@@ -218,6 +220,26 @@ def test_one_step_starts_all_agents_and_carries_no_secret_where_others_see_it(
     folder.slurm.say("scancel", job)
     folder.ended(job, "CANCELLED")
     wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
+
+
+@pytest.mark.parametrize("interfaces", [(), ("lo",)])
+def test_where_no_route_leads_to_the_nodes_no_step_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, interfaces: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", "2")
+    monkeypatch.setattr("launcher.machine.network._FAR_AWAY", "no.such.host.invalid")  # no way out of here
+    said: list[str] = []
+    nodes = (Node("n1.invalid"), Node("n2.invalid"))
+    way = Srun([node.name for node in nodes], interfaces=interfaces, tell=said.append)
+    way._known = (Allocation("1", nodes, "n1.invalid"), {node.name: () for node in nodes})
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert way._step(nodes[1], ["python"], time.monotonic() + 60) is None
+    assert way._step(nodes[0], ["python"], time.monotonic() + 60) is None
+    reason = "no route leads from this machine to other nodes; name its interface with --interface"
+    if interfaces:
+        reason = "this machine: cannot run srun here: No such file or directory; name the Python that has dtrain with"
+        reason += " --python"
+    assert said == [f"no step for all nodes: {reason}; every node gets an srun of its own"]
 
 
 def step_of(folder: Folder, job: str) -> psutil.Process:
