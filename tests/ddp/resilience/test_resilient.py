@@ -75,6 +75,6 @@ def test_a_second_resilient_function_lets_all_start_again(tmp_path: Path) -> Non
     script = tmp_path / "twice.py"
     text = SCRIPT.read_text()
     script.write_text(text.replace("said = train(state)\n", "train(state)\nstate.epoch = 0\nsaid = train(state)\n"))
-    result = run(tmp_path, 2, "0.26.forward.kill", restarts=3, script=script)
+    result = run(tmp_path, 2, "0.50.forward.kill", restarts=3, script=script)
     assert result.returncode == 0, result
     assert "comes to the first such function of the script only" in result.stderr
