@@ -17,7 +17,7 @@ from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
-from launcher.transport.connect import start_local_agents
+from launcher.transport.connect import start_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
@@ -87,7 +87,7 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
-    opened = start_local_agents(spec) if node_role is None else {}
+    opened = start_agents(spec) if node_role is None else {}
 
     from launcher.controller.controller import Controller
     from launcher.machine.processes import raise_file_limit
