@@ -91,8 +91,11 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
         agents = SimulatedAgents([*agent_command(spec), "--simulated", _script_word(spec)])
         streams = {host.name: SimulatedStream(agents, warm_key(spec, host)) for host in simulated}
         return {name: partial(_same, stream) for name, stream in streams.items()}
-    by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
     opened: dict[str, Callable[[], Stream]] = {}
+    for host in spec.hosts:
+        if not host.remote:
+            opened[host.name] = partial(_same, LocalStream(agent_command(spec, host)))
+    by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
     if 0 < len(by_ssh) <= _EARLY:
         connector, deadline = Connector(spec), time.monotonic() + spec.start_timeout_s
         with contextlib.suppress(RuntimeError):  # no thread left: the controller will say so
@@ -101,9 +104,6 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
         from launcher.transport.ssh.stream import import_paramiko
 
         import_paramiko()  # before the controller, which the threads would import it beside: they wait for it
-    for host in spec.hosts:
-        if not host.remote:
-            opened[host.name] = partial(_same, LocalStream(agent_command(spec, host)))
     return opened
 
 
