@@ -1,4 +1,4 @@
-"""`python -m launcher.agent [KEY]` is the agent of one host; the key says what may be kept warm for it.
+"""`python -m launcher.agent [KEY SCRIPT]` is the agent of one host; these say what may be kept warm for it.
 
 Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS`, the number of
 an open file, are then the two halves of one (workers/keeper.py). With `--simulated`, it starts the agents of simulated
@@ -17,14 +17,14 @@ match sys.argv[1:]:
         from launcher.agent import main
 
         main.main_lent(int(orders))
-    case ["--simulated"]:
+    case ["--simulated", script]:
         from launcher.agent.simulated import serve
 
-        serve()
-    case [key]:
+        serve(script)
+    case [key, script]:
         from launcher.agent.warm.handover import hand_over
 
-        cold = hand_over(key)
+        cold = hand_over(key, script)
         from launcher.agent import main
 
         main.main(key, cold)

@@ -22,7 +22,7 @@ from launcher import __version__
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
-from launcher.agent.guard import guard, read_orders, reap
+from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
@@ -32,6 +32,7 @@ from launcher.agent.run_tag import RunTag, make_folder
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.warm.folder import prefix_of
+from launcher.agent.warm.lent import await_run, read_orders
 from launcher.agent.warm.surroundings import find_surroundings
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
@@ -85,14 +86,23 @@ def main(key: str = "", cold: str = "") -> NoReturn:
 
 def main_lent(descriptor: int) -> NoReturn:
     """Be an agent that a process kept warm has forked, with its orders in an open file; its guard is beside it."""
-    surroundings = find_surroundings()
-    processes.raise_file_limit()
     orders = read_orders(descriptor)
-    run_tag, limits = RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])
+    limits, server = Limits.shared(orders["limits"]), socket.socket(fileno=orders["control"])
     os.close(orders["limits"])
     os.set_inheritable(orders["control"], False)
-    lent = (orders["server"], socket.socket(fileno=orders["control"]))
-    _serve(orders["guard"], run_tag, limits, Warmth(orders["prefix"], surroundings, kept=orders["kept"], lent=lent))
+    run = await_run(orders)
+    with socket.socket(fileno=run.asked_by) as asked_by:
+        if not os.read(run.may_begin, 1):
+            os._exit(1)  # it was given up meanwhile
+        try:
+            asked_by.send(b'{"reason": ""}')
+        except OSError:  # who asked is gone
+            os._exit(1)
+    os.close(run.may_begin)
+    processes.raise_file_limit()
+    lent = (orders["server"], server)
+    warmth = Warmth(run.prefix, orders["surroundings"], kept=orders["kept"], lent=lent)
+    _serve(orders["guard"], RunTag.new(orders["run_tag"]), limits, warmth)
 
 
 def _serve(parent: int, run_tag: RunTag, limits: Limits, warmth: Warmth) -> NoReturn:

@@ -1,9 +1,9 @@
 """Starts the agents of simulated hosts, which are all on this machine: forks them, with all imported that they need.
 
-Started by the controller (transport/simulated.py) as `python -m launcher.agent --simulated`. Its standard input is a
-socket: a message with three descriptors, an agent's standard streams, starts an agent; one without kills it. The answer
-is its number and exit status, once it has ended. An agent is what `python -m launcher.agent` is, but for what it cost
-to start. This process ends when nobody is at the other end of the socket any more and no agent is left.
+Started by the controller (transport/simulated.py) as `python -m launcher.agent --simulated SCRIPT`. Its standard input
+is a socket: a message with three descriptors, an agent's standard streams, starts an agent; one without kills it. The
+answer is its number and exit status, once it has ended. An agent is what `python -m launcher.agent` is, but for what it
+cost to start. This process ends when nobody is at the other end of the socket any more and no agent is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["serve"]
 MESSAGE_BYTES = 64
 
 
-def serve() -> None:
+def serve(script: str) -> None:
     """Start agents until the other end of the socket is closed, and report their ends. Blocks."""
     control = socket.socket(fileno=os.dup(0))
     wake_read, wake_write = os.pipe()
@@ -43,7 +43,7 @@ def serve() -> None:
         for descriptor, _ in poll.poll():
             if descriptor == wake_read:
                 os.read(wake_read, 1 << 12)
-            elif not _obey(control, agents, (control.fileno(), wake_read, wake_write)):
+            elif not _obey(control, agents, (control.fileno(), wake_read, wake_write), script):
                 wanted = False
                 poll.unregister(control)
         for pid, wait_status in reap().items():
@@ -51,7 +51,7 @@ def serve() -> None:
                 _answer(control, f"{number} {os.waitstatus_to_exitcode(wait_status)}")
 
 
-def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...]) -> bool:
+def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...], script: str) -> bool:
     """Take a message; return False at the end of them."""
     data, streams, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
     if not data:
@@ -69,14 +69,14 @@ def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...]) 
         _answer(control, f"{number} 1")
     else:
         if pid == 0:
-            _become_agent(streams, own, *words[1:])
+            _become_agent(streams, own, script, *words[1:])
         agents[pid] = number
     for descriptor in streams:
         os.close(descriptor)
     return True
 
 
-def _become_agent(streams: list[int], own: tuple[int, ...], key: str = "") -> None:
+def _become_agent(streams: list[int], own: tuple[int, ...], script: str, key: str = "") -> None:
     """Be an agent with these standard streams, and nothing of this process; does not return."""
     try:
         os.setsid()
@@ -86,7 +86,7 @@ def _become_agent(streams: list[int], own: tuple[int, ...], key: str = "") -> No
             os.dup2(descriptor, place)
         for descriptor in (*streams, *own):
             os.close(descriptor)
-        run_agent(key, hand_over(key) if key else "")
+        run_agent(key, hand_over(key, script) if key else "")
     finally:
         os._exit(1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
-from launcher.transport.connect import start_local_agents
+from launcher.transport.connect import start_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
 
 __all__ = ["run_job"]
+
+_SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
-    opened = start_local_agents(spec) if node_role is None else {}
+    opened = start_agents(spec) if node_role is None else {}
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
 
     from launcher.controller.controller import Controller
     from launcher.machine.processes import raise_file_limit
@@ -96,6 +101,7 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
 
+    sys.setswitchinterval(switch_s)
     raise_file_limit()
     console = Console()
     folder = spec.log_dir / spec.run_id

@@ -70,7 +70,7 @@ class Controller:
         *,
         show_progress: Callable[[str], None],
         tell_user: Callable[[str], None],
-        opened: Mapping[str, Stream],
+        opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
     ) -> None:
         self._spec = spec
@@ -192,7 +192,7 @@ class Controller:
         link = self._links[name] = Link(
             host, number, python=self._spec.python, events=self._events, output=self._output
         )
-        link.open(lambda: opened or self._connector.connect(host, deadline))
+        link.open(opened or (lambda: self._connector.connect(host, deadline)))
 
     def _keep(self, keep: SaveEvidence) -> None:
         self._output.keep_evidence(keep.attempt, keep.number, keep.evidence, say=keep.asked)

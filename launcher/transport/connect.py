@@ -6,8 +6,13 @@ local.py, ssh/, srun.py, tcp/.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -19,10 +24,11 @@ from launcher.transport.stream import Stream
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-__all__ = ["AGENT", "Connector", "agent_command", "start_local_agents", "warm_key", "why_not_started"]
+__all__ = ["AGENT", "Connector", "agent_command", "start_agents", "warm_key", "why_not_started"]
 
 AGENT = "launcher.agent"
 LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
+_EARLY = 32  # as many SSH hosts at most; with more of them, this machine's processors are what they wait for
 
 
 class Connector:
@@ -71,24 +77,78 @@ class Connector:
             self._srun.close()
 
 
-def start_local_agents(spec: JobSpec) -> dict[str, Stream]:
-    """Open the streams to the hosts that are on this machine, by host name, without waiting for their agents.
+def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
+    """Begin to open the streams to the hosts on this machine and to a few SSH hosts, without waiting for their agents.
 
-    Called before the controller is even imported: that takes about as long as an agent's start. Raises HostError.
+    Called before the controller is even imported: that takes about as long as an agent's start, or half as long as a
+    connection. Returns by host name what waits for the stream and raises HostError; the start on this machine raises it
+    here.
     """
     simulated = [host for host in spec.hosts if host.kind is HostKind.SIMULATED]
     if len(simulated) > 1:
         from launcher.transport.simulated import SimulatedAgents, SimulatedStream
 
-        agents = SimulatedAgents([*agent_command(spec), "--simulated"])
-        return {host.name: SimulatedStream(agents, warm_key(spec, host)) for host in simulated}
-    return {host.name: LocalStream(agent_command(spec, host)) for host in spec.hosts if not host.remote}
+        agents = SimulatedAgents([*agent_command(spec), "--simulated", _script_word(spec)])
+        streams = {host.name: SimulatedStream(agents, warm_key(spec, host)) for host in simulated}
+        return {name: partial(_same, stream) for name, stream in streams.items()}
+    opened: dict[str, Callable[[], Stream]] = {}
+    for host in spec.hosts:
+        if not host.remote:
+            opened[host.name] = partial(_same, LocalStream(agent_command(spec, host)))
+    by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
+    if 0 < len(by_ssh) <= _EARLY:
+        connector, deadline = Connector(spec), time.monotonic() + spec.start_timeout_s
+        with contextlib.suppress(RuntimeError):  # no thread left: the controller will say so
+            for host in by_ssh:
+                opened[host.name] = _Opening(partial(connector.connect, host, deadline)).wait
+        from launcher.transport.ssh.stream import import_paramiko
+
+        import_paramiko()  # before the controller, which the threads would import it beside: they wait for it
+    return opened
+
+
+def _same(stream: Stream) -> Stream:
+    return stream
+
+
+class _Opening:
+    """A stream that is opened in a thread of its own."""
+
+    def __init__(self, connect: Callable[[], Stream]) -> None:
+        self._connect = connect
+        self._stream: Stream | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._open, name="open", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Stream:
+        """Return the stream, once it is open. Raises what kept it from that."""
+        self._thread.join()
+        if self._stream is None:
+            assert self._error is not None
+            raise self._error
+        return self._stream
+
+    def _open(self) -> None:
+        try:
+            self._stream = self._connect()
+        except Exception as error:  # for the thread that waits
+            self._error = error
 
 
 def agent_command(spec: JobSpec, host: Host | None = None) -> list[str]:
     """Return what starts an agent, wherever; with the host: where something may be kept warm for it."""
     key = "" if host is None else warm_key(spec, host)
-    return [spec.python, "-m", AGENT, *([key] if key else [])]
+    return [spec.python, "-m", AGENT, *([key, _script_word(spec)] if key else [])]
+
+
+def _script_word(spec: JobSpec) -> str:
+    """Return what is run, as a word that no shell changes: by it, what another script has left warm is compared."""
+    target = spec.command.target
+    if spec.command.kind is CommandKind.SCRIPT:
+        target = os.path.join(spec.workdir, target)
+    script = {"kind": spec.command.kind.value, "target": target, "cwd": str(spec.workdir)}
+    return json.dumps(script).encode().hex()
 
 
 def warm_key(spec: JobSpec, host: Host) -> str:

@@ -36,6 +36,8 @@ SCRIPTS = {
     ),
 }
 
+READY_S = 2.0  # after a warm run: what it leaves makes an agent ready, here on the processors of the next command
+
 
 @dataclass(frozen=True)
 class Run:
@@ -81,6 +83,8 @@ def compare(
             for command, argv in commands.items():
                 # The first of dtrain's must not find what is warm.
                 run = measure(argv, **({"XDG_RUNTIME_DIR": ""} if command == "dtrain" else {}))
+                if command in ("second, warm", "warm, ssh"):
+                    time.sleep(READY_S)
                 if pair:  # the first pair warms the file cache
                     runs[command].append(run)
     finally:

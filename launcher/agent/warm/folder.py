@@ -1,8 +1,9 @@
 """The folder with the sockets of the processes that are kept warm: this user's alone, and checked before each use.
 
-A socket's name says which boot of which machine, which interpreter, which part of a simulated machine and which script
+A socket's name says which host, which boot of it, which interpreter, which part of a simulated machine and which script
 the process is for; then comes a word that no other has. So a name is never used again, and one of this boot that nobody
-listens at can be removed. Hosts may share the folder: names of others are left alone.
+listens at can be removed, as can all of this host's earlier boots. Hosts may share the folder: names of others are left
+alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ _BACKLOG = 64
 
 def prefix_of(key: str) -> str:
     """Return how the names begin of the sockets for a key (transport/connect.py), with this interpreter."""
-    return f"{_boot()}-{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
+    return f"{_host()}-{_boot()}-{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
+
+
+@cache
+def _host() -> str:
+    """Return what tells this host from others: machines made from one image differ in their names only."""
+    try:
+        with open("/etc/machine-id", "rb") as file:
+            machine = file.read()
+    except OSError:  # in a container
+        machine = b""
+    return f"{zlib.crc32(machine + os.fsencode(os.uname().nodename)):08x}"
 
 
 @cache
@@ -88,10 +100,13 @@ class Folder:
             os.close(descriptor)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of this host's sockets that begin so, the newest first."""
+        """Return the names of this host's sockets that begin so, the newest first; remove those of earlier boots."""
         found = []
+        this_boot = f"{_host()}-{_boot()}-"
         for name in os.listdir(self._descriptor):
-            if name.startswith(prefix or _boot()):
+            if name.lstrip(".").startswith(f"{_host()}-") and this_boot not in name:
+                self.remove(name)
+            elif name.startswith(prefix or this_boot):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime_ns, name))
         return [name for _, name in sorted(found, reverse=True)]

@@ -21,9 +21,10 @@ ANSWER_S = 2.0
 _MESSAGE_BYTES = 1 << 16
 
 
-def hand_over(key: str) -> str:
+def hand_over(key: str, script: str = "") -> str:
     """Hand over to a process that is kept warm and fits, for this script first; does not return then.
 
+    `script` (transport/connect.py) is compared with what others have imported; without it they are left alone.
     Otherwise return why the newest cannot be used, in words, or an empty string if there is none.
     """
     why_not = ""
@@ -32,12 +33,13 @@ def hand_over(key: str) -> str:
             if folder is None or _in_job():
                 return ""
             own = prefix_of(key)
-            others = prefix_of(key.partition("-")[0])
+            others = prefix_of(key.partition("-")[0]) if script else own
             for name in sorted(folder.names(others), key=lambda name: not name.startswith(own)):
                 try:
                     connection = folder.connect(name, ANSWER_S)
                     if connection is not None:
-                        why_not = why_not or _offer(connection, own)
+                        reason = _offer(connection, own, "" if name.startswith(own) else script)
+                        why_not = why_not or reason
                 except (OSError, WarmError) as error:
                     why_not = why_not or str(error)
     except (OSError, WarmError) as error:  # a file system that is read-only or broken keeps no run from its start
@@ -50,13 +52,21 @@ def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-def _offer(connection: socket.socket, prefix: str) -> str:
-    """Hand over if the process says that it fits, else return why not."""
+def _offer(connection: socket.socket, prefix: str, script: str) -> str:
+    """Hand over if the process says that it fits, else return why not. Its own script is compared by the agent."""
     from launcher.agent.warm.surroundings import find_surroundings
 
     with connection:
-        answer = ask(connection, "check", surroundings=find_surroundings())
-        return str(answer["reason"]) or _hand_over(connection, prefix)
+        also = {"script": json.loads(bytes.fromhex(script))} if script else {}
+        answer = ask(connection, "check", surroundings=find_surroundings(), **also)
+        if answer["reason"]:
+            return str(answer["reason"])
+        if group := answer.get("control_group", ""):
+            from launcher.agent.warm.login import why_it_may_end
+
+            if why_not := why_it_may_end(group):
+                return why_not
+        return _hand_over(connection, prefix)
 
 
 def _hand_over(connection: socket.socket, prefix: str) -> str:

@@ -11,13 +11,15 @@ import os
 import re
 import resource
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 from launcher import __version__
 
-__all__ = ["find_surroundings"]
+__all__ = ["READ_AT_START", "find_surroundings"]
 
-_OWN = ("fork_server.py", "keeper.py", "preload.py", "bootstrap.py", "warm_start.py", "worker.py")
+# How the variables begin that an interpreter reads at its start: what is started ahead has them as they were then.
+READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "PWD", "CREDENTIAL", "AUTH", "DSN")  # in names; of those it reads none
 _STATUS = {
     "Uid": "user", "Gid": "group", "Groups": "groups", "Umask": "umask",
     "SigBlk": "blocked signals", "SigIgn": "ignored signals",
@@ -30,6 +32,7 @@ _STATUS = {
 # limits of their own, as those of `systemd-run --scope`.
 _OF_LOGIN = re.compile(r"/(?:session|vte-spawn)-[^/]*\.scope")
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # the number of the call, for which the C library has no function
+_ROOT = __file__.rpartition("/agent/")[0]
 _DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
 
 
@@ -58,9 +61,20 @@ def find_surroundings() -> dict[str, str]:
     )
     found["interpreter"] = f"{sys.executable} {sys.version} {sys.prefix}"
     found["folders of packages (sys.path)"] = "\n".join(path for path in sys.path if path not in ("", "/"))
-    folder = Path(__file__).resolve().parents[1] / "workers"
-    found["dtrain"] = f"{__version__} {folder} {[os.stat(folder / name).st_mtime_ns for name in _OWN]}"
+    found["dtrain"] = f"{__version__} {_ROOT} {list(_own_files())}"
+    found.update(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(READ_AT_START) and not any(word in name for word in _SECRETS)
+    )
     return found
+
+
+def _own_files() -> Iterator[int]:
+    """Yield when the files were changed last that an agent is made of."""
+    for folder in (_ROOT, f"{_ROOT}/agent", f"{_ROOT}/agent/warm", f"{_ROOT}/agent/workers", f"{_ROOT}/machine"):
+        with os.scandir(folder) as entries:
+            yield from sorted(entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py"))
 
 
 def _namespace(kind: str) -> str:

@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -117,7 +118,8 @@ def main() -> None:
             _send(control, {"pid": os.getpid()})
             control.close()
             imported = [*dict.fromkeys(module.partition(".")[0] for module, _ in found.imports)]
-            control = keeper.Keeper(order, listening, packages, imported, open_files).wait()
+            why_not = partial(_why_not_script, found=found)
+            control = keeper.Keeper(order, listening, packages, imported, open_files, why_not).wait()
         for descriptor in descriptors:
             os.close(descriptor)
     printed.repeat()
@@ -128,16 +130,21 @@ def _send(control: socket.socket, answer: dict[str, Any]) -> None:
     control.send(json.dumps(answer).encode())
 
 
+def _why_not_script(script: dict[str, str], found: Any) -> str:
+    """Return why what is imported is not what a script of a later run imports now. Raises OSError."""
+    os.chdir(script["cwd"])
+    importlib.invalidate_caches()  # of what the user's folders held then
+    now = preload.find_preloads(script["kind"], script["target"], _OWN_ROOT)
+    if (now.imports, now.imports_dynamo) != (found.imports, found.imports_dynamo):
+        return "the script imports other packages than it has"
+    if hidden := preload.find_hidden(preload.folder_of(script["kind"], script["target"])):
+        return f"a module of the script's folder is named {hidden}, as one that was imported"
+    return ""
+
+
 def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
     """Say whether what is imported is what a script of a later run imports now, and what that depended on."""
-    os.chdir(order["cwd"])
-    importlib.invalidate_caches()  # of what the user's folders held then
-    now = preload.find_preloads(order["kind"], order["target"], _OWN_ROOT)
-    reason = ""
-    if (now.imports, now.imports_dynamo) != (found.imports, found.imports_dynamo):
-        reason = "the script imports other packages than it has"
-    elif hidden := preload.find_hidden(preload.folder_of(order["kind"], order["target"])):
-        reason = f"a module of the script's folder is named {hidden}, as one that was imported"
+    reason = _why_not_script(order, found)
     env, libraries = order["env"], tuple(order["read_by_libraries"])
     for name in sorted({name for name, _ in env.items() ^ _found_by_imports.items()}):
         if (name in _Environ.read or name.startswith(libraries)) and not name.startswith(_Environ.per_worker):

@@ -2,7 +2,8 @@
 
 Loaded by fork_server.py alone, into its process. To the agent that a later run starts here it lends a new guard, a new
 agent and a new fork server, forked from this process: the first two then execute dtrain's own program, the third is as
-this process was when its imports were done. A later run's processes hold nothing of an earlier one's.
+this process was when its imports were done. All three are there before the run is (agent/warm/lent.py), or their start
+would be a third of its own. A later run's processes hold nothing of an earlier one's.
 
 Requests are JSON, each with its answer, on connections whose other end must be of the same user.
 """
@@ -20,13 +21,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as lease.py's Limits begin
 _MESSAGE_BYTES = 1 << 16
 _PROMISE_S = 2.0  # so long this process stays for who was told that it fits
+_QUIET_S = 0.5  # after a run, before anything is prepared for the next: that run's end has the processors first
 _LOOK_S = 5.0  # a poll does not count the time that the machine sleeps, and nobody tells us of a socket removed
 _PR_SET_PDEATHSIG = 1
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -78,7 +80,8 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 class Keeper:
-    """One process that stays warm. `open_files` are the descriptors that its imports need."""
+    """One process that stays warm. `open_files` are the descriptors that its imports need; `why_not_script` says why
+    these are not what a script imports."""
 
     def __init__(
         self,
@@ -87,18 +90,23 @@ class Keeper:
         packages: Packages,
         imported: Sequence[str],
         open_files: Sequence[int],
+        why_not_script: Callable[[dict[str, str]], str],
     ) -> None:
         self._path: str = order["path"]
         self._surroundings: dict[str, str] = order["surroundings"]
+        self._environ = _environ(order["read_at_start"], self._surroundings)
         self._described: dict[str, Any] = {**order["described"], "packages": imported}
         self._listening: socket.socket | None = listening
         self._packages = packages
         self._open_files = open_files
+        self._why_not_script = why_not_script
         self._since = time.time()
         self._until = _now() + order["keep_s"]
         self._waiting: list[socket.socket] = []  # connections of which no run has come yet
         self._promised: dict[socket.socket, float] = {}  # until when this process stays for those that may send a run
         self._runs: dict[int, socket.socket] = {}  # by the pid of the guard
+        self._prepared: tuple[int, socket.socket] | None = None  # a guard, and where it and its agent hear of their run
+        self._prepare_at = _now() + _QUIET_S
 
     def wait(self) -> socket.socket:
         """Serve until the time is over, and then end this process; return in a new fork server: its control."""
@@ -111,6 +119,11 @@ class Keeper:
         try:
             while True:
                 self._end_when_due()
+                if _now() >= self._prepare_at and not self._runs:
+                    self._prepare_at = math.inf  # if what is prepared ends by itself, so would another
+                    with contextlib.suppress(OSError):  # a run that comes tries again
+                        if (control := self._prepare()) is not None:
+                            return control
                 poll = select.poll()
                 watched: dict[int, socket.socket] = {each.fileno(): each for each in self._waiting}
                 watched.update((each.fileno(), each) for each in self._runs.values())
@@ -118,7 +131,7 @@ class Keeper:
                     poll.register(descriptor, select.POLLIN)
                 if self._listening is not None:
                     poll.register(self._listening, select.POLLIN)
-                left_s = _LOOK_S if self._runs else max(0.0, self._due() - _now())
+                left_s = _LOOK_S if self._runs else max(0.0, min(self._due(), self._prepare_at) - _now())
                 for descriptor, _ in poll.poll(1000 * min(_LOOK_S, left_s)):
                     if descriptor == wake_read:
                         os.read(wake_read, _MESSAGE_BYTES)
@@ -148,6 +161,7 @@ class Keeper:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
+            self._prepare_at = math.inf
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
             with contextlib.suppress(OSError):
@@ -165,11 +179,19 @@ class Keeper:
         self._waiting.append(connection)
 
     def _reap(self) -> None:
-        while self._runs:
-            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
-            if (connection := self._runs.pop(pid, None)) is not None:
+            if self._prepared is not None and pid == self._prepared[0]:
+                self._prepared[1].close()
+                self._prepared = None
+            elif (connection := self._runs.pop(pid, None)) is not None:
+                if self._prepared is None and self._listening is not None:
+                    self._prepare_at = _now() + _QUIET_S
                 status = os.waitstatus_to_exitcode(wait_status)
                 self._answer(connection, {"status": status if status >= 0 else 128 - status})
                 connection.close()
@@ -209,11 +231,14 @@ class Keeper:
                 reason = self._why_not(order["surroundings"])
                 if not reason:
                     self._promised[connection] = _now() + _PROMISE_S
-                self._answer(connection, {"reason": reason})
+                if not reason and "script" in order:
+                    self._compare(connection, order["script"])
+                else:
+                    self._answer(connection, _fits(reason))
             case "describe":
                 left_s = max(0.0, self._until - _now())
                 state = {"pid": os.getpid(), "since": self._since, "left_s": left_s, "runs": len(self._runs)}
-                self._answer(connection, {**self._described, **state, "memory_bytes": _memory_bytes()})
+                self._answer(connection, {**self._described, **state, "memory_bytes": self._memory_bytes()})
             case "extend" if isinstance(order.get("keep_s"), float):
                 self._until = _now() + order["keep_s"]
                 self._answer(connection, {"kept": self._listening is not None})
@@ -221,12 +246,16 @@ class Keeper:
                 self._stop()
                 self._answer(connection, {"runs": len(self._runs)})
             case "run" if len(descriptors) == 5 and isinstance(order.get("cores"), list):
-                self._waiting.remove(connection)
-                self._promised.pop(connection, None)
-                return self._run(connection, order["cores"], {"prefix": order.get("prefix")}, descriptors)
+                said = {"cores": order["cores"], "prefix": order.get("prefix")}
+                return self._run(connection, said, descriptors)
             case _:  # of no sense
                 self._lost(connection)
         return None
+
+    def _memory_bytes(self) -> int:
+        """Return the proportional share of this process and of what it has prepared, else what those have mapped."""
+        prepared = () if self._prepared is None else _tree(self._prepared[0])
+        return sum(map(_memory_of, (os.getpid(), *prepared)))
 
     @staticmethod
     def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
@@ -235,67 +264,95 @@ class Keeper:
 
     def _why_not(self, surroundings: dict[str, str]) -> str:
         """Return why this process is of no use there; if no run can use it any more, it also stops."""
+        mine = self._surroundings
+        if names := sorted({name for name, _ in mine.items() ^ surroundings.items()}):
+            return f"not the same as then: {names[0]}"
         if changed := self._packages.changed():
             self._stop()
-            return changed
-        mine = self._surroundings
-        names = sorted(name for name in mine.keys() | surroundings.keys() if mine.get(name) != surroundings.get(name))
-        return f"not the same as then: {names[0]}" if names else ""
+        return changed
 
-    def _run(
-        self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
-    ) -> socket.socket | None:
-        """Fork guard, agent and fork server of a run; return in the last of them: its control."""
+    def _compare(self, connection: socket.socket, script: dict[str, str]) -> None:
+        """Have a fork of this process answer whether it has imported what a script does: it reads the user's files."""
         try:
             pid = os.fork()
         except OSError as error:
-            self._answer(connection, {"reason": f"the process kept warm cannot be forked: {error.strerror}"})
-            connection.close()
-            return None
+            self._answer(connection, _fits(_no_fork(error)))
+            return
         if pid:
-            self._runs[pid] = connection
+            return
+        try:
+            try:
+                reason = self._why_not_script(script)
+            except OSError as error:  # its working directory is not there
+                reason = f"the script cannot be read: {error}"
+            self._answer(connection, _fits(reason))
+        finally:
+            os._exit(0)
+
+    def _run(self, connection: socket.socket, said: dict[str, Any], descriptors: Sequence[int]) -> socket.socket | None:
+        """Give a run to what is prepared, or prepare it now; return in a new fork server: its control."""
+        try:
+            if self._prepared is None and (control := self._prepare()) is not None:
+                return control
+            assert self._prepared is not None
+            guard, runs = self._prepared
+            self._prepared = None
+            with runs:
+                for _ in ("guard", "agent"):  # each reads one
+                    socket.send_fds(runs, [json.dumps(said).encode()], [*descriptors, connection.fileno()])
+            self._runs[guard] = connection
+        except OSError as error:
+            self._answer(connection, {"reason": _no_fork(error)})
+            self._lost(connection)
+            return None
+        self._waiting.remove(connection)
+        self._promised.pop(connection, None)
+        return None
+
+    def _prepare(self) -> socket.socket | None:
+        """Fork guard, agent and fork server of a run to come; return in the last of them: its control. Raises OSError.
+
+        They end with this process as long as there is no run.
+        """
+        ours, runs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            runs.close()
+            raise
+        if pid:
+            runs.close()
+            self._prepared = (pid, ours)
             return None
         try:
-            return self._begin_run(connection, cores, said, descriptors)
-        except OSError:  # nothing has begun: who hands over starts an agent of its own
+            return self._begin(ours, runs)
+        except OSError:  # who waits for a run is not served by it, and starts an agent of its own
             os._exit(1)
 
-    def _begin_run(
-        self, connection: socket.socket, cores: Sequence[int], said: dict[str, Any], descriptors: Sequence[int]
-    ) -> socket.socket:
-        """Become the guard, and fork the others. Raises OSError in those that cannot fork, or cannot be the run's."""
-        environ, may_begin, *streams = descriptors
+    def _begin(self, ours: socket.socket, runs: socket.socket) -> socket.socket:
+        """Become the guard, and fork the others. Raises OSError in those that cannot fork."""
         limits = os.memfd_create("limits")
         os.write(limits, _LIMITS)
-        orders = {**said, "run_tag": os.urandom(16).hex(), "limits": limits, "kept": self._path}
-        with os.fdopen(os.dup(environ), encoding="ascii") as file:
-            file.seek(0)
-            env = json.load(file)
+        orders = {"run_tag": os.urandom(16).hex(), "limits": limits, "runs": runs.fileno(), "kept": self._path}
         os.setsid()
         guard = os.getpid()
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = os.fork()
-        if agent:
-            # Who handed over waits for the end of the connection, also if this process is killed meanwhile.
-            _become("guard", {**orders, "agent": agent}, env, streams, cores, [limits, connection.fileno()])
-        server = os.fork()
-        if server:
-            if not os.read(may_begin, 1):
-                os._exit(1)  # it was given up meanwhile
-            self._answer(connection, {"reason": ""})
-            kept = {**orders, "guard": guard, "server": server, "control": control.fileno()}
-            _become("agent", kept, env, streams, cores, [limits, control.fileno()])
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+        if pid := os.fork():
+            _become("guard", {**orders, "agent": pid}, self._environ, [limits, runs.fileno()])
+        agent = os.getpid()
+        _die_with(guard)
+        if pid := os.fork():
+            also = {"guard": guard, "server": pid, "control": control.fileno(), "surroundings": self._surroundings}
+            _become("agent", {**orders, **also}, self._environ, [limits, runs.fileno(), control.fileno()])
+        _die_with(agent)
         os.setsid()
-        self._forget(theirs)
+        self._forget(theirs, ours, runs, control)
         return theirs
 
-    def _forget(self, control: socket.socket) -> None:
+    def _forget(self, control: socket.socket, *others: socket.socket) -> None:
         """Close what is open here and is nothing of a new fork server's."""
-        for each in (self._listening, *self._waiting, *self._runs.values()):
+        for each in (self._listening, *self._waiting, *self._runs.values(), *others):
             if each is not None:
                 each.detach()
         for name in os.listdir("/proc/self/fd"):
@@ -304,20 +361,27 @@ class Keeper:
                     os.close(int(name))
 
 
-def _become(
-    role: str,
-    orders: dict[str, Any],
-    env: dict[str, str],
-    streams: Sequence[int],
-    cores: Sequence[int],
-    kept: Sequence[int],
-) -> None:
-    """Execute the agent's program, as the one does whose place it takes."""
+def _environ(read_at_start: Sequence[str], surroundings: dict[str, str]) -> dict[str, str]:
+    """Return the variables for an agent's start: of those that an interpreter reads then, what an agent found."""
+    names = tuple(read_at_start)
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return {**mine, **{name: value for name, value in surroundings.items() if name.startswith(names)}}
+
+
+def _fits(reason: str) -> dict[str, str]:
+    """Return the answer to who asks whether this process fits. Where it stands, that one judges (warm/login.py)."""
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+        return {"reason": reason, "control_group": file.read()}
+
+
+def _no_fork(error: OSError) -> str:
+    return f"the process kept warm cannot be forked: {error.strerror}"
+
+
+def _become(role: str, orders: dict[str, Any], env: dict[str, str], kept: Sequence[int]) -> None:
+    """Execute the agent's program, and do not return."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
-        os.sched_setaffinity(0, cores)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
         for descriptor in kept:
             os.set_inheritable(descriptor, True)
         # In a file: the arguments of a process can be read by every user.
@@ -328,15 +392,27 @@ def _become(
         os._exit(127)
 
 
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def outlive_parent() -> None:
     """Undo what ends this process with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
-def _memory_bytes() -> int:
-    """Return this process's proportional share, else what it has mapped."""
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        for child in file.read().split():
+            yield from _tree(int(child))
+
+
+def _memory_of(pid: int) -> int:
     for name, word in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
-        with contextlib.suppress(OSError), open(f"/proc/self/{name}", encoding="ascii") as file:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", encoding="ascii") as file:
             for line in file:
                 if line.startswith(word):
                     return int(line.split()[1]) << 10

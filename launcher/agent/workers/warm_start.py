@@ -24,6 +24,7 @@ from typing import Any
 from launcher.agent.host_facts import find_cores
 from launcher.agent.run_tag import RunTag
 from launcher.agent.warm.kept import extend, new_socket, stop
+from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import spawn
 from launcher.errors import WarmError
 from launcher.frozen import dataclass, field
@@ -346,6 +347,7 @@ class ForkServer:
         order = {
             "keep_s": message.keep_warm_s,
             "surroundings": {**self._warmth.surroundings},
+            "read_at_start": READ_AT_START,
             "described": described,
         }
         try:

@@ -24,7 +24,7 @@ from launcher.transport.stream import broken_by
 if TYPE_CHECKING:
     from launcher.transport.ssh.connection import SshConnection
 
-__all__ = ["SshStream", "connect_ssh"]
+__all__ = ["SshStream", "connect_ssh", "import_paramiko"]
 
 READ_BYTES = 1 << 16
 
@@ -35,7 +35,7 @@ def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: f
     Raises HostError with the next step for every way in which that fails.
     """
     address = resolve(Target(host.name, user=host.user, port=host.port), options, deadline)
-    _import_paramiko()
+    import_paramiko()
     import paramiko
 
     from launcher.transport.ssh.connection import open_connection
@@ -63,7 +63,7 @@ def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: f
 _import_lock = threading.Lock()
 
 
-def _import_paramiko() -> None:
+def import_paramiko() -> None:
     """Import it without what it would import for Match exec, of which nobody here asks it: 60 of its 165 ms."""
     with _import_lock:
         if "paramiko" in sys.modules or "invoke" in sys.modules:

@@ -6,9 +6,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
 from launcher.agent.warm.folder import Folder, prefix_of
@@ -30,8 +30,19 @@ SCRIPT = """
 import heavy, own
 print("imported by", heavy.pid, own.VALUE, flush=True)
 """
+WAITING = (
+    SCRIPT
+    + """
+import os, time
+open(f"up-{os.getpid()}", "w")
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+)
+HEAVY = "import os; pid = os.getpid(); mode = os.environ.get('HEAVY_MODE')"
 WARM = "1 host had the packages imported since an earlier run"
 NOBODY = 65534
+VARYING = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY", "DTRAIN_AGENT"}
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -41,17 +52,22 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+def place(folder: Path) -> dict[str, str]:
+    """A runtime folder of the user's own, and a script with a package that it imports; return the variables."""
+    (folder / "runtime").mkdir(mode=0o700)
+    write(folder, "lib/site-packages/heavy.py", HEAVY)
+    write(folder, "own.py", "VALUE = 1")
+    write(folder, "script.py", SCRIPT)
+    return {"XDG_RUNTIME_DIR": str(folder / "runtime"), "PYTHONPATH": str(folder / "lib" / "site-packages")}
+
+
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder of the user's own, and a script with a package that it imports; nothing is warm at the end."""
-    runtime = tmp_path / "runtime"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib" / "site-packages"))
+    """A runtime folder in which nothing is warm, nor anything at the end."""
+    for name, value in place(tmp_path).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "lib/site-packages/heavy.py", "import os; pid = os.getpid(); mode = os.environ.get('HEAVY_MODE')")
-    write(tmp_path, "own.py", "VALUE = 1")
-    write(tmp_path, "script.py", SCRIPT)
+    runtime = tmp_path / "runtime"
     yield runtime
     for folder in (runtime / "dtrain-warm", runtime):
         if folder.exists():
@@ -61,10 +77,48 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wait_until(lambda: not [*runtime.iterdir()], "nothing is left in the runtime folder")
 
 
+@pytest.fixture(scope="module")
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("warm")
+    place(folder)
+    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder / "runtime"))
+        stop()
+        wait_until(lambda: not [*(folder / "runtime").iterdir()], "nothing is left in the runtime folder")
+
+
+@pytest.fixture
+def server(_shared: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What one run has left warm, for tests that leave it as it is: its pid. The working folder is that run's."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(_shared / "runtime"))
+    monkeypatch.setenv("PYTHONPATH", str(_shared / "lib" / "site-packages"))
+    monkeypatch.chdir(_shared)
+    write(_shared, "own.py", "VALUE = 1")
+    write(_shared, "script.py", SCRIPT)
+    for file in (_shared / "go", *_shared.glob("up-*")):
+        file.unlink(missing_ok=True)
+    found = describe()
+    if len(found) != 1:  # for the first test, or a test has failed
+        stop()
+        run("--keep-warm", "10m", "script.py", env={MARK: None})  # it outlives the test
+        found = describe()
+    (each,) = found
+    wait_until(lambda: describe()[0]["runs"] == 0, "no run uses it")
+    return int(each["pid"])
+
+
 def run(*argv: object, **options: Any) -> Result:
     result = run_dtrain("run", "-v", *map(str, argv), **options)
     assert result.returncode == 0, result
     return result
+
+
+def surroundings() -> dict[str, Any]:
+    """What an agent finds that dtrain starts here."""
+    text = "import json; from launcher.agent.warm.surroundings import find_surroundings as f; print(json.dumps(f()))"
+    seen: dict[str, Any] = json.loads(run_program(sys.executable, "-c", text).stdout)
+    return seen
 
 
 def importer(result: Result) -> int:
@@ -84,7 +138,7 @@ def test_a_later_run_finds_what_stayed_warm(runtime: Path) -> None:
     first = run("--keep-warm", "5m", "script.py")
     assert re.search("1 host stays warm until [0-9:]+: dtrain warm --stop\n", first.stderr)
     (found,) = describe()
-    assert found["pid"] == importer(first)
+    assert (found["pid"], found["packages"]) == (importer(first), ["heavy"])  # and nothing of the working folder
     assert 200 < found["left_s"] <= 300
     second = run("script.py")
     assert importer(second) == importer(first)
@@ -131,6 +185,7 @@ def test_what_was_killed_is_cleared_away_by_the_next_run(runtime: Path) -> None:
 def test_a_process_whose_socket_was_removed_ends(runtime: Path) -> None:
     server = importer(run("--keep-warm", "5m", "script.py"))
     next(runtime.glob("dtrain-warm/*")).unlink()
+    os.kill(server, signal.SIGCHLD)  # it looks every few seconds, and when it wakes
     wait_until(lambda: gone(server), "the process has ended")
 
 
@@ -152,26 +207,46 @@ def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
     assert (refused.returncode, "imports only the standard library" in refused.stderr) == (1, True)
 
 
-def test_own_modules_and_the_script_are_read_anew(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    write(tmp_path, "own.py", "VALUE = 22")
-    write(tmp_path, "script.py", SCRIPT + "print('a new line')")
+def test_own_modules_and_the_script_are_read_anew(server: int) -> None:
+    write(Path(), "own.py", "VALUE = 22")
+    write(Path(), "script.py", SCRIPT + "print('a new line')")
     result = run("script.py")
     assert f"imported by {server} 22" in result.stdout
     assert "a new line" in result.stdout
-    write(tmp_path, "lib/site-packages/other.py", "")
-    write(tmp_path, "own.py", "import other\nVALUE = 333")
+    write(Path(), "lib/site-packages/other.py", "")
+    write(Path(), "own.py", "import other\nVALUE = 333")
     result = run("script.py")
     assert "the script imports other packages than it has" in result.stderr
     assert importer(result) != server
     assert " 333" in result.stdout
 
 
-def test_another_script_with_the_same_packages_uses_it(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    write(tmp_path, "elsewhere/own.py", "VALUE = 'elsewhere'")
-    result = run(write(tmp_path, "elsewhere/evaluate.py", SCRIPT))
+def test_another_script_uses_it_only_with_the_same_packages(server: int) -> None:
+    write(Path(), "elsewhere/own.py", "VALUE = 'elsewhere'")
+    result = run(write(Path(), "elsewhere/evaluate.py", SCRIPT))
     assert f"imported by {server} elsewhere" in result.stdout
+    write(Path(), "lib/site-packages/other.py", "")
+    waits = f"import other{WAITING}"
+    with started_dtrain("run", "-v", str(write(Path(), "elsewhere/more.py", waits))) as process:
+        wait_until(lambda: [*Path().glob("up-*")], "it runs")
+        assert describe()[0]["runs"] == 0  # it was not even begun there
+        Path("go").touch()
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert f"imported by {server} " not in out.decode()
+    assert "the script imports other packages than it has" in err.decode()
+
+
+def test_another_script_in_a_folder_that_is_gone_does_not_use_it(server: int) -> None:
+    with Folder.opened() as folder:
+        assert folder is not None
+        connection = folder.connect(folder.names()[0], 10.0)
+        assert connection is not None
+        with connection:
+            script = {"kind": "script", "target": "/nowhere/script.py", "cwd": "/nowhere"}
+            answer = ask(connection, "check", surroundings=surroundings(), script=script)
+    assert answer["reason"] == "the script cannot be read: [Errno 2] No such file or directory: '/nowhere'"
+    assert describe()[0]["pid"] == server
 
 
 def test_scripts_with_other_packages_have_one_each(runtime: Path, tmp_path: Path) -> None:
@@ -184,52 +259,39 @@ def test_scripts_with_other_packages_have_one_each(runtime: Path, tmp_path: Path
     assert {each["pid"] for each in describe()} == {second, third}  # in the place of that script's
 
 
-CHANGES = {
-    "package": ("echo >> lib/site-packages/heavy.py", "changed since then: /.*/heavy.py"),
-    "installed": ("mkdir lib/site-packages/new-1.0.dist-info", "changed since then: /.*/new-1.0.dist-info"),
+CHANGES = {  # those of surroundings.py have tests of their own
     "hidden": ("mkdir -p heavy; echo pid = 1 > heavy/__init__.py", "the script imports other packages than it has"),
     "read variable": ("export HEAVY_MODE=2", "not the same as then: HEAVY_MODE"),
     "threads": ("export OMP_NUM_THREADS=7", "not the same as then: OMP_NUM_THREADS"),
     "loader": ("export LD_LIBRARY_PATH=/nowhere", "not the same as then: LD_LIBRARY_PATH"),
-    "path": ("export PYTHONPATH=$PYTHONPATH:/nowhere", "not the same as then: folders of packages"),
-    "python": ("export PYTHONHASHSEED=3", "not the same as then: PYTHONHASHSEED"),
     "limits": ("ulimit -c 0; ulimit -n 600", "not the same as then: resource limits"),
-    "umask": ("umask 26", "not the same as then: umask"),
-    "nice": ("renice -n 5 -p $$", "not the same as then: niceness"),
-    "processors": ("taskset -pc 0 $$", "not the same as then: processors that may be used"),
-    "scheduling": ("chrt -b -p 0 $$", "not the same as then: scheduling policy"),
-    "nohup": ("trap '' HUP", "not the same as then: ignored signals"),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_has_changed_starts_afresh_and_says_why(runtime: Path, kind: str) -> None:
+def test_what_has_changed_starts_afresh_and_says_why(server: int, kind: str) -> None:
     change, reason = CHANGES[kind]
-    if kind == "processors" and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one processor only")
-    server = importer(run("--keep-warm", "5m", "script.py"))
     command = shlex.join([sys.executable, "-m", "launcher", "run", "-v", "script.py"])
-    result = run_program("sh", "-c", f"{{ {change}; }} > /dev/null; exec {command}")
+    try:
+        result = run_program("sh", "-c", f"{{ {change}; }} > /dev/null; exec {command}")
+    finally:
+        shutil.rmtree("heavy", ignore_errors=True)
     assert result.returncode == 0, result
     assert re.search(reason, result.stderr), result
     assert WARM not in result.stderr
     if kind != "hidden":
         assert importer(result) != server
+    assert describe()[0]["pid"] == server  # which stays for others
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs namespaces of its own")
-@pytest.mark.parametrize("option", ["--mount", "--uts"])
-def test_other_namespaces_start_afresh(runtime: Path, option: str) -> None:
-    if subprocess.run(["unshare", option, "true"], check=False).returncode != 0:
-        pytest.skip("no namespaces can be made here")
-    run("--keep-warm", "5m", "script.py")
-    result = run_program("unshare", option, sys.executable, "-m", "launcher", "run", "-v", "script.py")
-    assert "not the same as then: namespaces" in result.stderr, result
-
-
-def test_a_package_of_the_working_folder_is_never_imported_before(runtime: Path, tmp_path: Path) -> None:
-    run("--keep-warm", "5m", "script.py")
-    assert describe()[0]["packages"] == ["heavy"]
+def test_what_is_out_of_date_for_all_ends(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    write(tmp_path, "lib/site-packages/heavy.py", f"{HEAVY}; later = True")
+    result = run("script.py")
+    assert re.search("changed since then: /.*/heavy.py", result.stderr), result
+    assert importer(result) != server
+    wait_until(lambda: gone(server), "it has ended")
+    assert not [*runtime.iterdir()]
 
 
 def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
@@ -251,9 +313,80 @@ def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
     assert os.readlink(f"/proc/{server}/cwd") == "/"
     assert Path(f"/proc/{server}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
     assert os.getsid(server) == server
-    assert not psutil.Process(server).children()
+    prepared = wait_prepared(server)
+    for each in prepared:
+        environ = Path(f"/proc/{each.pid}/environ").read_bytes()
+        assert not [word for word in (b"of the run", b"secret", b"DTRAIN_AGENT") if word in environ]
+        assert Path(f"/proc/{each.pid}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
     second = run("-x", "MINE=of another", "script.py", env={"HF_TOKEN": "another", "TOKENIZERS_PARALLELISM": "1"})
     assert importer(second) == server
+
+
+def wait_prepared(server: int) -> list[psutil.Process]:
+    """The guard, the agent and the fork server that a process kept warm has ready for a run, once they are."""
+
+    def ready() -> list[psutil.Process]:
+        found = psutil.Process(server).children(recursive=True)
+        return found if len(found) == 3 and "agent" in found[1].cmdline() else []
+
+    wait_until(ready, "the next run's processes are there")
+    return ready()
+
+
+@pytest.mark.parametrize("which", ["guard", "agent", "fork server", "kept"])
+def test_what_is_ready_for_a_run_can_be_killed(server: int, which: str) -> None:
+    prepared = wait_prepared(server)
+    victim = server if which == "kept" else prepared[["guard", "agent", "fork server"].index(which)].pid
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: gone(victim), "it is dead")
+    if which == "kept":
+        wait_until(lambda: all(gone(each.pid) for each in prepared), "nothing is left of it")
+    result = run("script.py")
+    assert (importer(result) == server) == (which == "guard")
+    if which == "kept":
+        assert "could not be used" not in result.stderr
+    else:
+        assert describe()[0]["pid"] == server
+        assert importer(run("script.py")) == server  # it has made others ready
+
+
+def test_what_is_ready_for_a_run_ends_with_the_time(runtime: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
+    prepared = wait_prepared(server)
+    assert extend("", 0.2)
+    wait_until(lambda: all(gone(each.pid) for each in prepared), "nothing is left of it")
+    assert not [*runtime.iterdir()]
+
+
+def test_an_agent_made_ready_is_as_one_that_was_started(server: int) -> None:
+    text = (
+        SCRIPT
+        + """
+import json, os
+agent = os.getppid()
+status = open(f"/proc/{agent}/status").read().splitlines()
+same = ("Umask", "SigBlk", "SigIgn", "SigCgt", "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Cpus_allowed_list")
+print(json.dumps({
+    **{line.split(":")[0]: line for line in status if line.startswith(same)},
+    "cwd": os.readlink(f"/proc/{agent}/cwd"), "limits": open(f"/proc/{agent}/limits").read(),
+    "group": open(f"/proc/{agent}/cgroup").read(), "nice": os.getpriority(os.PRIO_PROCESS, agent),
+    "oom": open(f"/proc/{agent}/oom_score_adj").read(), "title": open(f"/proc/{agent}/cmdline").read().split("\\0")[:3],
+    "environ": sorted(os.environ.items()), "files": len(os.listdir(f"/proc/{agent}/fd")),
+}))
+"""
+    )
+    write(Path(), "script.py", text)
+    looks = {}
+    for name, options in (("warm", ()), ("cold", ("--start-method", "exec"))):
+        if name == "warm":
+            wait_prepared(server)
+        result = run("--run-id", "one", *options, "script.py", env={"OF_THIS_RUN": "1"})
+        looks[name] = json.loads(re.findall(r"\{.*\}", result.stdout)[0])
+    assert looks["warm"]["environ"]
+    for look in looks.values():
+        look["environ"] = {k: v for k, v in look["environ"] if k not in VARYING}
+        look.pop("files")
+    assert looks["warm"] == looks["cold"]
 
 
 def test_workers_of_a_later_run_hold_nothing_of_others(runtime: Path, tmp_path: Path) -> None:
@@ -284,32 +417,19 @@ def test_it_stays_warm_after_a_run_that_failed(runtime: Path, tmp_path: Path) ->
     assert WARM in again.stderr
 
 
-def test_a_restart_within_a_warm_run_forks_again(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    write(tmp_path, "script.py", SCRIPT + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.abort()")
+def test_a_restart_within_a_warm_run_forks_again(server: int) -> None:
+    write(Path(), "script.py", SCRIPT + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.abort()")
     result = run_dtrain("run", "-v", "--max-restarts", "1", "script.py")
     assert result.returncode == 0, result
     assert result.stdout.count(f"imported by {server} 1") == 2
 
 
-WAITING = (
-    SCRIPT
-    + """
-import os, time
-open(f"up-{os.getpid()}", "w")
-while not os.path.exists("go"):
-    time.sleep(0.05)
-"""
-)
-
-
-def test_two_runs_use_one_process_at_the_same_time(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    write(tmp_path, "script.py", WAITING)
+def test_two_runs_use_one_process_at_the_same_time(server: int) -> None:
+    write(Path(), "script.py", WAITING)
     with started_dtrain("run", "-v", "script.py") as one, started_dtrain("run", "-v", "script.py") as two:
-        wait_until(lambda: len([*tmp_path.glob("up-*")]) == 2, "both run")
+        wait_until(lambda: len([*Path().glob("up-*")]) == 2, "both run")
         assert describe()[0]["runs"] == 2
-        (tmp_path / "go").touch()
+        Path("go").touch()
         for each in (one, two):
             out, err = each.communicate(timeout=100)
             assert f"imported by {server}" in out.decode()
@@ -363,12 +483,11 @@ def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(
 
 
 @pytest.mark.parametrize("victim", ["dtrain", "agent", "guard", "waiting"])
-def test_nothing_is_left_of_a_warm_run_that_is_killed(runtime: Path, tmp_path: Path, victim: str) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    write(tmp_path, "script.py", WAITING)
+def test_nothing_is_left_of_a_warm_run_that_is_killed(server: int, victim: str) -> None:
+    write(Path(), "script.py", WAITING)
     with started_dtrain("run", "--grace-s", "1", "script.py") as process:
-        wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
-        worker = psutil.Process(int(next(tmp_path.glob("up-*")).name.partition("-")[2]))
+        wait_until(lambda: [*Path().glob("up-*")], "it runs")
+        worker = psutil.Process(int(next(Path().glob("up-*")).name.partition("-")[2]))
         agent = worker.ppid()
         waiting = next(each.pid for each in psutil.Process(process.pid).children())
         pids = {"dtrain": process.pid, "agent": agent, "guard": psutil.Process(agent).ppid(), "waiting": waiting}
@@ -377,8 +496,9 @@ def test_nothing_is_left_of_a_warm_run_that_is_killed(runtime: Path, tmp_path: P
         wait_until(lambda: not worker.is_running() or gone(worker.pid), "the worker is gone")
     wait_until(lambda: describe()[0]["runs"] == 0, "the run is over")
     assert describe()[0]["pid"] == server  # of another run's making
-    wait_until(lambda: not psutil.Process(server).children(), "nothing of it is left")
-    (tmp_path / "go").touch()
+    wait_until(lambda: gone(pids["guard"]) and gone(agent), "nothing of it is left")
+    assert len(wait_prepared(server)) == 3
+    Path("go").touch()
     assert importer(run("script.py")) == server
 
 
@@ -446,12 +566,13 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(runtime: Path, tmp_path:
         folder.mkdir(mode=0o700)
     if fault == "mode":
         folder.chmod(0o770)
+        result = run("--keep-warm", "5m", "script.py")
+        assert result.stderr.count("is no folder of yours alone") == 2, result  # neither used nor made use of
     if fault == "owner":
         os.chown(folder, NOBODY, -1)
-    result = run("--keep-warm", "5m", "script.py")
-    assert result.stderr.count("is no folder of yours alone") == 2, result  # neither used nor made use of
-    with pytest.raises(WarmError, match="remove it"), Folder.opened():
-        pass
+    for use in (describe, lambda: new_socket("0").__enter__()):
+        with pytest.raises(WarmError, match=r"is no folder of yours alone .*; remove it"):
+            use()
     folder.unlink() if fault == "link" else folder.rmdir()
 
 
@@ -482,9 +603,8 @@ except ConnectionError:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
-def test_another_user_is_given_no_answer(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    path = next(runtime.glob("dtrain-warm/*"))
+def test_another_user_is_given_no_answer(server: int) -> None:
+    path = next(Path("runtime").glob("dtrain-warm/*"))
     link = Path("/tmp", f"warm-test-{server}")
     os.link(path, link)  # as if the folder did not keep others out
     link.chmod(0o777)
@@ -514,8 +634,7 @@ def test_a_socket_of_another_user_is_not_used(runtime: Path) -> None:
         folder.remove("somebody")
 
 
-def test_one_that_does_not_answer_is_not_waited_for(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+def test_one_that_does_not_answer_is_not_waited_for(server: int) -> None:
     os.kill(server, signal.SIGSTOP)
     try:
         result = run("script.py")
@@ -553,22 +672,23 @@ def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path,
     assert importer(result)  # one worker, of one agent
 
 
-def test_sockets_of_other_hosts_are_left_alone(runtime: Path) -> None:
+def test_sockets_of_earlier_boots_are_removed_and_those_of_other_hosts_left_alone(runtime: Path) -> None:
     with Folder.opened(make=True) as folder:
         assert folder is not None
-        other = f"0{prefix_of('0-0')}1"
+        host, boot, rest = prefix_of("0-0").split("-", 2)
+        other = f"{int(host, 16) ^ 1:08x}-{boot}-{rest}1"
         folder.bind(other).close()
         assert describe() == []
         assert os.listdir(folder.path) == [other]
-        own = f"{prefix_of('0-0')}1"
-        folder.bind(own).close()
-        assert describe() == []
-        assert os.listdir(folder.path) == [other]
+        of_an_earlier_boot = f"{host}-{int(boot, 16) ^ 1:08x}-{rest}1"
+        for own in (f"{prefix_of('0-0')}1", of_an_earlier_boot, f".{of_an_earlier_boot}"):
+            folder.bind(own).close()
+            assert describe() == []
+            assert os.listdir(folder.path) == [other]
         folder.remove(other)
 
 
-def test_an_order_of_no_sense_ends_the_connection_only(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+def test_an_order_of_no_sense_ends_the_connection_only(server: int) -> None:
     with Folder.opened() as folder:
         assert folder is not None
         for order in (b"no JSON", b"[1]", b'{"ask": "run"}', b'{"ask": "what"}', b"{}"):
