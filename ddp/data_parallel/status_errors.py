@@ -30,6 +30,7 @@ def peers_failed(report: StallReport, count: int) -> PeerFailedError:
         f"{reasons or 'Why is not known here: see the output of the other ranks'}. "
         "The gradients of this step are dropped (None) on every rank; the next step can go on",
         failures=failures,
+        failed_ranks=report.in_world(failures),
     )
 
 
