@@ -46,7 +46,13 @@ __all__ = [
 
 
 class DdpError(RuntimeError):
-    """Any error that `ddp` raises on purpose."""
+    """Any error that `ddp` raises on purpose.
+
+    `failed_ranks` is None for what went wrong on this rank. Else this error is no more than the consequence of what
+    happened on others: these ranks of the world, none where that is not known.
+    """
+
+    failed_ranks: tuple[int, ...] | None = None
 
 
 class LaunchEnvironmentError(DdpError):
@@ -96,9 +102,10 @@ class BackwardError(DdpError):
 class PeerFailedError(DdpError):
     """Other ranks failed in this step, so nothing was averaged: `failures` has what each said, by rank of the group."""
 
-    def __init__(self, message: str, *, failures: dict[int, str]) -> None:
+    def __init__(self, message: str, *, failures: dict[int, str], failed_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures
+        self.failed_ranks = failed_ranks
 
 
 class DriftError(DdpError):
@@ -130,7 +137,8 @@ class VersionMismatchError(ParameterServerError):
 class CollectiveError(DdpError):
     """A collective failed. `rank` is the rank that saw it, `what` the collective that failed."""
 
-    def __init__(self, message: str, *, rank: int, what: str) -> None:
+    def __init__(self, message: str, *, rank: int, what: str, failed_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank
         self.what = what
+        self.failed_ranks = failed_ranks

@@ -443,4 +443,7 @@ def _raise_together(problems: Sequence[str | None], mine: Exception | None) -> N
     for rank, problem in enumerate(problems):
         if problem is not None:
             who = f"rank {rank}: " if len(problems) > 1 else ""
-            raise CheckpointError(f"{who}{problem}") from mine
+            together = CheckpointError(f"{who}{problem}")
+            if mine is None:
+                together.failed_ranks = tuple(each for each, other in enumerate(problems) if other is not None)
+            raise together from mine

@@ -127,7 +127,11 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
             told = gather_values((mine, reason), group=group)
     problems = [f"rank {each}: {reason}" for each, (_, reason) in enumerate(told) if reason]
     if problems:
-        raise ArgumentError(f"{what}: {'; '.join(problems)}") from problem
+        together = ArgumentError(f"{what}: {'; '.join(problems)}")
+        if problem is None:
+            ranks = range(size) if group is None else dist.get_process_group_ranks(group)
+            together.failed_ranks = tuple(ranks[each] for each, (_, reason) in enumerate(told) if reason)
+        raise together from problem
     return [theirs for theirs, _ in told]
 
 

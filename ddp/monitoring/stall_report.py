@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import NoReturn, Protocol
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
-from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, printable
+from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
@@ -256,7 +256,12 @@ class StallReport:
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
         if store_thread is not None:
             heard = store_thread.ask(self._others(), self._patience_s())
-        return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=what)
+        missing = self.in_world(find_missing(scene, heard))
+        return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=what, failed_ranks=missing)
+
+    def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers in the world of ranks of the group."""
+        return tuple(self._global_ranks[rank] for rank in sorted(ranks) if 0 <= rank < self.size)
 
     def _others(self) -> list[int]:
         return [number for rank, number in enumerate(self._global_ranks) if rank != self.rank]
