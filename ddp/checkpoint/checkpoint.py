@@ -78,11 +78,11 @@ class Checkpoint:
     "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
     is durable. What was cut short, damaged or written by somebody else is never counted and never removed.
 
-    `folder` belongs to one run and one Checkpoint at a time, from its first `save` until it is deleted or its process
-    ends, however that ends: another one that saves there is refused, with the name of the first. A later attempt of the
-    same run takes the folder over. Everybody may `load`. On several hosts, put it on a file system that they share,
-    because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two owners on
-    different hosts are noticed only once both have saved; then one is refused.)
+    `folder` belongs to one run and one Checkpoint at a time, from its first `save` until `wait`, or until it is deleted
+    or its process ends, however that ends: another one that saves there is refused, with the name of the first. A later
+    attempt of the same run takes the folder over. Everybody may `load`. On several hosts, put it on a file system that
+    they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
+    owners on different hosts are noticed only once both have saved; then one is refused.)
 
     Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once. With
     `check_replicas=False` (hosts whose arithmetic differs in the last bits), those of rank 0 are saved, whatever the
@@ -196,17 +196,22 @@ class Checkpoint:
                 background.run(partial(self._begin, step, content, reduction, copies if note.in_background else None))
         self._is_uncounted = rank != 0
         if not note.in_background:
-            self.wait()
+            self._wait()
 
     def wait(self) -> None:
         """Wait until what was saved is durable. Every rank must call it; blocks.
 
-        Call it at the end of training, or before a program reads the file: a process that just ends waits as well, but
-        an error is then raised on rank 0 alone, whose exit code is 1. One that ends with an exception waits 5 s at
-        most, since other ranks may wait for it: the newest checkpoint may be the one before then.
+        Call it at the end of training, or before a program reads the file; the folder is free for another Checkpoint
+        then, until this one saves again. A process that just ends waits as well, but an error is then raised on rank 0
+        alone, whose exit code is 1. One that ends with an exception waits 5 s at most, since other ranks may wait for
+        it: the newest checkpoint may be the one before then.
 
         Raises CheckpointError on every rank if rank 0 could not write; CollectiveError if a rank is gone.
         """
+        self._wait()
+        self._owner.release()
+
+    def _wait(self) -> None:
         with at_files():
             lost = background.finish()
         self._finish_last(exchange(reason_of(lost), "what each rank saved"), lost)
@@ -236,7 +241,7 @@ class Checkpoint:
         given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
         changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
         """
-        self.wait()
+        self._wait()
         rank, world_size = place()
         self._known = None
         given = None if path is None else Path(path)

@@ -9,6 +9,7 @@ it is refused by its next save, as a run is whose worker was replaced while the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -53,7 +54,7 @@ class FolderOwner:
         self._folder = folder
         self._environ = environ
         self._me: _Owner | None = None
-        self._lock: Lock | None = None
+        self._end: weakref.finalize[..., FolderOwner] | None = None
 
     def claim(self, rank: int) -> None:
         """Own the folder, which is made, from now on, or make sure that it is still owned.
@@ -68,6 +69,9 @@ class FolderOwner:
             return
         me = self._me_now(rank)
         make_durably(self._folder)
+        owner = self._read()
+        if owner is not None and (owner.host, owner.pid) == (me.host, me.pid):
+            gc.collect()  # of objects that nobody uses any more
         try:
             lock = Lock(self._folder / _NAME)
         except BlockingIOError:
@@ -81,8 +85,15 @@ class FolderOwner:
             lock.release()
             raise self._refused(owner, "saves here")
         lock.write(json.dumps(asdict(me)).encode())
-        self._me, self._lock = me, lock
-        weakref.finalize(self, _let_go, lock, os.getpid()).atexit = False
+        self._me = me
+        self._end = weakref.finalize(self, _let_go, lock, os.getpid())
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """Let others have the folder, until the next `claim`."""
+        if self._end is not None:
+            self._end()
+        self._me = self._end = None
 
     def _read(self) -> _Owner | None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # nobody's, or still being written

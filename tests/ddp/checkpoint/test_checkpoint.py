@@ -160,19 +160,21 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_second_that_saves_in_one_folder_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
-    first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path, in_background=False)
+    first, second, third = (ddp.Checkpoint(tmp_path, in_background=False) for _ in range(3))
     first.save(1)
-    first.wait()
     with pytest.raises(
         ddp.errors.CheckpointError, match=rf"another Checkpoint of this process .*pid {os.getpid()} on "
     ):
         second.save(2)
     assert second.load() is not None
     first.save(3)
-    first.wait()
     del first  # which ends it
     second.save(4)
-    assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (1, 3, 4)]
+    second.wait()  # which does as well
+    third.save(5)
+    with pytest.raises(ddp.errors.CheckpointError, match="another Checkpoint of this process"):
+        second.save(6)
+    assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
