@@ -29,7 +29,7 @@ from ddp_worlds.nursery import BACKEND
 import ddp
 from ddp.comm import small_sum
 from ddp.comm.small_sum import SmallAdder
-from ddp.data_parallel.buckets import sparse_transfer
+from ddp.data_parallel.buckets import bucket_schedule, sparse_transfer
 from ddp.errors import CollectiveError
 from ddp.monitoring import stall_report as stall_report_module
 from ddp.monitoring.stall_report import HostWork, StallReport
@@ -175,7 +175,7 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
             "sparse gradients": lambda: model(torch.tensor([dist.get_rank()])).sum().backward(),
         }[where]
         if sparse and is_late:
-            sparse_transfer._average = lambda *_: hang()  # type: ignore[assignment]
+            bucket_schedule.average_sparse = lambda *_: hang()
             is_late = False
     if is_late:
         hang()
