@@ -109,7 +109,10 @@ class PeerFailedError(DdpError):
 
 
 class DriftError(DdpError):
-    """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value."""
+    """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value.
+
+    `step` is 0 where no backward pass found it.
+    """
 
     def __init__(self, message: str, *, parameter: str, step: int, ranks: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -89,7 +89,8 @@ class BucketRows:
 def open_exchange(group: dist.ProcessGroup) -> RowExchange:
     """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block."""
     if group not in _open:
-        name, *_ = gather_values(uuid.uuid4().hex, group=group)
+        with waiting_for_peers("connection for compressed gradients", group):
+            name, *_ = gather_values(uuid.uuid4().hex, group=group)
         _open[group] = RowExchange(group, name=name)
     _open[group].users += 1
     return _open[group]

@@ -185,7 +185,8 @@ def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
         return _Finding(_VICTIM if answer.is_victim else 2, ended + after), 0.0
     closed = "" if answer.has_group else "; it has closed its process group"
     if position is None:
-        return _Finding(3, f"has not made this model (yet), and is at {answer.line}{closed}"), 0.0
+        what = "has not come here yet" if "/calls/" in scene.key else "has not made this model (yet)"
+        return _Finding(3, f"{what}, and is at {answer.line}{closed}"), 0.0
     if position.is_waiting and (position.phase, position.step) == (scene.what, scene.step):
         return _Finding(0, ""), position.for_s
     text = f"step {position.step + 1}, {position.phase}"
