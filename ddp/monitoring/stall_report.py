@@ -117,7 +117,8 @@ class StallReport:
         if self._own_timeout_s is not None:
             return self._own_timeout_s
         others_s = _limits_s.values() if self._is_for_calls else ()
-        return min([self._longest_s, *others_s])
+        least_s: float = min([self._longest_s, *others_s])
+        return least_s
 
     @property
     def interval_s(self) -> float:
