@@ -19,6 +19,7 @@ from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.compression.compressors import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
+from ddp.data_parallel.replicas import check_replicas
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.resilience.loop import resilient
 from ddp.resilience.state import State
@@ -38,6 +39,7 @@ __all__ = [
     "Trainer",
     "World",
     "callbacks",
+    "check_replicas",
     "compression",
     "errors",
     "gather_metrics",

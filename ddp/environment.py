@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddp.errors import LaunchEnvironmentError
 
-__all__ = ["ALONE", "Placement", "read_placement", "roles_of"]
+__all__ = ["ALONE", "Placement", "read_placement", "roles_of", "run_of"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,16 @@ class Placement:
 
 
 ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, source="alone")
+
+
+def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the id of the run that the launcher gives, "" without one, and which attempt of it this is, from 0."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if run_id in ("", "none") and environ.get("SLURM_STEP_ID", "").isdecimal():  # torchrun says "none" by default
+        run_id = f"slurm {environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+        attempt = environ.get("SLURM_RESTART_COUNT", "")
+    return "" if run_id == "none" else run_id, int(attempt) if attempt.isdecimal() else 0
 
 
 def read_placement(environ: Mapping[str, str]) -> Placement:

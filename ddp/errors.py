@@ -48,7 +48,13 @@ __all__ = [
 
 
 class DdpError(RuntimeError):
-    """Any error that `ddp` raises on purpose."""
+    """Any error that `ddp` raises on purpose.
+
+    `failed_ranks` is None for what went wrong on this rank. Else this error is no more than the consequence of what
+    happened on others: these ranks of the world, none where that is not known.
+    """
+
+    failed_ranks: tuple[int, ...] | None = None
 
 
 class LaunchEnvironmentError(DdpError):
@@ -98,13 +104,17 @@ class BackwardError(DdpError):
 class PeerFailedError(DdpError):
     """Other ranks failed in this step, so nothing was averaged: `failures` has what each said, by rank of the group."""
 
-    def __init__(self, message: str, *, failures: dict[int, str]) -> None:
+    def __init__(self, message: str, *, failures: dict[int, str], failed_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures
+        self.failed_ranks = failed_ranks
 
 
 class DriftError(DdpError):
-    """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value."""
+    """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value.
+
+    `step` is 0 where no backward pass found it.
+    """
 
     def __init__(self, message: str, *, parameter: str, step: int, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -136,7 +146,8 @@ class VersionMismatchError(ParameterServerError):
 class CollectiveError(DdpError):
     """A collective failed. `rank` is the rank that saw it, `what` the collective that failed."""
 
-    def __init__(self, message: str, *, rank: int, what: str) -> None:
+    def __init__(self, message: str, *, rank: int, what: str, failed_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank
         self.what = what
+        self.failed_ranks = failed_ranks

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Join
 
 from ddp.errors import UnsupportedError
 
@@ -157,6 +158,16 @@ def _copy_each(to: Sequence[torch.Tensor], each: Sequence[torch.Tensor]) -> None
 
 # Copies many tensors with one call: (to, from). Without it each small gradient costs a call. 2.1.
 foreach_copy: Callable[..., None] = _find("torch._foreach_copy_") or _copy_each
+
+
+def _flatten_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+# Copies many tensors of one dtype into one (n,) with one call. Without it each small parameter costs a call. 1.0.
+flatten_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] = (
+    _find("torch._utils._flatten_dense_tensors") or _flatten_each
+)
 
 # Modules. The bases of all of their kind; without them, verify does not know classes that users derive from them. 1.0.
 AnyBatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm") or (
@@ -439,6 +450,24 @@ def check_join(joinable: Any) -> None:
     """Raise UnsupportedError if `is_in_join` cannot know: join() would hang."""
     if not hasattr(getattr(joinable, "_join_config", None), "enable"):
         raise _lacking("Joinable._join_config.enable")
+
+
+class BoundedJoin(Join):
+    """torch's context for one Joinable, whose `wait` ends when time is up.
+
+    A rank that has joined asks again and again how many have not. 1.10; else it waits as torch does.
+    """
+
+    def __init__(self, joinable: Any, wait: Callable[..., object], enable: bool, *args: Any, **options: Any) -> None:
+        super().__init__([joinable], enable, *args, **options)
+        self.joinable = joinable
+        self.wait_for = wait
+
+    def _get_num_nonjoined_procs(self) -> float:
+        count = torch.zeros(1, device=self.joinable.join_device)
+        work = dist.all_reduce(count, group=self.joinable.join_process_group, async_op=True)
+        self.wait_for(work, "count of the ranks that have inputs", device=count.device)
+        return count.item()
 
 
 # Optimizers.

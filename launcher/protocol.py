@@ -269,12 +269,25 @@ class Exited(Report):
     ran_s: float
     provoked: bool  # the agent had already signalled it
     killer: str  # who killed it, where that is known; else empty
-    error: dict[str, str] | None  # type, message, where, inside; from the file that the worker wrote
+    error: dict[str, str] | None  # type, message, where, inside, failed_ranks; from the file that the worker wrote
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
     restart_policy: int = 0  # see job/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
+
+
+@dataclass(frozen=True)
+class Failing(Report):
+    """A worker has failed, by an exception or an exit code, and its process has not ended yet; Exited follows."""
+
+    attempt: int
+    rank: int
+    pid: int
+    status: int  # what it will end with
+    ran_s: float
+    error: dict[str, str] | None  # as in Exited
+    time: float  # of the exception, or of sys.exit()
 
 
 @dataclass(frozen=True)
@@ -344,6 +357,7 @@ class Heartbeat(Command, Report):
     time: float  # by the agent's clock, when it was sent; to an agent: when it was heard last, which renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
+    steps: int = 0  # of training, that they said they made
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

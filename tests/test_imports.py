@@ -122,7 +122,7 @@ def test_the_names_at_the_top_of_ddp_are_few() -> None:
 
     names = [
         "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "State", "Trainer", "World",
-        "callbacks", "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init",
+        "callbacks", "check_replicas", "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init",
         "make_compression", "resilient", "strategy", "verify",
     ]  # fmt: skip
     assert ddp.__all__ == names

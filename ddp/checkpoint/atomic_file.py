@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["make_durably", "remove_unfinished", "replacing"]
+__all__ = ["Lock", "make_durably", "remove_unfinished", "replacing"]
 
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
@@ -45,6 +45,42 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 _locked.discard(file.fileno())
                 temporary.unlink(missing_ok=True)
     _fsync_folder(path.parent)
+
+
+class Lock:
+    """A lock on the file at `path`, which is made; the kernel drops it however this process ends.
+
+    Raises BlockingIOError if another process, or another Lock of this one, holds it. `is_held` is False on a file
+    system without locks. A process that is forked meanwhile has no part in it. Other OSErrors are the system's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.is_held = False
+        while True:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # as long as the lock
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_held = True
+            except BlockingIOError:
+                self._file.close()
+                raise
+            except OSError:  # not in this file system
+                return
+            if os.fstat(self._file.fileno()).st_nlink:
+                _locked.add(self._file.fileno())
+                return
+            self._file.close()  # removed meanwhile: another file has the name
+
+    def write(self, content: bytes) -> None:
+        """Put `content` in the place of what the file has."""
+        self._file.truncate(0)
+        self._file.write(content)
+
+    def release(self) -> None:
+        """Give the lock up. May be called twice."""
+        if not self._file.closed:
+            _locked.discard(self._file.fileno())
+            self._file.close()
 
 
 def remove_unfinished(folder: Path, name: re.Pattern[str]) -> None:

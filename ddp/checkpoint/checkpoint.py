@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,26 @@ from torch import nn
 
 from ddp.checkpoint import background, rng
 from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint.agreement import (
+    SaveNote,
+    Weights,
+    exchange,
+    place,
+    raise_together,
+    reason_of,
+    replicated,
+    require_agreement,
+    require_equal_replicas,
+)
+from ddp.checkpoint.folder_owner import FolderOwner
 from ddp.checkpoint.host_copy import HostCopy
 from ddp.checkpoint.host_memory import HostMemory
 from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
-from ddp.comm.objects import device_of, gather_values
-from ddp.errors import ArgumentError, CheckpointError, DdpError
+from ddp.comm.objects import device_of
+from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.progress import count_checkpoint
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
 
 __all__ = ["Checkpoint", "Restored"]
 
@@ -66,9 +78,15 @@ class Checkpoint:
     "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
     is durable. What was cut short, damaged or written by somebody else is never counted and never removed.
 
-    `folder` belongs to one run and one Checkpoint at a time: another one goes on from what it finds there, or is
-    refused, and the first is refused from then on. On several hosts, put it on a file system that they share, because
-    a checkpoint on a host that is lost is lost with it.
+    `folder` belongs to one run and one Checkpoint at a time, from its first `save` until `wait`, or until it is deleted
+    or its process ends, however that ends: another one that saves there is refused, with the name of the first. A later
+    attempt of the same run takes the folder over. Everybody may `load`. On several hosts, put it on a file system that
+    they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
+    owners on different hosts are noticed only once both have saved; then one is refused.)
+
+    Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once. With
+    `check_replicas=False` (hosts whose arithmetic differs in the last bits), those of rank 0 are saved, whatever the
+    others have.
 
     With `in_background`, `save` returns once rank 0 has copied the state to host memory, and a thread of rank 0 writes
     the copy while training goes on, one at a time. Until the file is whole, the one before is the newest. An error of
@@ -77,12 +95,21 @@ class Checkpoint:
     is durable. A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one.
     """
 
-    def __init__(self, folder: str | PathLike[str], *, keep: int = 3, in_background: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        keep: int = 3,
+        in_background: bool = True,
+        check_replicas: bool = True,
+    ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
         self.folder = Path(folder)
         self.keep = keep
         self.in_background = in_background
+        self.check_replicas = check_replicas
+        self._owner = FolderOwner(self.folder)
         self._memory = HostMemory()  # for copies of what is on devices; kept
         self._is_uncounted = False  # whether another rank may still write what this one has saved
         self._warned: Warned | None = None
@@ -120,21 +147,27 @@ class Checkpoint:
         or without.
 
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
-        else than rank 0, if the folder has a later step than `step`, or if rank 0 cannot write (a full disk), this one
-        or the one before; the checkpoints before are still there then. CollectiveError if a rank is gone.
+        else than rank 0, if the folder has a later step than `step` or belongs to another run, or if rank 0 cannot
+        write (a full disk), this one or the one before; the checkpoints before are still there then. DriftError on
+        every rank if the replicas differ. CollectiveError if a rank is gone.
         """
-        rank, _ = _place()
-        lost = background.finish()
+        rank, _ = place()
+        with at_files():
+            lost = background.finish()
         problem: Exception | None = None
         content: dict[str, Any] = {}
+        weights: Weights | None = None
         is_urgent = self._warned is not None and self._warned.has_acted
-        note = _SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
+        note = SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
         # In the foreground only what lies on torch_xla's devices is copied: a file would ask for such a device again.
         copies = HostCopy(self._memory, device_types=None if note.in_background else {"xla"})
         try:
             parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
             note = replace(note, names=(*parts, *sorted(values)), position=position)
+            if self.check_replicas:
+                weights = replicated(model)
+                note = replace(note, replica=None if weights is None else weights.note())
             check_plain(values)
             if rank == 0 and lost is None:
                 self._check_folder(step)
@@ -146,11 +179,12 @@ class Checkpoint:
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"
-        told = _exchange((vars(note), _reason(lost), _reason(problem, what)), "notes before saving")
+        told = exchange((vars(note), reason_of(lost), reason_of(problem, what)), "notes before saving")
         self._finish_last([reason for _, reason, _ in told], lost)
-        _raise_together([reason for _, _, reason in told], problem)
-        notes = [_SaveNote(**each) for each, _, _ in told]
-        _require_agreement(notes)
+        raise_together([reason for _, _, reason in told], problem)
+        notes = [SaveNote(**each) for each, _, _ in told]
+        require_agreement(notes)
+        require_equal_replicas(notes, weights)
         wrapper = wrapper_of(model)
         reduction = None if wrapper is None else wrapper.reduction_state()
 
@@ -158,22 +192,29 @@ class Checkpoint:
             values = content.pop("values")
             random_states = [note.random for note in notes]
             content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
-            background.run(partial(self._begin, step, content, reduction, copies if note.in_background else None))
+            with at_files():
+                background.run(partial(self._begin, step, content, reduction, copies if note.in_background else None))
         self._is_uncounted = rank != 0
         if not note.in_background:
-            self.wait()
+            self._wait()
 
     def wait(self) -> None:
         """Wait until what was saved is durable. Every rank must call it; blocks.
 
-        Call it at the end of training, or before a program reads the file: a process that just ends waits as well, but
-        an error is then raised on rank 0 alone, whose exit code is 1. One that ends with an exception waits 5 s at
-        most, since other ranks may wait for it: the newest checkpoint may be the one before then.
+        Call it at the end of training, or before a program reads the file; the folder is free for another Checkpoint
+        then, until this one saves again. A process that just ends waits as well, but an error is then raised on rank 0
+        alone, whose exit code is 1. One that ends with an exception waits 5 s at most, since other ranks may wait for
+        it: the newest checkpoint may be the one before then.
 
         Raises CheckpointError on every rank if rank 0 could not write; CollectiveError if a rank is gone.
         """
-        lost = background.finish()
-        self._finish_last(_exchange(_reason(lost), "what each rank saved"), lost)
+        self._wait()
+        self._owner.release()
+
+    def _wait(self) -> None:
+        with at_files():
+            lost = background.finish()
+        self._finish_last(exchange(reason_of(lost), "what each rank saved"), lost)
 
     def load(
         self,
@@ -200,16 +241,17 @@ class Checkpoint:
         given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
         changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
         """
-        self.wait()
-        rank, world_size = _place()
+        self._wait()
+        rank, world_size = place()
         self._known = None
         given = None if path is None else Path(path)
         with contextlib.ExitStack() as open_files:
             # Ranks that see one and the same folder have it read by the first of them.
-            seen = _exchange(checkpoint_file.identity(self.folder if given is None else given), "places before loading")
+            seen = exchange(checkpoint_file.identity(self.folder if given is None else given), "places before loading")
             reader = rank if seen[rank] is None else seen.index(seen[rank])
-            found, file = self._find(open_files, given) if reader == rank else (_LoadNote(()), None)
-            told = [_LoadNote(**each) for each in _exchange(vars(found), "notes before loading")]
+            with at_files():
+                found, file = self._find(open_files, given) if reader == rank else (_LoadNote(()), None)
+            told = [_LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
             notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
             mine = notes[rank]
             chosen = max(notes, key=lambda note: note.step)  # the first of several
@@ -225,7 +267,7 @@ class Checkpoint:
                 file = None
             elif reader != rank:
                 file = _open_again(open_files, given or self.folder / Path(mine.path).name, mine.inode)
-            lacks = _exchange(file is None, "who lacks the checkpoint")
+            lacks = exchange(file is None, "who lacks the checkpoint")
             if any(lacks):
                 source = next(at for at, note in enumerate(notes) if note == chosen and not lacks[at])
                 received = _send(source, file, chosen.size, is_wanted=lacks[rank])
@@ -235,14 +277,15 @@ class Checkpoint:
             try:
                 assert file is not None
                 if lacks[rank]:
-                    checkpoint_file.verify(file)
+                    with at_files():
+                        checkpoint_file.verify(file)
                 parts = given_parts(
                     model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler
                 )
                 restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
-        _raise_together(_exchange(_reason(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
+        raise_together(exchange(reason_of(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
         return restored
 
     def _begin(self, step: int, content: dict[str, Any], reduction: object, copies: HostCopy | None) -> None:
@@ -265,13 +308,13 @@ class Checkpoint:
             self._known.add(path.name)
             checkpoint_file.prune(self.folder, self.keep, self._broken)
         except Exception as error:
-            raise CheckpointError(str(_reason(error, f"write step {step} to {self.folder.absolute()}"))) from error
+            raise CheckpointError(str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))) from error
         count_checkpoint()
 
     def _finish_last(self, problems: Sequence[str | None], mine: Exception | None) -> None:
         """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
         is_uncounted, self._is_uncounted = self._is_uncounted, False
-        _raise_together(problems, mine)
+        raise_together(problems, mine)
         if is_uncounted:
             count_checkpoint()
 
@@ -279,6 +322,7 @@ class Checkpoint:
         """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""
         if type(step) is not int or step < 0:
             raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
+        self._owner.claim(0)
         there = checkpoint_file.newest_first(self.folder)
         for found, path in there:
             is_foreign = self._known is not None and path.name not in self._known
@@ -328,17 +372,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _SaveNote:
-    """What a rank tells the others before rank 0 writes."""
-
-    step: int
-    random: Mapping[str, Any]
-    in_background: bool
-    names: tuple[str, ...] = ()
-    position: Mapping[str, Any] | None = None  # of the sampler
-
-
-@dataclass(frozen=True)
 class _LoadNote:
     """The files that a rank has passed over, and the newest whole one that it sees; its step is -1 if there is none."""
 
@@ -350,24 +383,11 @@ class _LoadNote:
     inode: int = 0
 
 
-def _require_agreement(notes: Sequence[_SaveNote]) -> None:
-    for rank, note in enumerate(notes):
-        for what, theirs, first in (
-            ("step", note.step, notes[0].step),
-            ("in_background", note.in_background, notes[0].in_background),
-            ("names", note.names, notes[0].names),
-            ("position of the sampler", note.position, notes[0].position),
-        ):
-            if theirs != first:
-                raise CheckpointError(
-                    f"the ranks do not save the same: {what} is {theirs} on rank {rank}, but {first} on rank 0"
-                )
-
-
 def _restore(
     file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
 ) -> Restored:
-    state = checkpoint_file.read(file)
+    with at_files():
+        state = checkpoint_file.read(file)
     restore_parts(state, parts)
     wrapper = wrapper_of(model)
     if wrapper is not None and "reduction" in state:
@@ -378,23 +398,6 @@ def _restore(
     elif random_states:  # another program's checkpoint has none
         rng.reseed(random_states[0], rank)
     return Restored(state["step"], state["values"], path, state["world_size"])
-
-
-T = TypeVar("T")
-
-
-def _place() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _exchange(mine: T, what: str) -> list[T]:
-    """Give every rank's value to every rank. Every rank must call it; blocks."""
-    if _place()[1] == 1:
-        return [mine]
-    with waiting_for_peers(f"exchange of {what}"):
-        return gather_values(mine)
 
 
 def _open_again(open_files: contextlib.ExitStack, path: Path, inode: int) -> BinaryIO | None:
@@ -411,7 +414,7 @@ def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> 
 
     Every rank must call it; blocks.
     """
-    rank, _ = _place()
+    rank, _ = place()
     device = device_of()
     received = io.BytesIO() if is_wanted else None
     if file is not None:
@@ -423,24 +426,8 @@ def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> 
         chunk = torch.frombuffer(buffer, dtype=torch.uint8)
         moved = chunk.to(device)
         with waiting_for_peers("broadcast of a checkpoint"):
-            dist.broadcast(moved, src=source)
+            finish(dist.broadcast(moved, src=source, async_op=True), device=moved.device)
         if received is not None:
             chunk.copy_(moved)
             received.write(buffer)
     return received
-
-
-def _reason(problem: Exception | None, what: str = "") -> str | None:
-    """Return why this rank could not do `what`; without that, the exception says so by itself."""
-    if problem is None:
-        return None
-    text = str(problem) if isinstance(problem, DdpError | OSError) else f"{type(problem).__name__}: {problem}"
-    return f"could not {what}: {text}" if what else text
-
-
-def _raise_together(problems: Sequence[str | None], mine: Exception | None) -> None:
-    """Raise CheckpointError if any rank had a problem, from this rank's own where it has one."""
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            who = f"rank {rank}: " if len(problems) > 1 else ""
-            raise CheckpointError(f"{who}{problem}") from mine

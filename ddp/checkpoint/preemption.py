@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp.comm.objects import control_group, device_of
 from ddp.comm.small_sum import reduce_options
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = ["Warned"]
 
@@ -58,7 +58,7 @@ class Warned:
             if self._most is not None:
                 work, heard = self._most
                 with waiting_for_peers("agreement on a warning that the time is nearly up"):
-                    work.wait()
+                    finish(work, device=heard.device)
                 most = int(heard)
             heard = torch.tensor([self._heard], dtype=torch.int32, device="cpu")
             world = dist.group.WORLD

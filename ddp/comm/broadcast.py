@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import buffers_of, foreach_copy
 
 __all__ = ["BufferSync", "broadcast_tensors"]
@@ -73,11 +74,11 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
     """
     with torch.no_grad():
         for chunk in _chunks(tensors):
-            _broadcast_chunk(group, chunk, root, _wait_without_limit)
+            _broadcast_chunk(group, chunk, root, _wait_as_caller)
 
 
-def _wait_without_limit(work: dist.Work, what: str, *, device: torch.device) -> None:
-    work.wait()
+def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None:
+    finish(work, device=device)
 
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:

@@ -31,6 +31,7 @@ def peers_failed(report: StallReport, count: int, then: str = _NEXT) -> PeerFail
         f"rank {report.rank} of {report.size}: step {report.step + 1} failed on {ranks}, so nothing was averaged. "
         f"{reasons or 'Why is not known here: see the output of the other ranks'}. {then}",
         failures=failures,
+        failed_ranks=report.in_world(failures),
     )
 
 

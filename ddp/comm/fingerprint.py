@@ -1,17 +1,24 @@
-"""Numbers for the bits of tensors: replicas compare these instead of their weights. Knows neither ranks nor modules."""
+"""Numbers for the bits of tensors: replicas compare these instead of their weights. Knows neither ranks nor modules.
+
+A `Digest` is one number for many tensors, quickly; `fingerprints` are one for each, to find which differs.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
 from ddp.comm.pinned_buffer import PinnedBuffer
+from ddp.torch_internals import flatten_tensors
 
-__all__ = ["PendingFingerprints", "fingerprints", "start_fingerprints"]
+__all__ = ["Digest", "fingerprints"]
 
 _HASHED_AT_ONCE = 1 << 18
+_SMALL_BYTES = 1 << 16  # up to which tensors are copied together: then their number costs, not their bytes
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _HASH_FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,11 +28,6 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
     Waits for the devices of the tensors.
     """
-    return start_fingerprints(tensors).read()
-
-
-def start_fingerprints(tensors: Mapping[str, torch.Tensor]) -> PendingFingerprints:
-    """Start `fingerprints` where the tensors are, as they are now. Waits for no device, once each was asked before."""
     pieces = [(name, part) for name, tensor in tensors.items() for part in torch.split(_bits(tensor), _HASHED_AT_ONCE)]
     found: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for batch in _batches(pieces):
@@ -33,23 +35,68 @@ def start_fingerprints(tensors: Mapping[str, torch.Tensor]) -> PendingFingerprin
         names, sums = found.setdefault(device, ([], []))
         names += [name for name, _ in batch]
         sums.append(_weighted([part for _, part in batch], _weights(device)))
-    return PendingFingerprints(tensors, [(names, _fetched(torch.cat(sums))) for names, sums in found.values()])
+    total = dict.fromkeys(tensors, 0)
+    for names, sums in found.values():
+        for name, piece in zip(names, torch.cat(sums).tolist(), strict=True):
+            total[name] = (total[name] * _HASH_FACTOR + piece) % (1 << 64)
+    return total
 
 
-class PendingFingerprints:
-    """The sums of pieces of tensors, on their way from each device; `of` has the names of the tensors."""
+class Digest:
+    """One number of 64 bits for the bits of all `tensors`: a sum of 8 bytes each with odd random weights, modulo 2**64.
 
-    def __init__(self, of: Iterable[str], pieces: Sequence[tuple[Sequence[str], Callable[[], torch.Tensor]]]) -> None:
-        self._names = list(of)
-        self._pieces = pieces
+    A change of one tensor element changes it; of several, all but one in 2**64. The order of the tensors counts.
+    """
 
-    def read(self) -> dict[str, int]:
-        """Wait until they are in host memory."""
-        found = dict.fromkeys(self._names, 0)
-        for names, wait in self._pieces:
-            for name, piece in zip(names, wait().tolist(), strict=True):
-                found[name] = (found[name] * _HASH_FACTOR + piece) % (1 << 64)
-        return found
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._forms: list[object] = []  # what decides on the runs
+        self._runs: list[list[torch.Tensor]] = []  # those whose bytes are one run of memory, or are copied into one
+
+    @torch.no_grad()
+    def start(self) -> Callable[[], int]:
+        """Read every tensor once, where it is; return what waits for the number. Waits for no device itself."""
+        forms = [*map(_DTYPE, self._tensors), *map(_DEVICE, self._tensors)]
+        if forms != self._forms:
+            self._forms, self._runs = forms, _runs(self._tensors)
+        sums: dict[torch.device, list[torch.Tensor]] = {}
+        for run in self._runs:
+            words = _words(run)
+            weights = _weights(words.device)
+            sums.setdefault(words.device, []).extend(
+                (part * weights[: len(part)]).sum() for part in torch.split(words, _HASHED_AT_ONCE)
+            )
+        pending = [_fetched(torch.stack(of_device)) for of_device in sums.values()]
+
+        def read() -> int:
+            total = 0
+            for wait in pending:
+                for piece in wait().tolist():
+                    total = (total * _HASH_FACTOR + piece) % (1 << 64)
+            return total
+
+        return read
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Small tensors of one dtype and device together, each large one by itself; empty ones nowhere."""
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    large = []
+    for tensor in tensors:
+        if tensor.nbytes > _SMALL_BYTES:
+            large.append([tensor])
+        elif tensor.nbytes:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [*small.values(), *large]
+
+
+def _words(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(n,) int64: the bytes of tensors of one dtype one after the other, filled up with zeros."""
+    flat = flatten_tensors(run) if len(run) > 1 else run[0].detach().contiguous().view(-1)
+    raw = (torch.view_as_real(flat.resolve_conj()).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+    if len(raw) % 8:
+        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
+    return (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)
 
 
 def _fetched(sums: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # publi
 from ddp.comm.codec import decode, encode
 from ddp.comm.small_sum import add_up, pays
 from ddp.errors import ArgumentError, NotInitializedError
+from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
 from ddp.world import before_leaving
 
@@ -68,7 +69,7 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[tor
         return list(table)
     mine = mine.to(device_of(group))
     every = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([every], [mine]).wait()
+    finish(group.allgather([every], [mine]), device=mine.device)
     return [each.cpu() for each in every]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp.comm.codec import decode, encode
 from ddp.comm.objects import device_of
 from ddp.errors import ArgumentError
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = ["Operation", "combine", "payload_of", "sum_of_all"]
 
@@ -68,7 +68,7 @@ def sum_of_all(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, 
     with waiting_for_peers("the sum of a large tensor", group):
         for own, place in zip(*pieces, strict=True):
             piece = own.to(device_of(group), exact, copy=True)
-            dist.all_reduce(piece, group=group)
+            finish(dist.all_reduce(piece, group=group, async_op=True), device=piece.device)
             place.copy_(piece if divisor == 1 else piece.double() / divisor)
     return total
 

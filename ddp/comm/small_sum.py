@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.monitoring.stall_report import HostWork
+from ddp.monitoring.stall_report import HostWork, finish
 from ddp.torch_internals import is_gloo_on_host
 
 __all__ = ["SmallAdder", "add_up", "pays", "reduce_options"]
@@ -41,7 +41,7 @@ def add_up(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
 
     Every rank must call it. Its messages meet no other collective of the group. RuntimeError if a rank is gone.
     """
-    _exchange(group, flat, _next_tag(group))
+    finish(HostWork(_Sum(group, flat)))
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:

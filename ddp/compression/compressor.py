@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CheckpointError
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = [
     "Bucket",
@@ -183,5 +184,6 @@ def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def mean_over_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """Replace `tensor` by its mean over the group, the same bits on every rank. All ranks must call it; blocks."""
-    dist.all_reduce(tensor, group=group)
+    with waiting_for_peers("mean of a residual", group):
+        finish(dist.all_reduce(tensor, group=group, async_op=True), device=tensor.device)
     tensor.div_(group.size())

@@ -24,6 +24,7 @@ from ddp.compression.half import Half
 from ddp.compression.int8 import Int8
 from ddp.compression.powersgd import PowerSGD
 from ddp.errors import ArgumentError, LayoutMismatchError, NotInitializedError
+from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = [
     "Auto",
@@ -118,7 +119,8 @@ def make_compression(
 
 
 def _need_same(group: dist.ProcessGroup, mine: str) -> None:
-    every = gather_values(mine, group=group)
+    with waiting_for_peers("comparison of the compressions", group):
+        every = gather_values(mine, group=group)
     for rank, other in enumerate(every):
         if other != every[0]:
             raise LayoutMismatchError(

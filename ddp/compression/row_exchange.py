@@ -89,7 +89,8 @@ class BucketRows:
 def open_exchange(group: dist.ProcessGroup) -> RowExchange:
     """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block."""
     if group not in _open:
-        name, *_ = gather_values(uuid.uuid4().hex, group=group)
+        with waiting_for_peers("connection for compressed gradients", group):
+            name, *_ = gather_values(uuid.uuid4().hex, group=group)
         _open[group] = RowExchange(group, name=name)
     _open[group].users += 1
     return _open[group]
@@ -169,7 +170,7 @@ class _Pipeline:
         self._lock = threading.Lock()  # two models may go backward in two threads
         self._threads: list[threading.Thread] = []
         self._is_ending = False
-        self._failure: str | None = None
+        self._failure: CollectiveError | None = None
 
     def start(self, group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
         with self._lock:
@@ -214,7 +215,7 @@ class _Pipeline:
         while (pending := sent.get()) is not None:
             try:
                 if self._failure is not None:
-                    raise RuntimeError(self._failure)
+                    raise RuntimeError(str(self._failure))
                 pending.work.wait()
                 mine = pending.rows.average(pending.rows.memory.received)
                 gathered = pending.rows.memory.send  # has been sent, so its memory is free
@@ -247,8 +248,9 @@ class _Pipeline:
         """The report of the first failure, which is that of all buckets after it: asking the ranks takes seconds."""
         what = f"compressed average of {rows.label}"
         if self._failure is None:
-            self._failure = str(self._report.error(what, str(error)))
-        return CollectiveError(self._failure, rank=self._report.rank, what=what)
+            self._failure = self._report.error(what, str(error))
+        ranks = self._failure.failed_ranks or ()
+        return CollectiveError(str(self._failure), rank=self._report.rank, what=what, failed_ranks=ranks)
 
 
 def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddp.comm.objects import device_of, gather_values
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = ["Amount", "gather_metrics", "gather_samples"]
 
@@ -84,7 +84,7 @@ def gather_samples(rows: Tensor, *, group: dist.ProcessGroup | None = None) -> T
     every = [torch.empty_like(padded) for _ in told]
     if len(padded):
         with waiting_for_peers("gather_samples", group):
-            dist.all_gather(every, padded, group=group)
+            finish(dist.all_gather(every, padded, group=group, async_op=True), device=padded.device)
     whole = torch.empty(sum(counts), *shape[1:], dtype=getattr(torch, dtype), device=rows.device)
     for rank, (count, theirs) in enumerate(zip(counts, every, strict=True)):
         share = theirs[: count * row_bytes].view(whole.dtype).view(count, *shape[1:])
@@ -127,7 +127,11 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
             told = gather_values((mine, reason), group=group)
     problems = [f"rank {each}: {reason}" for each, (_, reason) in enumerate(told) if reason]
     if problems:
-        raise ArgumentError(f"{what}: {'; '.join(problems)}") from problem
+        together = ArgumentError(f"{what}: {'; '.join(problems)}")
+        if problem is None:
+            ranks = range(size) if group is None else dist.get_process_group_ranks(group)
+            together.failed_ranks = tuple(ranks[each] for each, (_, reason) in enumerate(told) if reason)
+        raise together from problem
     return [theirs for theirs, _ in told]
 
 

@@ -30,6 +30,7 @@ class Pass:
     unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
     holds: bool
     has_joined: bool
+    has_told: bool = False  # whether this rank's status is on its way
     arrived: dict[int, Any] = field(default_factory=dict)  # when gradients were ready, while it holds
 
 

@@ -1,23 +1,27 @@
-"""Checksums of weights, to notice replicas that drift apart. Called by the reducer where the user asked for it."""
+"""Checksums of weights, to notice replicas that differ.
+
+Called by the reducer's policy in passes, by `check_replicas`, and by checkpoints before they save.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from ddp.comm.channel import Channel
-from ddp.comm.fingerprint import PendingFingerprints, start_fingerprints
+from ddp.comm.fingerprint import Digest, fingerprints
 from ddp.errors import DriftError
 
-__all__ = ["WeightChecksum"]
+__all__ = ["WeightChecksum", "drift_among"]
 
-_PRIME = (1 << 61) - 1
+_PRIME = (1 << 48) - 59  # the largest below 2**48
+_CAUSES = "an optimizer with other settings, a step taken or skipped there alone, or a faulty device"
 
 
 class WeightChecksum:
-    """One number for each parameter, computed where it is.
+    """One number for all parameters, computed where they are.
 
     On a device `take` only enqueues that and a copy to pinned host memory. `digest`, which is asked for at the end of
     backward, waits for the copy: for all that the device had to do before this pass, but for no gradient. Without that
@@ -26,43 +30,42 @@ class WeightChecksum:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._named = dict(named)
-        self._pending: PendingFingerprints | None = None
-        self._sums: dict[str, int] = {}
+        self._digest = Digest(self._named.values())
+        self._read: Callable[[], int] = lambda: 0
 
     def take(self) -> None:
         """Sum up every parameter as it is now. Reads all weights once; does not wait for the device."""
-        self._pending = start_fingerprints(self._named)
+        self._read = self._digest.start()
 
     def digest(self) -> int:
-        """48 bits of all that was taken last. Waits until the device has taken it."""
-        if self._pending is not None:
-            self._sums, self._pending = self._pending.read(), None
-        mixed = 0
-        for total in self._sums.values():
-            mixed = (mixed * 0x9E3779B97F4A7C15 + total) % _PRIME
-        return mixed & ((1 << 48) - 1)
+        """48 bits of what was taken last: other ones after a change of one bit. Waits until the device has taken it."""
+        return self._read() % _PRIME
 
-    def compare(self, channel: Channel, step: int) -> DriftError:
-        """Find the first parameter that differs between the ranks, and where. Every rank must call it; blocks."""
-        every = channel.gather(list(self._sums.values()), "exchange of checksums")
-        for name, totals in zip(self._sums, zip(*every, strict=True), strict=True):
-            if len(set(totals)) > 1:
-                usual, _ = Counter(totals).most_common(1)[0]
-                ranks = [rank for rank, total in enumerate(totals) if total != usual]
-                return DriftError(
-                    f"the replicas have drifted apart before step {step}: {name!r} is the first parameter that "
-                    f"differs, on rank {', '.join(map(str, ranks))} of {len(every)} (checksums by rank: "
-                    f"{' '.join(f'{total:016x}' for total in totals)[:200]}). Something changed it on one rank only "
-                    "since the last step: an optimizer with other settings, a step taken or skipped there alone, or a "
-                    "faulty device. Start again from a checkpoint",
-                    parameter=name,
-                    step=step,
-                    ranks=tuple(ranks),
-                )
-        return DriftError(
-            f"the digests of the replicas differ before step {step}, but every parameter has the same checksum "
-            "everywhere: please report this",
-            parameter="",
-            step=step,
-            ranks=(),
-        )
+    def compare(self, channel: Channel, step: int, *, counts: bool = True, why: str = "") -> DriftError | None:
+        """Find the first parameter that differs between the ranks that count. Every rank must call it; blocks."""
+        mine = fingerprints(self._named) if counts else None
+        return drift_among(channel.gather(mine, "exchange of checksums"), step, why)
+
+
+def drift_among(every: Sequence[Mapping[str, int] | None], step: int = 0, why: str = "") -> DriftError | None:
+    """The error for the first name whose number is not the same in the checksums of all ranks; None where all are.
+
+    `every` has None for a rank that does not count. `step` is the one that comes next, 0 outside of training.
+    """
+    told = {rank: sums for rank, sums in enumerate(every) if sums is not None}
+    for name in dict.fromkeys(name for sums in told.values() for name in sums):
+        totals = {rank: sums.get(name) for rank, sums in told.items()}
+        if len(set(totals.values())) > 1:
+            usual, _ = Counter(totals.values()).most_common(1)[0]
+            ranks = tuple(rank for rank, total in totals.items() if total != usual)
+            shown = " ".join("none" if total is None else f"{total:016x}" for total in totals.values())
+            when = f" before step {step}" if step else ""
+            return DriftError(
+                f"the replicas have drifted apart{when}: {name!r} is the first parameter that differs, on rank "
+                f"{', '.join(map(str, ranks))} of {len(every)} (checksums by rank: {shown[:200]}). "
+                f"{why or 'Something changed it on one rank only: ' + _CAUSES}. Start again from a checkpoint",
+                parameter=name,
+                step=step,
+                ranks=ranks,
+            )
+    return None

@@ -24,13 +24,22 @@ from ddp.data_parallel.backward_pass import Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.reducer import Reducer
-from ddp.data_parallel.status_errors import forwards_differ
+from ddp.data_parallel.status_errors import (
+    drifted_meanwhile,
+    forwards_differ,
+    starts_differ,
+    stepped_inside,
+    steps_of_each,
+)
+from ddp.data_parallel.step_watch import StepWatch
 from ddp.errors import DdpError
+from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import in_backward_optimizers
 
 __all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
 
 _NOBODY = -1
+_MOST_OF_EQUAL_REPLICAS = 3  # passes after other steps on each rank that left replicas equal: the user makes them so
 
 
 class _Mode(enum.Enum):
@@ -78,9 +87,19 @@ class ForwardPolicy:
         self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
         self._stepping: list[nn.Parameter] | None = None  # those with optimizers that step in backward
+        self._watch = StepWatch(reducer.module_watch.parameters, self._before_step)
+        self._is_kept: bool | None = None  # the gradient of the last reduction, when this pass began
+        self._steps_alone = False
+        self._equal_after_other_steps = 0
 
-    def enter_forward(self, module: nn.Module) -> None:
-        """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters."""
+    def enter_forward(self, module: nn.Module, *, steps_alone: bool = False) -> None:
+        """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters.
+
+        With `steps_alone`, this rank's next steps are its own affair (LocalSGD).
+        """
+        if steps_alone or self._steps_alone:
+            self._watch.restart()
+        self._steps_alone = steps_alone
         self.reducer.module_watch = self.reducer.module_watch.follow(module)
         self.reducer.report.at("in forward")
         self.reducer.mark("forward")
@@ -174,7 +193,7 @@ class ForwardPolicy:
         channel = self.reducer.channel
         told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
-            channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)).wait()
+            finish(channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)), device=told.device)
         any_syncs, root = told.tolist()
         return bool(any_syncs), root
 
@@ -203,6 +222,7 @@ class ForwardPolicy:
                 "a forward pass used other tensors in the place of parameters (torch.func.functional_call?): their "
                 "gradients stay on this rank"
             )
+        self._is_kept = self._watch.is_kept()
         if self._checksum is not None:
             self._checksum.take()
         opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
@@ -213,6 +233,9 @@ class ForwardPolicy:
         return RankStatus(
             open_forwards=self._open_forwards(),
             digest=0 if self._checksum is None else self._checksum.digest(),
+            steps=self._watch.steps if self._equal_after_other_steps < _MOST_OF_EQUAL_REPLICAS else 0,
+            kept=self._is_kept is True,
+            emptied=self._is_kept is False,
             **common,
         )
 
@@ -223,8 +246,32 @@ class ForwardPolicy:
         if not statuses.same_forwards:
             return forwards_differ(self.reducer.channel, self._open_forwards())
         if self._checksum is not None and not statuses.same_digest:
-            return self._checksum.compare(self.reducer.channel, self.reducer.report.step + 1)
+            return self._drift(self._checksum) or drifted_meanwhile(self.reducer.report.step + 1)
+        if not statuses.same_start:
+            return starts_differ(self.reducer.channel, self._is_kept)
+        if not statuses.same_steps:
+            why = steps_of_each(self.reducer.channel, self._watch.steps)
+            drift = self._drift(WeightChecksum([(each.name, each.parameter) for each in self.reducer.members]), why)
+            self._equal_after_other_steps += 1
+            return drift
         return None
+
+    def _drift(self, checksum: WeightChecksum, why: str = "") -> DdpError | None:
+        """How the replicas differ now. Every rank must call it; blocks."""
+        pass_ = self.reducer.current
+        counts = pass_ is None or not pass_.has_joined
+        return checksum.compare(self.reducer.channel, self.reducer.report.step + 1, counts=counts, why=why)
+
+    def _before_step(self, optimizer: Any) -> bool:
+        """An optimizer of these parameters steps: whether that counts. Within backward it has not their averages."""
+        pass_ = self.reducer.current
+        if pass_ is not None and not pass_.has_told and not self.reducer.has_users_hook:
+            self.reducer.refuse(pass_, stepped_inside(optimizer, self.reducer.members))
+        return pass_ is None
+
+    def replicas_equalised(self) -> None:
+        """Every rank has the weights of one now, however often each has stepped."""
+        self._watch.restart()
 
     def rank_count(self, statuses: StatusSum) -> int:
         return statuses.active if self.divides_by_active else self.reducer.channel.group.size()
@@ -237,8 +284,10 @@ class ForwardPolicy:
                 for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
+        self._watch.delivered(self.reducer.first_used())
 
     def ended(self, *, has_failed: bool) -> None:
+        self._watch.steps = 0
         self._forwards.clear()
         self._mode = _Mode.IDLE
 
@@ -308,6 +357,7 @@ class JoinedRankHook(JoinHook):
         _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
         self._policy.divides_by_active = False
         self._equalise(root)
+        self._policy.replicas_equalised()
         if not is_last_joiner:
             self._policy.reducer.drop_gradients()  # of passes in which this rank only took part
 

@@ -100,7 +100,7 @@ class Reducer:
             own_status=self._own_status,
         )
         self.planner = planner
-        self.has_hook = False
+        self.has_hook = self.has_users_hook = False
         self.is_closed = False
         self.current: Pass | None = None
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
@@ -138,7 +138,7 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
-        self.has_hook = True
+        self.has_hook, self.has_users_hook = True, not hook.takes_own
         self._schedule.use_hook(hook)
 
     def plan_state(self) -> dict[str, Any]:
@@ -363,6 +363,7 @@ class Reducer:
         assert pass_ is not None
         if pass_.problem is None:
             self._note_taken_gradients(pass_)
+        pass_.has_told = True
         return self.policy.fill(
             failed=pass_.problem is not None,
             joined=pass_.has_joined,
@@ -434,6 +435,17 @@ class Reducer:
             else:
                 self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
         self.policy.delivered(is_first=is_first)
+
+    def refuse(self, pass_: Pass, problem: BackwardError) -> None:
+        """Let the running pass fail at its end, on every rank."""
+        if pass_.problem is None:
+            pass_.problem = problem
+            self.report.tell_failure(self.report.step, str(problem))
+
+    def first_used(self) -> torch.nn.Parameter:
+        """The first parameter for which any rank had a gradient in the last pass; the first where none had."""
+        index = int(torch.argmax((self.used_map() > 0).to(torch.uint8))) if self._last_absent else 0
+        return self.members[index].parameter
 
     def drop_gradients(self) -> None:
         """Set every `.grad` to None: what is in there is neither this rank's gradient nor an average."""

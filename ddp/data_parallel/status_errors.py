@@ -1,14 +1,26 @@
 """The errors for a step status on which the ranks do not agree: who differs, in what, and what to do about it.
 
-Called by the reducer on every rank in the same iteration; all are collective.
+Called by the reducer and its policy on every rank in the same iteration; those that take a channel are collective.
 """
 
 from __future__ import annotations
 
-from ddp.comm.channel import Channel
-from ddp.errors import BackwardError, DdpError
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["forwards_differ", "numbers_differ", "weights_differ"]
+from ddp.comm.channel import Channel
+from ddp.data_parallel.buckets.bucket_plan import Member
+from ddp.errors import BackwardError, DdpError, DriftError
+
+__all__ = [
+    "drifted_meanwhile",
+    "forwards_differ",
+    "numbers_differ",
+    "starts_differ",
+    "stepped_inside",
+    "steps_of_each",
+    "weights_differ",
+]
 
 _WHAT = "exchange of how the ranks differ"
 
@@ -24,6 +36,51 @@ def forwards_differ(channel: Channel, mine: int) -> DdpError:
         "A rank skipped a backward pass (a loss that is not finite?) or made an extra forward pass: let every rank "
         "do the same, and run forward passes that have no backward under torch.no_grad() or in eval mode. The "
         "gradients of this step are dropped (None) on every rank"
+    )
+
+
+def starts_differ(channel: Channel, mine: bool | None) -> DdpError:
+    """Some ranks began the pass with the gradients of the last reduction, others with none."""
+    every = channel.gather(mine, _WHAT)
+    kept = [rank for rank, is_kept in enumerate(every) if is_kept is True]
+    emptied = [rank for rank, is_kept in enumerate(every) if is_kept is False]
+    return BackwardError(
+        f"rank {', '.join(map(str, kept))} began this backward pass with the averaged gradients of the last one still "
+        f"in .grad, and rank {', '.join(map(str, emptied))} without: what is averaged now would be a mixture. Let "
+        "every rank step and call zero_grad() after the same passes; to accumulate gradients on all, use no_sync(). "
+        "The gradients of this step are dropped (None) on every rank"
+    )
+
+
+def steps_of_each(channel: Channel, mine: int) -> str:
+    """Say how often the optimizers of each rank have stepped."""
+    every = channel.gather(mine, _WHAT)
+    told = ", ".join(f"{count} time{'s' * (count != 1)} on rank {rank}" for rank, count in enumerate(every))
+    return (
+        f"Since the last reduction optimizers have stepped {told}: let every rank step equally often, and make no step "
+        "after a pass inside no_sync() that the others do not make"
+    )
+
+
+def stepped_inside(optimizer: Any, members: Sequence[Member]) -> BackwardError:
+    """An optimizer has stepped before the gradients were averaged."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name = next((member.name for member in members if id(member.parameter) in stepped), "a frozen parameter")
+    return BackwardError(
+        f"{type(optimizer).__name__} stepped {name!r} within backward, before its gradient was averaged over the "
+        "ranks: step after backward, or use torch.distributed.optim._apply_optimizer_in_backward, which is known here",
+        parameter=name,
+    )
+
+
+def drifted_meanwhile(step: int) -> DriftError:
+    """The digests of the replicas differ, and their parameters do not any more."""
+    return DriftError(
+        f"the replicas were different when the backward pass of step {step} began, and are equal at its end: something "
+        "changes weights within backward",
+        parameter="",
+        step=step,
+        ranks=(),
     )
 
 

@@ -19,7 +19,7 @@ from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
 from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook
 from ddp.errors import DdpError, UnsupportedError
-from ddp.torch_internals import check_join, is_in_join
+from ddp.torch_internals import BoundedJoin, check_join, is_in_join
 
 __all__ = ["TorchSurface"]
 
@@ -80,12 +80,10 @@ class TorchSurface(TorchDistributedDataParallel):
         `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
         end, all ranks get parameters and buffers of one that joined last.
         """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        if self._policy is None:
+            return Join([self], enable, throw_on_early_termination, **options)
+        return BoundedJoin(self, self._policy.reducer.report.wait, enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""

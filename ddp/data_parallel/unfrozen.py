@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp.comm.objects import gather_values
 from ddp.errors import BackwardError
+from ddp.monitoring.stall_report import finish
 
 __all__ = ["average_unfrozen"]
 
@@ -34,7 +35,7 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
         total = torch.zeros_like(parameter) if grad is None else grad.detach().to_dense().clone()
         flat = torch.view_as_real(total) if total.is_complex() else total
         flat = flat.contiguous().div_(group.size())
-        group.allreduce([flat]).wait()
+        finish(group.allreduce([flat]), device=flat.device)
         flat.mul_(factor)
         average = torch.view_as_complex(flat) if total.is_complex() else flat
         if grad is None or grad.layout is not torch.strided:

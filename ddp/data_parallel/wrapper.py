@@ -104,12 +104,15 @@ class DistributedDataParallel(TorchSurface):
     - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them once;
       DriftError names the first parameter that differs, the step and the rank.
     - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them is;
-      default: nine tenths of the group's own timeout.
+      default: nine tenths of the group's own timeout. It holds for what belongs to no model too (checkpoints,
+      `gather_metrics`, LocalSGD, evaluations), the least of all living models' then; but a rank that reads or writes a
+      checkpoint is waited for as long as that group's timeout allows.
 
     No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others raise
-    PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, or unfroze a parameter that another
-    did not, all raise BackwardError. After these, `.grad` is None on every rank, and the next step can go on. A
-    parameter that is unfrozen on all ranks is reduced from then on.
+    PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, unfroze a parameter that another
+    did not, stepped an optimizer within backward, or began with other gradients than the rest, all raise BackwardError;
+    if it stepped more often than others, and weights differ, DriftError. After these, `.grad` is None on every rank,
+    and the next step can go on. A parameter that is unfrozen on all ranks is reduced from then on.
 
     It is an instance of torch's class, so that libraries which ask for that find it. A world of one communicates
     nothing.
@@ -296,7 +299,7 @@ class DistributedDataParallel(TorchSurface):
                 _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
             with self._syncing_buffers(policy, root):
                 inputs, kwargs = self._on_device(inputs, kwargs)
-                policy.enter_forward(self.module)
+                policy.enter_forward(self.module, steps_alone=self.steps_alone)
                 output = self.module(*inputs, **kwargs)
             if torch.is_grad_enabled():
                 policy.prepare(output, is_syncing=is_syncing, is_training=self.training)

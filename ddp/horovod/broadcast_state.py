@@ -115,7 +115,12 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
     if any(problems):
         told = gather_values(problem, group=link)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-        raise ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
+        together = ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {_READABLE}")
+        if not problem:
+            together.failed_ranks = tuple(
+                rank for rank, text in zip(dist.get_process_group_ranks(link), told, strict=True) if text
+            )
+        raise together
     with waiting_for_peers("allgather_object", link):
         return gather_values(obj, group=link)
 

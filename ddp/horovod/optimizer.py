@@ -34,7 +34,7 @@ from ddp.errors import ArgumentError, BackwardError
 from ddp.horovod.calls import Average, Call, Sum, check_same_call, host_side, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.torch_internals import gradient_hooks, not_split_off, parameters_of, timeout_of
 from ddp.world import before_leaving
 
@@ -343,7 +343,7 @@ class _Engine:
         total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
         with waiting_for_peers("average of the closure's losses", self._link):
             group = host_side(self._link) if total.device.type == "cpu" else self._link
-            group.allreduce([total]).wait()
+            finish(group.allreduce([total]), device=total.device)
         total = total / self._link.size() if self._settings.op == Average else total
         return total if isinstance(loss, Tensor) else total.item()
 

@@ -1,7 +1,8 @@
 """Says who is missing, and where, when a collective fails or lasts too long.
 
 torch only knows that a receive timed out or that a peer closed its connection. A StallReport belongs to one wrapped
-model: its owner notes with `at` what this rank does, and waits for collectives with `wait`. When a wait goes
+model: its owner notes with `at` what this rank does, and waits for collectives with `wait`, or with `finish` inside
+of `waiting`: nothing else in `ddp` waits for a collective. When a wait goes
 wrong, the ranks tell each other through the store where they are (`ddp.monitoring.stall_channel` has the thread that
 does so while the main thread hangs), and the error is a report of it. Nothing here starts a collective.
 """
@@ -18,7 +19,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import NoReturn, Protocol
@@ -29,15 +30,25 @@ import torch.distributed as dist
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
-from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, printable
+from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
 from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
-__all__ = ["HostWork", "Pending", "StallReport", "end_process", "report_of", "waiting_for_peers"]
+__all__ = [
+    "HostWork",
+    "Pending",
+    "StallReport",
+    "at_files",
+    "end_process",
+    "finish",
+    "report_of",
+    "waiting_for_peers",
+]
 
 _TORCHS_TIMEOUT_S = 1800.0
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
+_AT_FILES = "at the files of a checkpoint"  # for which the others wait as long as the group's timeout lets them
 
 
 class Pending(Protocol):
@@ -79,10 +90,12 @@ class StallReport:
             raise ArgumentError(f"the stall timeout must be more than 0 s, not {timeout_s!r}")
         self.rank, self.size = group.rank(), group.size()
         self.step = 0
-        self.timeout_s = 0.9 * _timeout_of(group) if timeout_s is None else timeout_s
-        self.interval_s = min(1.0, max(0.1, self.timeout_s / 10))  # between two looks at the store
+        self._longest_s: float = 0.9 * _timeout_of(group)
+        self._is_for_calls = bool(kind)
+        self._own_timeout_s: float | None = timeout_s
+        if timeout_s is not None:
+            _limits_s[id(self)] = timeout_s
         self._thread = threading.get_ident()
-        self._limit = timedelta(seconds=self.timeout_s)
         # A backend that is not known is waited for as NCCL: that ends the process where a wait has a limit.
         self._by_host = {"cpu", *(each.type for each in device_types_of(group) if is_by_gloo(group, each))}
         self._device_type = "cpu" if device is None else device.type
@@ -97,6 +110,20 @@ class StallReport:
                 self._global_ranks = dist.get_process_group_ranks(group)
                 self._store_thread = store_thread_of_world(_how_it_ends)
         self._key = "" if self._store_thread is None else self._store_thread.enter(group.group_name + kind, self)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to wait for the others; calls that belong to no model wait no longer than the models do."""
+        if self._own_timeout_s is not None:
+            return self._own_timeout_s
+        others_s = _limits_s.values() if self._is_for_calls else ()
+        least_s: float = min([self._longest_s, *others_s])
+        return least_s
+
+    @property
+    def interval_s(self) -> float:
+        """How long the thread waits between two looks at the store."""
+        return min(1.0, max(0.1, self.timeout_s / 10))
 
     def at(self, phase: str, detail: Callable[[], str] | None = None) -> None:
         """Note what this rank does from now on. `detail` is called in another thread, when somebody asks.
@@ -114,8 +141,7 @@ class StallReport:
         without blocking; after a stall the report is written to stderr, and then torch's watchdog ends the process, if
         the backend has one.
         """
-        where = self._device_type if device is None else device.type
-        is_device = where not in self._by_host and (device is not None or not isinstance(work, HostWork))
+        is_device = self._is_on_device(work, device)
         try:
             with self._in(what, _UNBOUNDED if is_device else _BOUNDED):
                 if is_device:
@@ -129,8 +155,13 @@ class StallReport:
                 _keep_pending(work)
             raise
 
+    def _is_on_device(self, work: Pending, device: torch.device | None) -> bool:
+        where = self._device_type if device is None else device.type
+        return where not in self._by_host and (device is not None or not isinstance(work, HostWork))
+
     def _wait_here(self, work: Pending, what: str) -> None:
-        deadline = monotonic() + self._limit.total_seconds()
+        began = monotonic()
+        deadline = began + self.timeout_s
         while True:
             start = monotonic()
             poll_s = max(0.001, min(_POLL_S, deadline - start))
@@ -143,9 +174,14 @@ class StallReport:
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
                 if monotonic() >= deadline:
+                    scene, heard = self._ask(what, "")
+                    longest = began + self._longest_s
+                    if monotonic() < longest and _is_at_files(heard, self._key):
+                        deadline = min(monotonic() + self.timeout_s, longest)
+                        continue
                     self._left = f"has waited too long in the {what}"
                     _keep_pending(work)
-                    raise self.error(what, "") from error
+                    raise self._error(scene, heard) from error
         work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
     def leave_step(self, how: str) -> None:
@@ -167,9 +203,20 @@ class StallReport:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Wait in a block that has no Work: its RuntimeError becomes the report, and a stall is written to stderr."""
-        with self._in(what, _UNBOUNDED):
-            yield
+        """Wait in a block: `finish` in it waits within bounds, as `wait` does, and a RuntimeError becomes the report.
+
+        Where the block waits otherwise, or for a device, a stall is written to stderr.
+        """
+        before, _innermost.report = getattr(_innermost, "report", None), self
+        try:
+            with self._in(what, _UNBOUNDED):
+                yield
+        finally:
+            _innermost.report = before
+
+    def finish(self, work: Pending, device: torch.device | None) -> None:
+        """Wait for a collective of the block that `waiting` has begun. See `wait`."""
+        self.wait(work, self._position[0], device=device)
 
     @contextlib.contextmanager
     def _in(self, what: str, how: int) -> Iterator[None]:
@@ -209,10 +256,12 @@ class StallReport:
     def close(self) -> None:
         """Tell no more of this model: its owner is gone. May be called twice, and in a destructor."""
         store_thread, self._store_thread, self._newest = self._store_thread, None, None
+        _limits_s.pop(id(self), None)
         if store_thread is not None:
             store_thread.leave(self._key, self.step)
 
     def __del__(self) -> None:
+        _limits_s.pop(id(self), None)
         if getattr(self, "_key", None):  # else the constructor has failed
             self.close()
 
@@ -251,12 +300,24 @@ class StallReport:
 
     def error(self, what: str, torchs_text: str) -> CollectiveError:
         """Make the error for a collective that failed, or that lasts too long if torch says nothing. Blocks: asks."""
+        return self._error(*self._ask(what, torchs_text))
+
+    def _error(self, scene: Scene, heard: Heard) -> CollectiveError:
+        missing = self.in_world(find_missing(scene, heard))
+        return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=scene.what, failed_ranks=missing)
+
+    def _ask(self, what: str, torchs_text: str) -> tuple[Scene, Heard]:
+        """What this rank knows of a wait, and what the others answer."""
         scene = self._scene(what, torchs_text, self._position[2])
         store_thread = self._store_thread
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
         if store_thread is not None and (_asks_after_failures or not torchs_text):
             heard = store_thread.ask(self._others(), self._patience_s())
-        return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=what)
+        return scene, heard
+
+    def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers in the world of ranks of the group."""
+        return tuple(self._global_ranks[rank] for rank in sorted(ranks) if 0 <= rank < self.size)
 
     def _others(self) -> list[int]:
         return [number for rank, number in enumerate(self._global_ranks) if rank != self.rank]
@@ -294,6 +355,8 @@ def without_questions() -> Iterator[None]:
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
 _reports: weakref.WeakKeyDictionary[dist.ProcessGroup, StallReport] = weakref.WeakKeyDictionary()
+_limits_s: dict[int, float] = {}  # of the reports whose makers gave one, by id
+_innermost = threading.local()  # has the report of the block of `waiting` that this thread is in
 
 
 def report_of(group: dist.ProcessGroup | None) -> StallReport:
@@ -309,9 +372,46 @@ def report_of(group: dist.ProcessGroup | None) -> StallReport:
 def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Call collectives of `group` in a block that belongs to no model: where one fails, CollectiveError says who."""
     report = report_of(group)
+    report.check_in_step()
     with report.waiting(what):
         yield
     report.step += 1
+
+
+def finish(work: Pending | None, *, device: torch.device | None = None) -> None:
+    """Wait for a collective within the limit of the block of `waiting` that the caller is in.
+
+    `device` is where it moves tensors, if that is not the report's. None, of a rank that is not in the group, is over.
+    """
+    if work is None:
+        return
+    report: StallReport | None = getattr(_innermost, "report", None)
+    if report is not None:
+        report.finish(work, device)
+    elif dist.group.WORLD is None:  # a group that torch does not know
+        work.wait()
+    else:
+        report_of(None).wait(work, "exchange between the ranks", device=device)
+
+
+@contextlib.contextmanager
+def at_files() -> Iterator[None]:
+    """Read or write files in a block, while the others may wait for this rank longer than for one that hangs."""
+    report = report_of(None) if dist.is_available() and dist.is_initialized() else None
+    before = None if report is None else report._position
+    try:
+        if report is not None:
+            report.at(_AT_FILES)
+        yield
+    finally:
+        if report is not None and before is not None:
+            report._position = before
+
+
+def _is_at_files(heard: Heard, key: str) -> bool:
+    """Whether a rank that has answered reads or writes files in calls with this key."""
+    found = (answer.positions.get(key) for answer in heard.answers.values() if not answer.ended)
+    return any(position is not None and position.phase == _AT_FILES for position in found)
 
 
 def _write(scene: Scene, heard: Heard) -> None:

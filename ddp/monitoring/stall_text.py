@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["MOST_POSITIONS", "Answer", "Heard", "Position", "Scene", "describe_stall", "printable"]
+__all__ = ["MOST_POSITIONS", "Answer", "Heard", "Position", "Scene", "describe_stall", "find_missing", "printable"]
 
 MOST_POSITIONS = 32  # of models, in one answer
 _TEXT_LENGTH = 400
@@ -121,15 +121,9 @@ class _Finding:
 
 def describe_stall(scene: Scene, heard: Heard) -> str:
     """Say who is missing, then where every rank is: at most one screen."""
-    positions: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
-    if not heard.trouble:
-        for rank, number in enumerate(scene.global_ranks):
-            if rank != scene.rank:
-                finding, for_s = _finding_of(scene, heard.answers.get(number))
-                positions.setdefault(finding, []).append((rank, for_s))
+    positions = _positions(scene, heard)
     elsewhere = sorted((finding for finding in positions if finding.order), key=lambda it: (it.order, positions[it]))
-    causes = [finding for finding in elsewhere if finding.order != _VICTIM] or elsewhere
-    gone = sorted(rank for finding in causes for rank, _ in positions[finding])
+    gone = find_missing(scene, heard)
     lines = [_headline(scene, gone, heard.trouble)]
     for finding in elsewhere[:_MOST_FINDINGS]:
         there = positions[finding]
@@ -144,6 +138,25 @@ def describe_stall(scene: Scene, heard: Heard) -> str:
         lines.append(f"  (ranks of a group; in the world they are {', '.join(map(str, scene.global_ranks[:64]))})")
     lines.append(_advice(scene, gone, heard.trouble))
     return "\n".join(lines)
+
+
+def find_missing(scene: Scene, heard: Heard) -> list[int]:
+    """Return the ranks of the group that are not where the one that asks waits, without those that left for another."""
+    positions = _positions(scene, heard)
+    elsewhere = [finding for finding in positions if finding.order]
+    causes = [finding for finding in elsewhere if finding.order != _VICTIM] or elsewhere
+    return sorted(rank for finding in causes for rank, _ in positions[finding])
+
+
+def _positions(scene: Scene, heard: Heard) -> dict[_Finding, list[tuple[int, float]]]:
+    """Return who is where, by what is known of each rank of the group, and for how long."""
+    positions: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
+    if not heard.trouble:
+        for rank, number in enumerate(scene.global_ranks):
+            if rank != scene.rank:
+                finding, for_s = _finding_of(scene, heard.answers.get(number))
+                positions.setdefault(finding, []).append((rank, for_s))
+    return positions
 
 
 def _headline(scene: Scene, gone: Sequence[int], trouble: str) -> str:
@@ -172,7 +185,8 @@ def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
         return _Finding(_VICTIM if answer.is_victim else 2, ended + after), 0.0
     closed = "" if answer.has_group else "; it has closed its process group"
     if position is None:
-        return _Finding(3, f"has not made this model (yet), and is at {answer.line}{closed}"), 0.0
+        what = "has not come here yet" if "/calls/" in scene.key else "has not made this model (yet)"
+        return _Finding(3, f"{what}, and is at {answer.line}{closed}"), 0.0
     if position.is_waiting and (position.phase, position.step) == (scene.what, scene.step):
         return _Finding(0, ""), position.for_s
     text = f"step {position.step + 1}, {position.phase}"

@@ -40,6 +40,7 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.environment import roles_of
 from ddp.errors import ArgumentError, LaunchEnvironmentError
+from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import unwrapped
 from ddp.world import World, init
 
@@ -281,7 +282,10 @@ class Strategy(ABC):
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""
-        return gather_bytes(payload)
+        if self.replicas == 1:
+            return gather_bytes(payload)
+        with waiting_for_peers("strategy.reduce"):
+            return gather_bytes(payload)
 
     def sync(self) -> None:  # noqa: B027  # most strategies have nothing to do
         """Bring the model of this replica up to date, before it is evaluated or saved. Every replica must call it."""

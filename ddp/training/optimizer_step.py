@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.errors import UnsupportedError
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 from ddp.strategies.strategy import Strategy
 from ddp.training.losses_and_metrics import wide
@@ -60,7 +60,8 @@ def average_gradients(strategy: Strategy, module: nn.Module) -> None:
     for chunk in cut_into_chunks(gradients):
         flat = wide(torch.cat([gradient.reshape(-1) for gradient in chunk])).div_(strategy.replicas)
         with waiting_for_peers("the average of the gradients"):
-            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            finish(dist.all_reduce(real, async_op=True), device=flat.device)
         for gradient, mean in zip(chunk, torch.split(flat, [each.numel() for each in chunk]), strict=True):
             gradient.copy_(mean.view(gradient.shape))
 

@@ -67,6 +67,7 @@ class Attempt:
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self._workdir = prepared.workdir
+        self._grace_s = prepared.grace_s
         self._orders: dict[int, StartWorker] = {}
         self._waiting: list[StartWorker] = []  # for the fork server's imports
         self._fork_server = fork_server
@@ -103,14 +104,26 @@ class Attempt:
         return self._output_bytes + sum(self._before) + sum(sum(worker.progress) for worker in self.workers.values())
 
     def look(self) -> None:
-        """Look around now and then, so that what happened long ago is not taken for the cause of what happens now."""
+        """Look around now and then: for workers that have failed and do not end, and for what the kernel has killed.
+
+        What happened long ago is then not taken for the cause of what happens now.
+        """
         if self._memory is not None:
             self._memory.look()
+        for worker in self.running:
+            failing = worker.look(self.number, grace_s=self._grace_s)
+            if failing is not None and not worker.restart_policy:  # else the others go on: its end is what counts
+                self._writer.send(failing)
 
     @property
     def saved(self) -> int:
         """How many checkpoints its workers said they saved."""
         return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
+
+    @property
+    def steps(self) -> int:
+        """How many training steps its workers said they made."""
+        return self._before[0] + sum(worker.progress[0] for worker in self.workers.values())
 
     def open_store(self, message: OpenStore, address: str) -> None:
         try:
@@ -286,8 +299,10 @@ class Attempt:
         )
 
     def signal(self, signum: int, *, stop: bool) -> None:
+        """Signal the workers; one that ends by itself since it has failed is not disturbed, only killed in time."""
         for worker in self.running:
-            worker.signal(signum, stop=stop)
+            if not stop or signum == signal.SIGKILL or not worker.has_failed:
+                worker.signal(signum, stop=stop)
 
     def ended(self, wait_statuses: Mapping[int, int]) -> None:
         """Take note of children that were reaped, by pid, and report what was ours."""

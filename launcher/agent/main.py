@@ -232,8 +232,8 @@ class Agent:
             self._attempt.look()
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
-            progress, saved = (0, 0) if attempt is None else (attempt.progress, attempt.saved)
-            self._writer.send(Heartbeat(time=now, progress=progress, saved=saved))
+            made = (0, 0, 0) if attempt is None else (attempt.progress, attempt.saved, attempt.steps)
+            self._writer.send(Heartbeat(now, *made))
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""

@@ -138,7 +138,10 @@ class Options:
         "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",
         default=JobSpec.heartbeat_timeout_s,
     )
-    stall_timeout_s: float | None = _option("Time without any output or training step after which the run has failed.")
+    stall_timeout_s: float | None = _option(
+        "Time without any output or training step after which the run has failed. Until the first step of ddp, "
+        "no less than --start-timeout-s after the start of the workers."
+    )
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
     interface: str | None = _option(
         "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed

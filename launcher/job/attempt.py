@@ -15,12 +15,13 @@ __all__ = ["AttemptState", "choose_members"]
 class AttemptState:
     """`members` in the order of their node ranks; the first of them holds the store.
 
-    Timer.STALL is set `stall_s` after each sign of progress.
+    Timer.STALL is set `stall_s` after each sign of progress; until the first step of training, no earlier than
+    `start_s` after the start of the workers, which import and connect.
     """
 
     def __init__(
         self, number: int, members: tuple[str, ...], placement: Placement, timers: Timers, *,
-        began: float, stall_s: float | None = None,
+        began: float, stall_s: float | None = None, start_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.number = number
         self.members = members
@@ -42,8 +43,12 @@ class AttemptState:
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
         self.provoked_at: dict[str, float] = {}  # when the first of a host's workers ended because its agent made it
         self.ended: set[int] = set()
+        self.failing: dict[int, Failure] = {}  # by rank, of workers whose process had not ended yet
         self._timers = timers
         self._stall_s = NEVER if stall_s is None else stall_s
+        self._start_s = start_s
+        self._starts_until = began
+        self._has_stepped = False
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         # Those that have not finished successfully, and are not left out.
         self._needed = {worker.rank for worker in placement.workers if worker.needed}
@@ -74,6 +79,8 @@ class AttemptState:
 
     def take_start(self, started: Started, now: float) -> None:
         self.started.add(started.rank)
+        self._starts_until = now + self._start_s
+        self._has_stepped = False
         if started.by_exec:
             self.by_exec[started.by_exec] = None
         else:
@@ -114,11 +121,13 @@ class AttemptState:
         return self.number + self._restarts[rank]
 
     def made_progress(self, now: float) -> None:
-        self._timers.set(Timer.STALL, now + self._stall_s)
+        at = now + self._stall_s
+        self._timers.set(Timer.STALL, at if self._has_stepped else max(at, self._starts_until))
 
     def take_heartbeat(self, host: str, heartbeat: Heartbeat, now: float) -> bool:
         """Note how far a host's workers are; return whether they have saved more checkpoints than before."""
         before, self._heartbeats[host] = self._heartbeats.get(host), heartbeat
+        self._has_stepped |= heartbeat.steps > (before.steps if before is not None else 0)
         if before is None or before.progress != heartbeat.progress:
             self.made_progress(now)
         return heartbeat.saved > (before.saved if before is not None else 0)
@@ -141,6 +150,10 @@ class AttemptState:
         if not looks_like_consequence(failure):
             known = self.first_root_at
             self.first_root_at = failure.at if known is None else min(known, failure.at)
+
+    def take_end(self, known: Failure, ended: Failure) -> None:
+        """Note how the process of a worker ended that was known to have failed."""
+        self.failures = [ended if failure is known else failure for failure in self.failures]
 
 
 def choose_members(previous: Sequence[str], ready: Sequence[str], most: int) -> tuple[str, ...]:

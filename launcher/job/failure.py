@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from launcher.protocol import Exited
+from launcher.protocol import Exited, Failing
 
 __all__ = [
     "SLACK_S", "Failure", "FailureKind", "SecondaryFailures", "failure_of", "first_cause", "group_secondary_failures",
@@ -77,6 +77,7 @@ class Failure:
     `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
     was already being stopped when it ended, although it had failed before. `killer` says who killed it, where that
     is known; `inside` is the function in which it raised, `where` the line of the user's own code above that.
+    `failed_ranks` are those that an error of `ddp` names: it is a consequence of their failure, even if it names none.
     """
 
     kind: FailureKind
@@ -93,6 +94,7 @@ class Failure:
     inside: str = ""
     killer: str = ""
     provoked: bool = False
+    failed_ranks: tuple[int, ...] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -101,8 +103,8 @@ class Failure:
         return 128 - self.status if self.status < 0 else self.status
 
 
-def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure:
-    """Return what the bad end of a worker was."""
+def failure_of(host: str, exited: Exited | Failing, at: float, *, attempt: int) -> Failure:
+    """Return what the bad end of a worker was, or will be."""
     error = exited.error
     if exited.pid == 0:
         kind = FailureKind.NEVER_STARTED
@@ -111,6 +113,7 @@ def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure
     else:
         kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
     said = error or {}
+    named = said.get("failed_ranks")
     return Failure(
         kind=kind,
         host=host,
@@ -124,24 +127,31 @@ def failure_of(host: str, exited: Exited, at: float, *, attempt: int) -> Failure
         message=said.get("message", ""),
         where=said.get("where", ""),
         inside=said.get("inside", ""),
-        killer=exited.killer,
-        provoked=exited.provoked,
+        killer=exited.killer if isinstance(exited, Exited) else "",
+        provoked=isinstance(exited, Exited) and exited.provoked,
+        failed_ranks=None if named is None else tuple(int(rank) for rank in named.split() if rank.isdecimal()),
     )
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that the others followed from, as far as time and kind tell."""
+    """Return the failure that the others followed from, as far as time and kind tell, and what they say themselves."""
     if not failures:
         return None
     first = min(failures, key=lambda failure: failure.at)
     roots = [f for f in failures if f.at <= first.at + SLACK_S and not looks_like_consequence(f)]
-    return min(roots, key=lambda failure: failure.at, default=first)
+    cause = min(roots, key=lambda failure: failure.at, default=first)
+    others = {failure.rank: failure for failure in failures if failure.rank is not None}
+    while named := [others[rank] for rank in cause.failed_ranks or () if rank in others]:
+        others.pop(-1 if cause.rank is None else cause.rank, None)  # so that two which name each other come to an end
+        cause = min(named, key=lambda failure: failure.at)
+    return cause
 
 
 def looks_like_consequence(failure: Failure) -> bool:
     """Say whether a failure may be no more than what the loss of a peer looks like."""
     if failure.kind is FailureKind.RAISED:
-        return failure.error_type in _CONSEQUENCE_TYPES or _CONSEQUENCE_WORDS.search(failure.message) is not None
+        is_told = failure.failed_ranks is not None or failure.error_type in _CONSEQUENCE_TYPES
+        return is_told or _CONSEQUENCE_WORDS.search(failure.message) is not None
     # Background threads of gloo and NCCL end the process when a peer is gone.
     return failure.kind is FailureKind.KILLED and failure.status == -signal.SIGABRT
 

@@ -37,6 +37,7 @@ from launcher.protocol import (
     Evidence,
     Exited,
     Facts,
+    Failing,
     Heartbeat,
     Hello,
     PortsReserved,
@@ -153,6 +154,8 @@ class Job:
                 attempt.take_start(message, now)
                 self._run.started(message.rank)
                 return self._run.grow_with(None, now) if attempt.all_started else []
+            case Failing():
+                return self._failing(attempt, state, message, now)
             case Exited():
                 return self._exited(attempt, state, message, now)
             case Swept():
@@ -221,10 +224,21 @@ class Job:
         saved = attempt.take_heartbeat(state.name, beat, now)
         return self._run.stop(now) if saved and self._run.preempted and self._run.stopping is None else []
 
+    def _failing(self, attempt: AttemptState, state: HostState, failing: Failing, now: float) -> list[Command]:
+        at = state.clock.corrected(failing.time)
+        if failing.rank in attempt.ended or (attempt.stopped_at is not None and at >= attempt.stopped_at):
+            return []  # if it is news, its end brings it
+        failure = failure_of(state.name, failing, at, attempt=attempt.number)
+        attempt.failing[failing.rank] = failure
+        return self._run.fail(failure, now)
+
     def _exited(self, attempt: AttemptState, state: HostState, exited: Exited, now: float) -> list[Command]:
-        at = state.clock.corrected(exited.time)
+        known = attempt.failing.pop(exited.rank, None)
+        at = state.clock.corrected(exited.time) if known is None else known.at
         attempt.take_exit(state.name, exited, at, now)
-        if exited.status != 0:
+        if known is not None and exited.status != 0:
+            attempt.take_end(known, failure_of(state.name, exited, at, attempt=attempt.number))
+        elif exited.status != 0:
             failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
             if failed_before or not exited.provoked:
                 failure = failure_of(state.name, exited, at, attempt=attempt.number)

@@ -128,8 +128,10 @@ class Lifecycle:
         if last is not None:
             commands.append(Notice(attempt_begins(number, members, previous)))
             commands += self.gathering.count_absence(last.grown_for, members)
-        stall_s = spec.stall_timeout_s
-        self.attempt = AttemptState(number, members, placement, self.timers, began=now, stall_s=stall_s)
+        self.attempt = AttemptState(
+            number, members, placement, self.timers,
+            began=now, stall_s=spec.stall_timeout_s, start_s=spec.start_timeout_s,
+        )  # fmt: skip
         self.restarts.begin()
         self.generations.begin()
         self._enter(Phase.OPENING_STORE)

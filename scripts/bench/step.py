@@ -1,6 +1,7 @@
 """Compare the time of a training step with torch's DistributedDataParallel, in turns in one run.
 
     python scripts/bench/step.py [--steps 2] [--rounds 30] [--models mlp,small,conv,gpt,nano,unused,accumulate]
+    python scripts/bench/step.py --models many --variants ddp,"ddp checksum","ddp again"  # what weight_checksum costs
 
 Two processes on this machine train replicas of the same model over gloo: one wrapped by ddp, one by torch's
 class with its defaults, one by torch's class with gradient_as_bucket_view=True, and one by torch's class a
@@ -10,7 +11,8 @@ which sends nothing: what others take longer, divided by the number of parameter
 a model leaves parameters unused, torch's class gets find_unused_parameters=True, which it needs. A round gives each
 variant a block of steps, in random order; a block's time is that of the slower rank. The table gives medians over the
 rounds, and the median of the ratios within rounds. CPU time is that of all threads of both ranks: it says less
-about overlap, but much more than wall time on a machine that does other things too.
+about overlap, but much more than wall time on a machine that does other things too. Without one of torch's among the
+`--variants`, ratios are to the first of them.
 """
 
 from __future__ import annotations
@@ -126,6 +128,11 @@ SUBJECTS = {
         lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(300))),
         lambda: torch.randn(8, 32),
     ),
+    "many": Subject(
+        "1,000 small tensors",
+        lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(500))),
+        lambda: torch.randn(8, 32),
+    ),
     "conv": Subject(
         "convnet with 8 BatchNorm",
         lambda: nn.Sequential(
@@ -154,6 +161,7 @@ SUBJECTS = {
 }  # fmt: skip
 
 VARIANTS = ("ddp", "ddp views", "ddp shm", "torch", "torch views", "torch shm", "torch again", "alone")
+ASKED = ("ddp checksum", "ddp again")  # only where they are asked for
 THEIRS = ("torch", "torch views")
 
 
@@ -166,7 +174,9 @@ def wrap(name: str, subject: Subject) -> nn.Module:
     views = name.endswith("views")
     group = _shm_group() if name.endswith("shm") else None
     if name.startswith("ddp"):
-        return ddp.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
+        return ddp.DistributedDataParallel(
+            module, process_group=group, gradient_as_bucket_view=views, weight_checksum=name.endswith("checksum")
+        )
     return nn.parallel.DistributedDataParallel(
         module, process_group=group, gradient_as_bucket_view=views, find_unused_parameters=subject.find_unused
     )
@@ -205,9 +215,9 @@ class Times:
     cpu_s: list[float]
 
 
-def measure(subject: Subject, *, steps: int, rounds: int) -> dict[str, Times]:
+def measure(subject: Subject, variants: Sequence[str], *, steps: int, rounds: int) -> dict[str, Times]:
     """Measure every variant, in turns."""
-    every = {name: stepper(subject, name) for name in VARIANTS}
+    every = {name: stepper(subject, name) for name in variants}
     names = list(every)
     wall_s, cpu_s = torch.zeros(2, rounds, len(names), dtype=torch.float64)
     for step in every.values():
@@ -233,7 +243,8 @@ def ratio(left: list[float], right: list[float]) -> float:
 
 
 def report(subject: Subject, times: dict[str, Times]) -> None:
-    best = min(THEIRS, key=lambda name: statistics.median(times[name].wall_s))
+    theirs = [name for name in THEIRS if name in times] or [next(iter(times))]
+    best = min(theirs, key=lambda name: statistics.median(times[name].wall_s))
     count = len(list(subject.build().parameters()))
     print(
         f"\n{subject.title}\n  {'':12} {'ms a step':>9} {'to ' + best:>14} {'CPU ms':>9} {'to ' + best:>14} "
@@ -242,7 +253,7 @@ def report(subject: Subject, times: dict[str, Times]) -> None:
     for name, its in times.items():
         wall, cpu = (statistics.median(values) * 1e3 for values in (its.wall_s, its.cpu_s))
         wall_ratio, cpu_ratio = ratio(its.wall_s, times[best].wall_s), ratio(its.cpu_s, times[best].cpu_s)
-        more = [mine - alone for mine, alone in zip(its.cpu_s, times["alone"].cpu_s, strict=True)]
+        more = [mine - alone for mine, alone in zip(its.cpu_s, times.get("alone", times[best]).cpu_s, strict=True)]
         overhead_us = statistics.median(more) * 1e6 / count / dist.get_world_size()
         print(
             f"  {name:12} {wall:9.2f} {wall_ratio:14.3f} {cpu:9.2f} {cpu_ratio:14.3f} {overhead_us:32.2f}", flush=True
@@ -253,7 +264,7 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = ddp.init("gloo")
     for name in arguments.models.split(","):
-        times = measure(SUBJECTS[name], steps=arguments.steps, rounds=arguments.rounds)
+        times = measure(SUBJECTS[name], arguments.variants.split(","), steps=arguments.steps, rounds=arguments.rounds)
         if world.is_main:
             report(SUBJECTS[name], times)
 
@@ -264,7 +275,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30, help="rounds of one block for each variant (default 30)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--models", default=",".join(SUBJECTS), help=f"which of {','.join(SUBJECTS)} (default all)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {','.join(VARIANTS + ASKED)}")
     arguments = parser.parse_args()
+    if unknown := set(arguments.variants.split(",")) - {*VARIANTS, *ASKED}:
+        parser.error(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS + ASKED)}")
     if unknown := set(arguments.models.split(",")) - set(SUBJECTS):
         parser.error(f"--models: no {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
     if "RANK" in os.environ:

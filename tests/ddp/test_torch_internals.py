@@ -158,6 +158,12 @@ def test_versions_count_changes_and_many_tensors_are_copied_at_once() -> None:
     assert all(map(torch.equal, tensors, sources))
 
 
+def test_many_tensors_are_put_together_at_once() -> None:
+    tensors = [torch.tensor(1.0), torch.arange(6.0).view(2, 3).t(), torch.zeros(0), nn.Parameter(torch.ones(2))]
+    for flatten in (internals.flatten_tensors, internals._flatten_each):
+        assert flatten(tensors).tolist() == [1, 0, 3, 1, 4, 2, 5, 1, 1]
+
+
 def test_many_tensors_are_divided_at_once() -> None:
     dense, sparse = torch.full((2,), 6.0), torch.eye(2).mul(9).to_sparse()
     internals.foreach_divide([dense, sparse], 3.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.checkpoint_cases import listed
 from torch import nn
 
 import ddp
@@ -113,7 +113,7 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         checkpoint.wait()  # the ranks are still in step
-        assert sorted(os.listdir(folder)) == ["step-0000000001.pt"]
+        assert sorted(listed(folder)) == ["step-0000000001.pt"]
     checkpoint.save(9)
     assert checkpoint.load().step == 9
     assert counted == [1, 1]

@@ -29,7 +29,9 @@ from ddp_worlds.nursery import BACKEND
 import ddp
 from ddp.comm import small_sum
 from ddp.comm.small_sum import SmallAdder
+from ddp.data_parallel.buckets import bucket_schedule, sparse_transfer
 from ddp.errors import CollectiveError
+from ddp.monitoring import stall_report as stall_report_module
 from ddp.monitoring.stall_report import HostWork, StallReport
 
 kept: object = None
@@ -55,9 +57,9 @@ def make(timeout_s: float | None = STALL_S, group: dist.ProcessGroup | None = No
 
 def reduce(stall_report: StallReport, what: str = "all-reduce of bucket 1 of 1", **options: Any) -> None:
     """A step that ends well, however slow the machine is."""
-    limit, stall_report._limit = stall_report._limit, timedelta(seconds=DEADLINE_S)
+    limit_s, stall_report._own_timeout_s = stall_report._own_timeout_s, DEADLINE_S
     stall_report.wait(dist.all_reduce(torch.ones(3), async_op=True, **options), what)
-    stall_report._limit = limit
+    stall_report._own_timeout_s = limit_s
     stall_report.step += 1
 
 
@@ -113,6 +115,80 @@ def interrupt_when_waiting(stall_report: StallReport) -> threading.Thread:
 
 
 # Cases
+
+
+class _Slow(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Four samples, before each of which `hang` is called."""
+
+    def __init__(self, hang: Callable[[], object]) -> None:
+        self._hang = hang
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._hang()
+        return torch.ones(2), torch.ones(1)
+
+
+def _joins_at_once(model: ddp.DistributedDataParallel) -> None:
+    with model.join():
+        pass
+
+
+def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
+    """Rank 1 hangs where the ranks meet outside of a model's passes; the error of rank 0."""
+
+    def hang() -> None:
+        (folder / "hangs").touch()
+        until((folder / "seen").exists)
+        leave()
+
+    def comes() -> None:
+        until((folder / "hangs").exists)
+        report = (trainer.model if where == "evaluation" else model).reducer.reducer.report
+        report._own_timeout_s = stall_report_module._limits_s[id(report)] = STALL_S
+
+    options: dict[str, Any] = {"stall_timeout_s": DEADLINE_S, "measure": False}
+    is_late = dist.get_rank() == 1
+    if where == "evaluation":
+        strategy = ddp.strategy("all_reduce", **options)
+        net = torch.nn.Linear(2, 1)
+        trainer = ddp.Trainer(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), torch.nn.functional.mse_loss, strategy=strategy
+        )
+        before = hang if is_late else comes
+        act: Callable[[], object] = lambda: trainer.evaluate(_Slow(before))  # noqa: E731  # where it hangs
+        is_late = False
+    else:
+        sparse = where == "sparse gradients"
+        net = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=sparse), torch.nn.Linear(2, 1))
+        model = ddp.DistributedDataParallel(net, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        act = {
+            "save": lambda: ddp.Checkpoint(folder / "checkpoints").save(1, model=model),
+            "load": lambda: ddp.Checkpoint(folder / "checkpoints").load(model=model),
+            "gather_metrics": lambda: ddp.gather_metrics({"loss": 1.0}),
+            "LocalSGD": lambda: ddp.LocalSGD(model, optimizer, every=2).sync(),
+            "check_replicas": lambda: ddp.check_replicas(model),
+            "join": lambda: _joins_at_once(model),
+            "sparse gradients": lambda: model(torch.tensor([dist.get_rank()])).sum().backward(),
+        }[where]
+        if sparse and is_late:
+            bucket_schedule.average_sparse = lambda *_: hang()
+            is_late = False
+    if is_late:
+        hang()
+    if where == "sparse gradients":
+        exchange = sparse_transfer._average
+        if dist.get_rank() == 0:
+            sparse_transfer._average = lambda *given: (comes(), exchange(*given))  # type: ignore[assignment,func-returns-value]
+    elif where != "evaluation":
+        comes()
+    with pytest.raises(CollectiveError) as caught:
+        act()
+    (folder / "seen").touch()
+    return str(caught.value)
 
 
 def comes_late(folder: Path, size: int) -> str | None:
@@ -443,7 +519,7 @@ def goes_on_after_an_end(folder: Path, size: int, by_stall: bool) -> list[float]
     model(torch.ones(1, 2)).sum().backward()  # after which the ranks agree on an order
     model.zero_grad()
     if by_stall:
-        stall_report._limit = timedelta(seconds=STALL_S)
+        stall_report._own_timeout_s = STALL_S
     loss = model(torch.full((1, 2), 1.0 + rank)).sum()
     if rank == 0:
         if by_stall:
@@ -507,6 +583,8 @@ def details(folder: Path, size: int) -> list[str]:
 
 def serve() -> None:
     for line in sys.stdin:
+        if "hangs_elsewhere" in line:
+            import torch._dynamo  # noqa: F401  # which each first optimizer imports, in seconds
         worlds: list[list[int]] = []
         for world in json.loads(line):
             worlds.append([])

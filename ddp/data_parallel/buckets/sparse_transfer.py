@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import Member
+from ddp.monitoring.stall_report import finish
 
 __all__ = ["average_sparse"]
 
@@ -36,7 +37,7 @@ def _average(channel: Channel, parameter: torch.nn.Parameter, factor: float) -> 
     scale = factor / group.size()
     if _DENSE in kinds:
         total = torch.zeros_like(parameter) if mine is None else mine.to_dense() if mine.is_sparse else mine.clone()
-        group.allreduce([total]).wait()
+        finish(group.allreduce([total]), device=total.device)
         parameter.grad = total.mul_(scale)
         return
     parameter.grad = _summed_rows(group, parameter, mine, counts).mul_(scale)
@@ -49,7 +50,7 @@ def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tu
         kind, count = (_SPARSE, len(mine.values())) if mine.is_sparse else (_DENSE, 0)
     told = torch.tensor([kind, count], device="cpu")
     every = [torch.empty_like(told) for _ in range(control.size())]
-    control.allgather([every], [told]).wait()
+    finish(control.allgather([every], [told]), device=told.device)
     rows = [other.tolist() for other in every]
     return [row[0] for row in rows], [row[1] for row in rows]
 
@@ -67,8 +68,8 @@ def _summed_rows(
     every_index = [torch.empty_like(indices) for _ in counts]
     every_value = [torch.empty_like(values) for _ in counts]
     if longest:
-        dist.all_gather(every_index, indices, group=group)
-        dist.all_gather(every_value, values, group=group)
+        finish(dist.all_gather(every_index, indices, group=group, async_op=True), device=indices.device)
+        finish(dist.all_gather(every_value, values, group=group, async_op=True), device=values.device)
     rows = torch.cat([index[:count] for index, count in zip(every_index, counts, strict=True)])
     entries = torch.cat([value[:count] for value, count in zip(every_value, counts, strict=True)])
     return torch.sparse_coo_tensor(rows[None], entries, parameter.shape, check_invariants=False).coalesce()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -19,7 +20,7 @@ __all__ = ["HEADER_NUMEL", "RankStatus", "StatusSum", "read", "used_among", "wri
 _DIGITS = 8
 _DIGIT_BITS = 6
 _MOST = (1 << _DIGIT_BITS) - 1
-_FIELDS = 9
+_FIELDS = 13
 HEADER_NUMEL = _FIELDS + 2 * _DIGITS
 
 
@@ -31,7 +32,8 @@ class RankStatus:
     `weight`: the sum of the weights of what it contributes, None if it gave none. `open_forwards`: forward passes
     since the last reduction whose outputs saw no backward. `unfrozen`: parameters that were frozen at the last plan
     and are not now. `number`: which of the group's wrappers this is. `digest`: 48 bits of what should be equal
-    everywhere.
+    everywhere. `steps`: how often optimizers have stepped since the last reduction. `kept` and `emptied`: the gradients
+    of the last reduction were still there, untouched, or gone, when this pass began; neither where that is not known.
     """
 
     failed: bool = False
@@ -41,6 +43,9 @@ class RankStatus:
     unfrozen: int = 0
     number: int = 0
     digest: int = 0
+    steps: int = 0
+    kept: bool = False
+    emptied: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class StatusSum:
     same_forwards: bool
     same_number: bool
     same_digest: bool
+    same_steps: bool
+    same_start: bool  # no rank kept gradients that another emptied
 
 
 _PLAIN = RankStatus()
@@ -68,18 +75,27 @@ def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> Non
         place[[HEADER_NUMEL + index for index in absent]] = 0
     if status == _PLAIN:
         return
-    opened = 0 if status.joined else min(status.open_forwards, _MOST)
-    number = 0 if status.joined else status.number & _MOST
-    digits = [0 if status.joined else status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
+    place[:HEADER_NUMEL] = _header(status, place.dtype)
+
+
+@lru_cache(maxsize=16)
+def _header(status: RankStatus, dtype: torch.dtype) -> torch.Tensor:
+    """(HEADER_NUMEL,): the same in most steps."""
+    digits = [status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
+    compared = [min(status.open_forwards, _MOST), status.number & _MOST, min(status.steps, _MOST), *digits]
+    opened, number, steps, *digits = [0] * len(compared) if status.joined else compared
     header = [status.failed, status.joined, status.weight is not None, status.weight or 0.0, status.unfrozen]
-    header += [opened, opened**2, number, number**2]
+    header += [opened, opened**2, number, number**2, steps, steps**2]
+    header += [status.kept and not status.joined, status.emptied and not status.joined]
     header += [*digits, *(digit**2 for digit in digits)]
-    place[:HEADER_NUMEL] = torch.tensor(header, dtype=place.dtype, device="cpu")
+    return torch.tensor(header, dtype=dtype, device="cpu")
 
 
 def read(sums: torch.Tensor, size: int) -> StatusSum:
     """Read what `write` wrote on each of `size` ranks, after it was added up."""
-    failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *digits = sums[:HEADER_NUMEL].tolist()
+    header = sums[:HEADER_NUMEL].tolist()
+    failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *rest = header
+    steps, steps2, kept, emptied, *digits = rest
     active = size - round(joined)
     return StatusSum(
         active=active,
@@ -90,6 +106,8 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
         same_forwards=_are_equal(opened, opened2, active),
         same_number=_are_equal(number, number2, active),
         same_digest=all(map(_are_equal, digits[:_DIGITS], digits[_DIGITS:], [active] * _DIGITS)),
+        same_steps=_are_equal(steps, steps2, active),
+        same_start=not (round(kept) and round(emptied)),
     )
 
 

@@ -9,6 +9,7 @@ from ddp.comm.channel import Channel
 from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.planning.clock import clock_of
 from ddp.data_parallel.planning.link_cost import LinkCost, fit
+from ddp.monitoring.stall_report import finish
 
 __all__ = ["agree", "measure_link"]
 
@@ -33,7 +34,7 @@ def measure_link(channel: Channel, device: torch.device) -> LinkCost:
 
         def timed(nbytes: int) -> float:
             start = clock.now()
-            channel.group.allreduce([flat[: nbytes // 4]]).wait()
+            finish(channel.group.allreduce([flat[: nbytes // 4]]), device=flat.device)
             return clock.seconds(start, clock.now())
 
         timed(_SMALL_BYTES)  # connections are made when they are needed first
@@ -53,5 +54,5 @@ def measure_link(channel: Channel, device: torch.device) -> LinkCost:
 def agree(channel: Channel, values: list[float]) -> list[float]:
     """Return the largest of all ranks' values, place by place. Every rank must call it; blocks."""
     told = torch.tensor(values, dtype=torch.float64, device="cpu")
-    channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)).wait()
+    finish(channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)), device=told.device)
     return [float(value) for value in told.tolist()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,10 @@ class SharedRegion:
                     'on one host, as one user, or use strategy "all_reduce" or "parameter_server"'
                 )
 
+    def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers in the world of ranks of the group."""
+        return self._stall_report.in_world(ranks)
+
     def open_segment(self, ticket: Any, rank: int) -> torch.Tensor:
         segment = SharedSegment.open(ticket)
         if segment is None:
@@ -195,6 +199,7 @@ class SharedRegion:
                 f"the shared memory of rank {rank} is gone: that process has ended",
                 rank=self._stall_report.rank,
                 what="places of optimizer states",
+                failed_ranks=self.in_world([rank]),
             )
         return segment.tensor
 

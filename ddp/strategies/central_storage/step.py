@@ -185,7 +185,11 @@ class Storage:
             gathered: list[str | None] = self._shared.gather(None, what)
             failures = {rank: text for rank, text in enumerate(gathered) if text is not None}
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            raise PeerFailedError(f"another rank failed in step {self._step}: {texts}", failures=failures)
+            raise PeerFailedError(
+                f"another rank failed in step {self._step}: {texts}",
+                failures=failures,
+                failed_ranks=self._shared.in_world(failures),
+            )
 
     def _check_model(self) -> None:
         problem = self._watch.problem()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.errors import DriftError, LayoutMismatchError
-from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = ["RankState", "average", "compare", "cut_into_chunks"]
 
@@ -67,12 +67,14 @@ def compare(states: Sequence[RankState]) -> None:
 def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
+    with waiting_for_peers("broadcast of rank 0's integers", group):
+        broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
     for chunk in cut_into_chunks(floating):
         # Divided before the sum, float16 does not overflow in it.
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
         with waiting_for_peers("averaging of the replicas", group):
-            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            finish(dist.all_reduce(real, group=group, async_op=True), device=flat.device)
         for tensor, mean in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
 

@@ -2,8 +2,8 @@
 
 Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
 launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
-it writes the error files for an exception that nobody caught, has a crash print where it happened, and wakes the
-rendezvous store when torch is about to be imported.
+it writes the error files for an exception that nobody caught, has a crash print where it happened, wakes the
+rendezvous store when torch is about to be imported, and ends the process where a process group of torch is left open.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
     from typing import Any, NoReturn
 
 STACK_SIGNAL = 51  # the same in evidence.py, which says why
+LEAVE_S = 60.0  # for collectives that are under way when the script ends
+_OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
+
+_pid = 0  # of the worker: a process that the script forks is not it
 
 
 def main() -> None:
+    global _pid
+    _pid = os.getpid()
     kind, target, *args = sys.argv[1:]
     executable = sys.orig_argv[0] if sys.orig_argv else sys.executable
     sys.argv = [target, *args]
@@ -34,6 +40,15 @@ def main() -> None:
     _print_stacks()
     if os.environ.get("RANK") == "0":
         sys.meta_path.insert(0, _WakeStore())
+    try:
+        _run(kind, target)
+    except BaseException as error:
+        _end(error)
+        raise
+    _end(None)
+
+
+def _run(kind: str, target: str) -> None:
     program = _module if kind == "module" else _script
     try:
         program(target)()
@@ -152,7 +167,7 @@ def _fail(error: BaseException) -> NoReturn:
 def _write_error_files(error: BaseException) -> None:
     """Write torch elastic's error file (unless its own `record` did) and beside it the facts for the report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    if not path or os.getpid() != _pid:
         return
     import json
     import time
@@ -163,19 +178,29 @@ def _write_error_files(error: BaseException) -> None:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-100))[-100_000:]
     message = _text(error)[:10_000]
     where, inside = _position(error)
-    facts = {
-        "type": name,
-        "message": message,
-        "where": where,
-        "inside": inside,
-        "time": repr(time.monotonic()),
-    }
-    with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(facts, file)
+    facts = {"type": name, "message": message, "where": where, "inside": inside}
+    if isinstance(ranks := getattr(error, "failed_ranks", None), tuple):  # see ddp/errors.py
+        facts["failed_ranks"] = " ".join(map(str, ranks))
+    _write_facts(facts)
     if not os.path.exists(path):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump({"message": {"message": f"{name}: {message}", "extraInfo": extra}}, file)
+
+
+def _write_facts(facts: dict[str, str], *, only_if_new: bool = False) -> None:
+    """Write what the agent reads of this worker's failure, with its time."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.getpid() != _pid or (only_if_new and os.path.exists(path + ".facts")):
+        return
+    import json
+    import time
+
+    try:
+        with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump({**facts, "time": repr(time.monotonic())}, file)
+    except OSError as problem:
+        print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
 
 
 def _text(error: BaseException) -> str:
@@ -204,6 +229,107 @@ def _position(error: BaseException) -> tuple[str, str]:
     for frame in reversed(own or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}", frames[-1].name
     return "", ""
+
+
+def _end(error: BaseException | None) -> None:
+    """Tell the agent of a bad exit code, since the end itself may take long; end the process if a group is open."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
+        status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        if status:
+            _write_facts({"status": str(status)}, only_if_new=True)
+    if not _has_open_group():
+        return
+    if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
+        error.code = 1
+    import atexit
+    import threading
+
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # as the interpreter's end
+        try:
+            step()
+        except BaseException as problem:
+            sys.excepthook(type(problem), problem, problem.__traceback__)
+    if _has_open_group():
+        _end_without_teardown(status, by_sigint=isinstance(error, KeyboardInterrupt))
+
+
+def _has_open_group() -> bool:
+    is_open = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return is_open is not None and is_open()
+
+
+def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
+    """End the process after all that runs at exit, but without the interpreter's teardown.
+
+    A thread of gloo that has just finished a collective gives its tensors back, for which it needs the interpreter. In
+    the teardown Python ends such a thread, and with it, by std::terminate, the process: SIGABRT after a training that
+    went well (torch 2.13, Python before 3.14). What the teardown would do for the script is done here: the objects that
+    it holds are dropped, and what open files have not written yet is written.
+    """
+    import _io  # torch has imported all of these
+    import ctypes
+    import gc
+
+    _drop_globals(sys.modules["__main__"].__dict__)
+    gc.collect()
+    if status == 0 and os.getpid() == _pid:  # else a collective of this rank may never end
+        _close_groups()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception as problem:
+            status = _OUTPUT_FAILED
+            print(f"dtrain: {stream!r} could not be written: {problem}", file=sys.__stderr__)
+    for each in gc.get_objects():
+        if _io._IOBase in type(each).__mro__:
+            try:
+                each.flush()
+            except Exception:  # closed, or it cannot be written: Python does not say so at its end either
+                continue
+    libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: no thread goes on meanwhile
+    libc.fflush(None)
+    if by_sigint:
+        import _signal
+
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+        os.kill(_pid, _signal.SIGINT)
+    if "LD_PRELOAD" in os.environ:  # a profiler may write at exit what it found
+        libc.exit(status)
+    os._exit(status)
+
+
+def _drop_globals(names: dict[str, object]) -> None:
+    """Drop a script's objects, unless a thread still runs there; what their `__del__` may call stays."""
+    frames: list[types.FrameType | None] = list(sys._current_frames().values())
+    while frames:
+        if (frame := frames.pop()) is not None:
+            if frame.f_globals is names:
+                return
+            frames.append(frame.f_back)
+    for name in [*names]:
+        if not name.startswith("__") and not issubclass(
+            type(names[name]), types.ModuleType | types.FunctionType | type
+        ):
+            names[name] = None
+
+
+def _close_groups() -> None:
+    """Close all process groups. Blocks until collectives that are under way have ended, at most LEAVE_S."""
+    import threading
+
+    def close() -> None:
+        try:
+            sys.modules["torch.distributed"].destroy_process_group()
+        except Exception as problem:
+            print(f"dtrain: the process group could not be closed: {problem}", file=sys.stderr)
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)
 
 
 class _WakeStore:

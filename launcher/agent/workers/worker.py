@@ -32,7 +32,7 @@ from pathlib import Path
 
 from launcher.agent.run_tag import RunTag
 from launcher.machine import processes
-from launcher.protocol import Exited
+from launcher.protocol import Exited, Failing
 
 __all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "StateFile", "Worker", "spawn"]
 
@@ -191,6 +191,8 @@ class Worker:
         self.status: int | None = None
         self.reported = False
         self.ended = 0.0
+        self._kill_at: float | None = None  # once it is known to have failed while its process goes on
+        self._overdue = False
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
         self._generations = GenerationPipe(files.generations)
@@ -247,28 +249,58 @@ class Worker:
     def signal(self, signum: int, *, stop: bool) -> None:
         """Signal the worker itself, not its children: they are the worker's to end, and swept after it."""
         if self.status is None:  # not reaped yet, so the pid is still its own
+            if stop and signum == signal.SIGKILL and self.has_failed:
+                self._overdue = True  # its failure stays its own
+            else:
+                self.provoked |= stop
             os.kill(self.pid, signum)
-            self.provoked |= stop
             if stop and signum != signal.SIGKILL and (process := processes.find(self.pid)) and process.state in "Tt":
                 os.kill(self.pid, signal.SIGCONT)  # stopped by somebody, it could not obey
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has failed by itself, though its process may go on: a thread or what runs at exit may hold it."""
+        return not self.provoked and _read_json(self.files.facts) is not None
+
+    def look(self, attempt: int, *, grace_s: float) -> Failing | None:
+        """Report once that it has failed while its process goes on; kill that `grace_s` later."""
+        if self.provoked or (facts := _read_json(self.files.facts)) is None:
+            return None
+        now = time.monotonic()
+        if self._kill_at is not None:
+            if now >= self._kill_at and not self._overdue:
+                self.signal(signal.SIGKILL, stop=True)
+            return None
+        self._kill_at = now + grace_s
+        failed_at = _failed_at(facts, now)
+        return Failing(
+            attempt=attempt,
+            rank=self.rank,
+            pid=self.pid,
+            status=_exit_code(facts),
+            ran_s=failed_at - self.began,
+            error=_raised(facts),
+            time=failed_at,
+        )
 
     def exited(self, attempt: int) -> Exited:
         """Return the report of its end; call once its status is known and its pipes are drained."""
         assert self.status is not None
         facts = _read_json(self.files.facts)
         text = _read_text(self.files.error)
+        failed_at = _failed_at(facts, self.ended)
         steps, saved = self.progress
         return Exited(
             attempt=attempt,
             rank=self.rank,
             pid=self.pid,
-            status=self.status,
-            ran_s=self.ended - self.began,
+            status=_exit_code(facts) if self._overdue else self.status,
+            ran_s=failed_at - self.began,
             provoked=self.provoked,
             killer=self.killer,
-            error=facts or _elastic_error(text),
+            error=_raised(facts) or _elastic_error(text),
             error_file=text,
-            time=_raised_at(facts, self.ended),
+            time=failed_at,
             restart_policy=self.restart_policy,
             steps=steps,
             saved=saved,
@@ -282,12 +314,22 @@ class Worker:
         self.pipes = {}
 
 
-def _raised_at(facts: Mapping[str, str] | None, ended: float) -> float:
+def _failed_at(facts: Mapping[str, str] | None, ended: float) -> float:
     try:
-        raised = float(facts["time"]) if facts else ended
+        failed = float(facts["time"]) if facts else ended
     except (KeyError, ValueError):  # a script may write there what it likes
         return ended
-    return raised if raised <= ended else ended
+    return failed if failed <= ended else ended
+
+
+def _exit_code(facts: Mapping[str, str] | None) -> int:
+    """Return what a process that has failed ends with, if nobody kills it."""
+    status = (facts or {}).get("status", "")
+    return int(status) if status.isdecimal() and 0 < len(status) <= 3 else 1
+
+
+def _raised(facts: dict[str, str] | None) -> dict[str, str] | None:
+    return facts if facts and "type" in facts else None
 
 
 def _read_text(path: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections import OrderedDict
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
 from testbed.processes import Result, run_program
 from torch import nn
@@ -187,7 +187,7 @@ def _run(program: str, folder: Path, **variables: str) -> Result:
 def test_a_process_that_ends_waits_for_the_file(end: str, code: int, tmp_path: Path) -> None:
     done = _run(f"checkpoint.save(2)\n{end}", tmp_path)
     assert done.returncode == code, done
-    assert sorted(os.listdir(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]
+    assert sorted(listed(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(tmp_path: Path
     assert (done.returncode, done.stdout) == (1, "said\n")
     assert done.stderr.startswith("ddp: could not write step 2 to")  # at once
     assert "CheckpointError: could not write step 2 to" in done.stderr
-    assert os.listdir(tmp_path / "saved") == ["step-0000000001.pt"]
+    assert listed(tmp_path / "saved") == ["step-0000000001.pt"]
 
 
 def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_after_the_warning_that_time_is_nearly_up_a_save_is_durable_when_it_retu
     )
     done = _run(program, tmp_path)
     assert done.returncode == 3, done
-    assert sorted(os.listdir(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]
+    assert sorted(listed(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import io
 import itertools
@@ -11,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
 from testbed.processes import run_program
 from torch import nn
@@ -30,6 +34,7 @@ from torch.utils.data import BatchSampler
 import ddp
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.atomic_file import remove_unfinished
+from ddp.checkpoint.folder_owner import FolderOwner
 
 CASES = ROOT / "tests" / "ddp_worlds" / "checkpoint_cases.py"
 
@@ -109,7 +114,7 @@ def test_a_file_can_be_read_without_ddp(tmp_path: Path) -> None:
 def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:
     assert ddp.Checkpoint(tmp_path).load() is None
     assert ddp.Checkpoint(tmp_path / "not" / "yet").load(model=nn.Linear(1, 1)) is None
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def test_the_last_ones_are_kept_and_what_others_wrote(tmp_path: Path) -> None:
@@ -120,10 +125,10 @@ def test_the_last_ones_are_kept_and_what_others_wrote(tmp_path: Path) -> None:
     for step in (3, 7, 20, 100):
         checkpoint.save(step)
     checkpoint.wait()
-    assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
+    assert sorted(listed(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
     checkpoint.save(100)  # the same step again takes the place of the first
     checkpoint.wait()
-    assert sorted(os.listdir(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
+    assert sorted(listed(tmp_path)) == sorted([*foreign, "step-0000000020.pt", "step-0000000100.pt"])
 
 
 def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
@@ -133,9 +138,9 @@ def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"passed over: .*step-0000000003.pt"):
         assert checkpoint.load().step == 2  # type: ignore[union-attr]
     checkpoint.save(4)
-    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 3, 4)]
+    assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 3, 4)]
     checkpoint.save(5)
-    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
+    assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
 
 
 @pytest.mark.parametrize("keep", [0, -1])
@@ -148,26 +153,93 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     _save_steps(tmp_path, 5, 9)
     with pytest.raises(ddp.errors.CheckpointError, match=r"step-0000000009.pt is later than step 6"):
         ddp.Checkpoint(tmp_path).save(6)
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(listed(tmp_path)) == 2
 
 
 # Files that are not whole
 
 
-def test_two_that_save_in_one_folder_are_told(tmp_path: Path) -> None:
-    first, second = ddp.Checkpoint(tmp_path), ddp.Checkpoint(tmp_path, in_background=False)
+def test_the_second_that_saves_in_one_folder_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    first, second, third = (ddp.Checkpoint(tmp_path, in_background=False) for _ in range(3))
     first.save(1)
-    second.save(2)  # takes over
     with pytest.raises(
-        ddp.errors.CheckpointError, match=r"step-0000000002.pt was saved by another run, or by another Checkp"
+        ddp.errors.CheckpointError, match=rf"another Checkpoint of this process .*pid {os.getpid()} on "
     ):
+        second.save(2)
+    assert second.load() is not None
+    first.save(3)
+    del first  # which ends it
+    second.save(4)
+    second.wait()  # which does as well
+    third.save(5)
+    with pytest.raises(ddp.errors.CheckpointError, match="another Checkpoint of this process"):
+        second.save(6)
+    assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_folder_is_free_again_when_its_owner_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", _no_locks)
+    with _owner_in_a_process(tmp_path, {"TORCHELASTIC_RUN_ID": "first"}) as pid:
+        with pytest.raises(ddp.errors.CheckpointError, match=rf"run 'first', rank 0, pid {pid} on .*end the other fir"):
+            FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "second"}).claim(0)
+        with pytest.raises(ddp.errors.CheckpointError, match="another run"):  # no later attempt
+            FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "first"}).claim(0)
+    second = FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "second"})
+    second.claim(0)
+    second.claim(0)
+
+
+def test_a_later_attempt_takes_over_from_a_process_that_still_hangs(tmp_path: Path) -> None:
+    run = {"TORCHELASTIC_RUN_ID": "one"}
+    earlier, later, last = (FolderOwner(tmp_path, {**run, "TORCHELASTIC_RESTART_COUNT": str(n)}) for n in range(3))
+    with _owner_in_a_process(tmp_path, run):
+        later.claim(0)
+    with pytest.raises(ddp.errors.CheckpointError, match="another Checkpoint"):
+        earlier.claim(0)
+    last.claim(0)
+    with pytest.raises(ddp.errors.CheckpointError, match=r"has taken it over \(run 'one', rank 0"):
+        later.claim(0)
+
+
+def test_without_locks_between_hosts_one_of_two_owners_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
+    first, second = ddp.Checkpoint(tmp_path, in_background=False), ddp.Checkpoint(tmp_path, in_background=False)
+    first.save(1)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    second.save(2)
+    with pytest.raises(ddp.errors.CheckpointError, match=r"has taken it over .* on elsewhere"):
         first.save(3)
     second.save(4)
-    assert first.load() is not None  # and goes on from there
-    first.save(5)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"step-0000000005.pt was saved by another run"):
-        second.save(6)
-    assert sorted(os.listdir(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 4, 5)]
+
+
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, "no locks")
+
+
+@contextlib.contextmanager
+def _owner_in_a_process(folder: Path, environ: dict[str, str]) -> Iterator[int]:
+    """Another process owns the folder; it is killed at the end."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        owner = FolderOwner(folder, environ)
+        owner.claim(0)
+        os.write(writing, b"owned")
+        signal.pause()
+    try:
+        os.close(writing)
+        assert os.read(reading, 5) == b"owned"
+        yield pid
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_every_truncation_is_noticed(whole: bytes) -> None:
@@ -309,7 +381,7 @@ Point = namedtuple("Point", "x y")
 def test_values_that_could_not_be_loaded_are_refused(value: object, named: str, tmp_path: Path) -> None:
     with pytest.raises(ddp.errors.CheckpointError, match=named):
         ddp.Checkpoint(tmp_path).save(1, extra=value)
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def test_all_that_is_accepted_can_be_loaded(tmp_path: Path) -> None:
@@ -357,9 +429,9 @@ def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
     with open(living, "xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         ddp.Checkpoint(tmp_path, in_background=False).save(1)
-        assert sorted(os.listdir(tmp_path)) == [living.name, "step-0000000001.pt"]
+        assert sorted(listed(tmp_path)) == [living.name, "step-0000000001.pt"]
     ddp.Checkpoint(tmp_path, in_background=False).save(2)
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
+    assert sorted(listed(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -489,9 +561,9 @@ def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_
         assert writer.stdout is not None
         assert writer.stdout.readline() == "forked\n"
         assert writer.wait(60) == -signal.SIGKILL
-        assert len(os.listdir(tmp_path)) == 1
+        assert len(listed(tmp_path)) == 1
         remove_unfinished(tmp_path, re.compile(r"step-([0-9]+)\.pt"))
-        assert os.listdir(tmp_path) == []
+        assert listed(tmp_path) == []
         assert writer.communicate(timeout=60)[0] == ""  # the forked process ends
 
 

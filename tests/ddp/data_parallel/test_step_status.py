@@ -108,15 +108,15 @@ def test_digests_that_differ_in_one_bit_differ() -> None:
 def test_sums_over_4000_ranks_are_exact() -> None:
     """The largest digits in float32: equal digests stay equal, and one rank that differs by the least is seen."""
     most, other = torch.empty(HEADER_NUMEL), torch.empty(HEADER_NUMEL)
-    write(RankStatus(digest=(1 << 48) - 1, number=63, open_forwards=63), most, ())
-    write(RankStatus(digest=(1 << 48) - 2, number=62, open_forwards=62), other, ())
+    write(RankStatus(digest=(1 << 48) - 1, number=63, open_forwards=63, steps=63), most, ())
+    write(RankStatus(digest=(1 << 48) - 2, number=62, open_forwards=62, steps=62), other, ())
     sums = torch.zeros(HEADER_NUMEL)
     for _ in range(3999):
         sums += most
     same, different = read(sums + most, 4000), read(sums + other, 4000)
-    assert (same.same_digest, same.same_number, same.same_forwards) == (True, True, True)
-    assert (different.same_digest, different.same_number, different.same_forwards) == (False, False, False)
-    assert HEADER_NUMEL == 25  # what travels: 9 numbers, 8 digits of 6 bits and their squares
+    assert (same.same_digest, same.same_number, same.same_forwards, same.same_steps) == (True,) * 4
+    assert (different.same_digest, different.same_number, different.same_forwards, different.same_steps) == (False,) * 4
+    assert HEADER_NUMEL == 29  # what travels: 13 numbers, 8 digits of 6 bits and their squares
 
 
 _statuses = st.builds(
@@ -127,13 +127,16 @@ _statuses = st.builds(
     open_forwards=st.integers(0, 3),
     unfrozen=st.integers(0, 2),
     digest=st.integers(0, (1 << 48) - 1) | st.just(5),
+    steps=st.integers(0, 2),
+    kept=st.booleans(),
+    emptied=st.booleans(),
 )
 
 
 @settings(deadline=None)
 @given(ranks=st.lists(_statuses, min_size=1, max_size=40), joined=st.integers(0, 3), dtype=st.sampled_from([0, 1]))
 def test_every_rank_reads_what_all_have_said(ranks: list[RankStatus], joined: int, dtype: int) -> None:
-    everybody = [*ranks, *[RankStatus(joined=True)] * joined]
+    everybody = [*ranks, *[RankStatus(joined=True, steps=7, kept=True, emptied=True)] * joined]
     sums = torch.zeros(HEADER_NUMEL + 3, dtype=(torch.float32, torch.float64)[dtype])
     for rank, status in enumerate(everybody):
         mine = torch.full_like(sums, 99.0)
@@ -147,5 +150,8 @@ def test_every_rank_reads_what_all_have_said(ranks: list[RankStatus], joined: in
     assert statuses.unfrozen == sum(status.unfrozen for status in ranks)
     assert statuses.same_forwards == (len({status.open_forwards for status in ranks}) == 1)
     assert statuses.same_digest == (len({status.digest for status in ranks}) == 1)
+    assert statuses.same_steps == (len({status.steps for status in ranks}) == 1)
+    kept, emptied = (any(getattr(status, name) for status in ranks) for name in ("kept", "emptied"))
+    assert statuses.same_start == (not (kept and emptied))
     if not any(status.failed for status in ranks):
         assert used_among(sums, [0, 1, 2]) == ({1, 2} if len(ranks) > 1 else {1})

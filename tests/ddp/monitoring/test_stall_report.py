@@ -106,6 +106,30 @@ def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(wor
     assert any(said in late for said in ("closed by peer", "has ended", "has destroyed the group"))
 
 
+def test_a_rank_that_hangs_outside_of_passes_is_named_within_the_limit_of_the_model(worlds: Worlds) -> None:
+    places = {
+        "save": "exchange of notes before saving",
+        "load": "exchange of what each rank saved",
+        "gather_metrics": "gather_metrics",
+        "LocalSGD": "exchange of LocalSGD's states",
+        "check_replicas": "comparison of the replicas",
+        "join": "count of the ranks that have inputs",
+        "sparse gradients": "exchange of the rows of '0.weight'",
+        "evaluation": "strategy.reduce",
+    }
+    for half in (list(places)[:4], list(places)[4:]):
+        every = worlds.run_at_once(
+            *({"case": "hangs_elsewhere", "size": 2, "store": "tcp", "where": where} for where in half)
+        )
+        for where, ended in zip(half, every, strict=True):
+            assert ended.results[0] is not None, (where, ended)
+            said = ended.results[0].splitlines()
+            assert said[0].startswith("rank 1 is missing: rank 0 of 2 has waited "), where
+            assert f" in the {places[where]} of step " in said[0], where
+            assert "at tests/ddp_worlds/stall_report_cases.py:" in said[1], where
+            assert " in until" in said[1], where
+
+
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> None:
     early, returned, raised = worlds.run_at_once(

@@ -176,3 +176,27 @@ def test_of_consequences_alone_the_first_is_taken() -> None:
 )
 def test_what_looks_like_a_consequence(failed: Failure, consequence: bool) -> None:
     assert looks_like_consequence(failed) is consequence
+
+
+def told(at: float, rank: int, named: str, message: str = "") -> Failure:
+    """An error of ddp on a rank that names others, as its worker writes it."""
+    error = {"type": "AnyError", "message": message, "where": "", "inside": "", "failed_ranks": named}
+    return failure_of("a", Exited(0, rank, 100 + rank, 1, 1.0, False, "", error, None, 0.0), at, attempt=0)
+
+
+def test_the_rank_that_an_error_of_ddp_names_is_the_cause_whenever_it_failed_and_whatever_it_says() -> None:
+    root = ended(10.0 + 5 * SLACK_S, FailureKind.RAISED, rank=2, error_type="RuntimeError", message="read timed out")
+    assert looks_like_consequence(root)
+    assert first_cause([told(10.0, 0, "2"), told(10.1, 1, "2"), root]) is root
+    assert first_cause([told(10.0, 0, "1"), told(10.1, 1, "2"), root]) is root
+
+
+def test_an_error_that_names_nobody_who_failed_stays_the_cause_where_nothing_else_is_one() -> None:
+    first, second = told(10.0, 0, "2"), told(10.1, 1, "")
+    assert first_cause([second, first]) is first
+    assert first_cause([second, first, ended(10.2, rank=3)]).rank == 3
+
+
+def test_two_that_name_each_other_are_no_endless_search() -> None:
+    first, second = told(10.0, 0, "1"), told(10.1, 1, "0 1 x")
+    assert first_cause([first, second]) in (first, second)

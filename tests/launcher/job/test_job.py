@@ -37,6 +37,7 @@ from launcher.protocol import (
     Collected,
     EndAttempt,
     Evidence,
+    Failing,
     Heartbeat,
     OpenStore,
     PortsReserved,
@@ -544,7 +545,7 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
 
 
 def test_a_stall_is_a_failure_of_its_own() -> None:
-    drive = running("a", "b", stall_timeout_s=20.0)
+    drive = running("a", "b", stall_timeout_s=20.0, start_timeout_s=10.0)
     for progress in range(30):
         drive.say("a", Heartbeat(drive.time("a"), progress), after_s=1)
         drive.say("b", Heartbeat(drive.time("b"), 7))
@@ -556,6 +557,67 @@ def test_a_stall_is_a_failure_of_its_own() -> None:
     cause = drive.outcome.cause
     assert (cause.kind, cause.host, cause.rank) == (FailureKind.STALLED, "", None)
     assert (cause.message, drive.outcome.exit_code) == ("no rank has made progress for 20 s", 1)
+
+
+def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
+    """But no longer than --start-timeout-s; after a step each silence counts."""
+    drive = Drive("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0)
+    drive.run()
+    drive.say("a", Heartbeat(drive.time("a"), progress=17))  # what importing has printed
+    assert told(drive.wait(59, heard="ab"), Collect) == []
+    drive.say("a", Heartbeat(drive.time("a"), progress=18, steps=1))
+    assert told(drive.wait(11.5, heard="b"), Collect) == []
+    assert told(drive.wait(0.5, heard="b"), Collect) == ["a", "b"]
+
+
+def test_a_run_that_never_makes_a_step_stalls_once_the_time_for_its_start_is_over() -> None:
+    drive = running("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0)
+    assert told(drive.wait(59.5, heard="ab"), Collect) == []
+    assert told(drive.wait(0.5, heard="ab"), Collect) == ["a", "b"]
+
+
+# ---- a worker that has failed and whose process goes on ------------------------------------------------------
+
+
+def failing(drive: Drive, rank: int, status: int = 1, *, at: float, raised: bool = True) -> Failing:
+    error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""} if raised else None
+    clock = drive.clocks.get(drive.host_of(rank), 0.0)
+    return Failing(drive.number, rank, 100 + rank, status, ran_s=at - 1000.0, error=error, time=at + clock)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_failure_counts_though_its_process_goes_on(raised: bool) -> None:
+    drive = running("a", "b", clocks={"b": 500.0})
+    at = drive.now
+    commands = drive.say("b", failing(drive, 3, 3, at=at, raised=raised), after_s=1)
+    assert told(commands, Collect) == ["a", "b"]
+    drive.collected()
+    drive.say("b", drive.exited("b", 3, 3, at=at, error=failing(drive, 3, at=at, raised=raised).error), after_s=10)
+    drive.stop_all()
+    cause = drive.outcome.cause
+    kind = FailureKind.RAISED if raised else FailureKind.EXITED
+    assert (cause.kind, cause.rank, cause.at, cause.status) == (kind, 3, at, 3)
+    assert (drive.outcome.secondary_failures, drive.outcome.stopped, drive.outcome.exit_code) == ((), 3, 3)
+
+
+def test_how_a_failing_process_ends_by_itself_is_its_exit_code() -> None:
+    drive = running("a", "b")
+    said = failing(drive, 3, at=drive.now)
+    drive.say("b", said, after_s=1)
+    drive.collected()
+    drive.say("b", drive.exited("b", 3, 17, at=said.time, error=said.error), after_s=1)
+    drive.stop_all()
+    assert (drive.outcome.cause.rank, drive.outcome.exit_code) == (3, 17)
+    assert drive.outcome.secondary_failures == ()
+
+
+def test_a_failing_process_that_is_no_news_or_was_told_to_stop_is_left_to_its_end() -> None:
+    drive = running("a", "b")
+    drive.fail(0)
+    assert drive.say("b", failing(drive, 3, at=drive.now), after_s=1) == []
+    drive.stop_all()
+    assert drive.outcome.cause.rank == 0
+    assert drive.outcome.secondary_failures == ()
 
 
 # ---- back at work --------------------------------------------------------------------------------------------
@@ -1448,7 +1510,7 @@ def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
 
 
 def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
-    drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0)
+    drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0, start_timeout_s=1.0)
     for _ in range(3):
         fails_alone(drive, 3, restart_policy=2, status=3)
         drive.wait(1.1, heard="ab")

@@ -58,6 +58,7 @@ from launcher.protocol import (
     Evidence,
     Exited,
     Facts,
+    Failing,
     Heartbeat,
     Hello,
     NextGeneration,
@@ -90,6 +91,7 @@ class Worker:
     """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited.
 
     `generation` is the newest that it was told of, `met` the one in which it met all others.
+    `failing`: it has failed, and its process goes on.
     """
 
     agent: Agent = field(repr=False)
@@ -101,6 +103,7 @@ class Worker:
     met: int = 0
     alive: bool = True
     hangs: bool = False
+    failing: Failing | None = None
 
 
 @dataclass
@@ -673,6 +676,9 @@ class World:
         for worker in agent.node.workers:
             if worker.alive and worker.agent is agent:
                 worker.alive = False
+                if worker.failing is not None:
+                    self.end_failing(agent, worker)
+                    continue
                 status = self.chance.choice([0, 1, -15, -9])
                 self.exited(agent, worker, status, provoked=True)
         agent.kill_at = float("inf")
@@ -793,6 +799,9 @@ class World:
             error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""}
         self.root(kind, agent.node, worker.rank, worker.attempt)
         self.failed.add((worker.attempt, worker.rank))
+        if status > 0 and not worker.restart_policy and worker.rank != self.broken and self.chance.random() < 0.3:
+            self.linger(agent, worker, status, error)
+            return
         worker.alive = False
         self.disturbed(0.0)
         late = 0.0 if raised else self.chance.uniform(0, 0.02)  # its agent sees the end a little later
@@ -802,6 +811,31 @@ class World:
         if self.chance.random() < 0.3:  # another one fails by itself before anything is stopped
             other = self.chance.choice([w for node in self.nodes.values() for w in node.workers])
             self.later(self.chance.uniform(0.3, 0.9), self.fail, other.agent, other)
+
+    def linger(self, agent: Agent, worker: Worker, status: int, error: dict[str, str] | None) -> None:
+        """Let a worker that has failed not come to its end: its agent sees that within a second."""
+        at = self.now + agent.node.clock
+        worker.failing = Failing(
+            worker.attempt, worker.rank, 100 + worker.rank, status, self.now - worker.began, error, at
+        )
+        self.later(self.chance.uniform(0, 1), self.on_host, agent, self.see_failing, agent, worker)
+        if self.chance.random() < 0.5:
+            self.later(self.chance.uniform(0, 3), self.on_host, agent, self.end_failing, agent, worker)
+        self.disturbed(3.0)
+
+    def see_failing(self, agent: Agent, worker: Worker) -> None:
+        if worker.alive and agent.alive and worker.failing is not None:
+            self.report(agent, worker.failing)
+
+    def end_failing(self, agent: Agent, worker: Worker) -> None:
+        said = worker.failing
+        if said is None or not agent.alive or not (worker.alive or agent.kill_at < float("inf")):
+            return
+        worker.alive, worker.failing = False, None
+        ended = Exited(
+            said.attempt, said.rank, said.pid, said.status, said.ran_s, False, "", said.error, None, said.time
+        )
+        self.report(agent, ended)
 
     def peers_notice(self, attempt: int) -> None:
         """Let the workers that are left fail because of a lost peer."""
@@ -814,6 +848,8 @@ class World:
 
     def fall(self, node: Node, worker: Worker) -> None:
         agent = node.agent
+        if worker.failing is not None:
+            return
         if not worker.alive or worker.hangs or agent is None or not agent.alive or node.frozen or agent.suspended:
             return
         if agent.kill_at < float("inf"):
@@ -826,7 +862,7 @@ class World:
             self.exited(agent, worker, 1, provoked=False, error=PEER)
 
     def finish(self, agent: Agent, worker: Worker) -> None:
-        if not worker.alive or worker.hangs:
+        if not worker.alive or worker.hangs or worker.failing is not None:
             return
         if agent.node.frozen or agent.suspended or (self.resilient and worker.met < worker.generation):
             self.later(1.0, self.finish, agent, worker)

@@ -66,7 +66,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(where: list[str], script: Path) -> None:
-    options = ["--stall-timeout-s", "5", "--run-id", "r", "--error-json", "e.json"]
+    options = ["--stall-timeout-s", "5", "--start-timeout-s", "30", "--run-id", "r", "--error-json", "e.json"]
     result = run_dtrain("run", *options, *where, script, cwd=script.parent)
     assert result.returncode == 1, result.stderr
     assert "no rank has made progress for 5 s" in result.stderr
@@ -83,7 +83,7 @@ def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(
 def test_a_stall_in_a_library_names_what_was_called(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from concurrent.futures import Future\n\nFuture().result()\n")
-    result = run_dtrain("run", "--stall-timeout-s", "1", script, cwd=tmp_path)
+    result = run_dtrain("run", "--stall-timeout-s", "1", "--start-timeout-s", "10", script, cwd=tmp_path)
     assert f"rank 0 is at {script}:3 in <module>, in concurrent.futures._base.result, inside wait" in result.stderr
 
 

@@ -1,0 +1,145 @@
+"""Whose a checkpoint folder is: one Checkpoint of one run at a time saves in it. Called on the rank that writes.
+
+The owner holds a lock on the file `.owner`, which says who it is. The kernel drops the lock of a process that is gone;
+file systems that hosts share mostly lock across them (NFS 4, Lustre with `flock`, GPFS, CephFS). Where there are no
+locks, a process of the same host is asked for by its pid, and an owner on another host cannot be told from a dead one:
+it is refused by its next save, as a run is whose worker was replaced while the old one still hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddp.checkpoint.atomic_file import Lock, make_durably
+from ddp.environment import run_of
+from ddp.errors import CheckpointError
+
+__all__ = ["FolderOwner"]
+
+_NAME = ".owner"
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """One Checkpoint of one process; `started` is the pid's start in clock ticks, 0 where the system does not say."""
+
+    run_id: str
+    attempt: int
+    host: str
+    pid: int
+    started: int
+    rank: int
+    since: str
+    key: str
+
+    def __str__(self) -> str:
+        run = f"run {self.run_id!r}, " if self.run_id else ""
+        return f"{run}rank {self.rank}, pid {self.pid} on {self.host}, since {self.since}"
+
+
+class FolderOwner:
+    """Claims `folder` for one Checkpoint, as long as this lives."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._folder = folder
+        self._environ = environ
+        self._me: _Owner | None = None
+        self._end: weakref.finalize[..., FolderOwner] | None = None
+
+    def claim(self, rank: int) -> None:
+        """Own the folder, which is made, from now on, or make sure that it is still owned.
+
+        Raises CheckpointError that names the owner if somebody else has it. A later attempt of the same run takes it
+        over from a process of an earlier one that has not ended.
+        """
+        if self._me is not None and self._me.pid == os.getpid():
+            owner = self._read()
+            if owner is not None and owner.key != self._me.key:
+                raise self._refused(owner, "has taken it over")
+            return
+        me = self._me_now(rank)
+        make_durably(self._folder)
+        owner = self._read()
+        if owner is not None and (owner.host, owner.pid) == (me.host, me.pid):
+            gc.collect()  # of objects that nobody uses any more
+        try:
+            lock = Lock(self._folder / _NAME)
+        except BlockingIOError:
+            owner = self._read()
+            if owner is None or not _is_earlier_attempt(owner, me):
+                raise self._refused(owner, "saves here") from None
+            (self._folder / _NAME).unlink(missing_ok=True)  # the lock stays with the old file
+            lock = Lock(self._folder / _NAME)
+        owner = None if lock.is_held else self._read()
+        if owner is not None and owner.host == me.host and _is_alive(owner) and not _is_earlier_attempt(owner, me):
+            lock.release()
+            raise self._refused(owner, "saves here")
+        lock.write(json.dumps(asdict(me)).encode())
+        self._me = me
+        self._end = weakref.finalize(self, _let_go, lock, os.getpid())
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """Let others have the folder, until the next `claim`."""
+        if self._end is not None:
+            self._end()
+        self._me = self._end = None
+
+    def _read(self) -> _Owner | None:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # nobody's, or still being written
+            return _Owner(**json.loads((self._folder / _NAME).read_bytes()))
+        return None
+
+    def _me_now(self, rank: int) -> _Owner:
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        host, pid = socket.gethostname(), os.getpid()
+        return _Owner(*run_of(self._environ), host, pid, _started(pid), rank, since, secrets.token_hex(8))
+
+    def _refused(self, owner: _Owner | None, what: str) -> CheckpointError:
+        is_mine = owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
+        who = "another Checkpoint of this process" if is_mine else "another run, or another Checkpoint of this one,"
+        named = "" if owner is None else f" ({owner})"
+        return CheckpointError(
+            f"{self._folder.absolute()} belongs to somebody else: {who} {what}{named}. Give each a folder of its own, "
+            "or end the other first"
+        )
+
+
+def _is_earlier_attempt(owner: _Owner, me: _Owner) -> bool:
+    return bool(me.run_id) and owner.run_id == me.run_id and owner.attempt < me.attempt
+
+
+def _is_alive(owner: _Owner) -> bool:
+    """Whether a process of this host still is the one that wrote this."""
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return _started(owner.pid) in (0, owner.started)
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in clock ticks since the boot; 0 if the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def _let_go(lock: Lock, pid: int) -> None:
+    """Leave an empty file: nobody's. In a forked child nothing happens."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError, ValueError):
+            lock.write(b"")
+        lock.release()

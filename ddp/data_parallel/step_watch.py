@@ -1,0 +1,94 @@
+"""Notices what a rank does to weights and gradients between two reductions: optimizer steps, dropped gradients.
+
+The ranks compare it in the step status: where one has stepped alone, or started a pass with other gradients than the
+rest, replicas would differ from then on. Owned by the policy of DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp.errors import UnsupportedError
+from ddp.torch_internals import version_of
+
+__all__ = ["StepWatch"]
+
+
+class StepWatch:
+    """Counts the steps of optimizers of `parameters` since `restart`; an optimizer within another does not count.
+
+    `on_step` is called before each and says whether to count it. What `delivered` has seen in `.grad` is compared with
+    what is there when the next pass begins.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], on_step: Callable[[Any], bool]) -> None:
+        self.steps = 0
+        self._ids = frozenset(map(id, parameters))
+        self._on_step = on_step
+        self._running: list[int] = []  # optimizers that step now, the outermost first, by id
+        self._ours: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._probe: tuple[torch.Tensor, int, int] | None = None  # a parameter, its gradient's memory and version
+        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(before, optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _call(after, optimizer)),
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def restart(self) -> None:
+        """Forget what was seen: replicas were made equal."""
+        self.steps = 0
+        self._running.clear()
+        self._probe = None
+
+    def delivered(self, parameter: torch.Tensor) -> None:
+        """Note the gradient of `parameter` as the reduction has left it; every rank gives the same parameter."""
+        grad = parameter.grad
+        if grad is not None and grad.layout is torch.strided:
+            with contextlib.suppress(UnsupportedError):
+                self._probe = parameter, grad.data_ptr(), version_of(grad)
+
+    def is_kept(self) -> bool | None:
+        """Whether `.grad` is as `delivered` left it (True) or empty (False); None where neither is known. Ask once."""
+        if self._probe is None:
+            return None
+        (parameter, address, version), self._probe = self._probe, None
+        grad = parameter.grad
+        if grad is None:
+            return False
+        is_same = grad.layout is torch.strided and (grad.data_ptr(), version_of(grad)) == (address, version)
+        return True if is_same else None
+
+    def _before(self, optimizer: Any) -> None:
+        if not self._has_ours(optimizer):
+            return
+        if id(optimizer) in self._running:  # its last step has raised
+            del self._running[self._running.index(id(optimizer)) :]
+        self._running.append(id(optimizer))
+        if len(self._running) == 1 and self._on_step(optimizer):
+            self.steps += 1
+
+    def _after(self, optimizer: Any) -> None:
+        if id(optimizer) in self._running:
+            del self._running[self._running.index(id(optimizer)) :]
+
+    def _has_ours(self, optimizer: Any) -> bool:
+        """Whether it steps any of our parameters; looked up again when its groups change."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._ours.get(optimizer)
+        if known is None or known[0] != count:
+            found = any(id(each) in self._ids for group in optimizer.param_groups for each in group["params"])
+            known = self._ours[optimizer] = count, found
+        return known[1]
+
+
+def _call(method: weakref.WeakMethod[Any], optimizer: Any) -> None:
+    if (found := method()) is not None:
+        found(optimizer)
