@@ -3,7 +3,8 @@
 A resilient process (Exited.restart_policy 3) that fails is replaced as restarts.py has it, while all others of the
 attempt live on and meet its successor. Each such failure begins a generation. Its number goes to every worker at once,
 before the back-off of the successor, which may fail again meanwhile: then the next number follows. Numbers only grow in
-an attempt, and begin at 0 with it.
+an attempt, and begin at 0 with it. Of failures one right after the other only the newest number is told, for each one
+costs a message to every host.
 
 A generation takes all ranks of the failed one's world, and one at least that has lived on, for the others have nothing
 to go on with. Once a rank has ended for good, there can be no other generation.
@@ -15,43 +16,61 @@ from collections.abc import Collection
 
 from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import NextGeneration
 
 __all__ = ["RESILIENT", "Generations"]
 
 RESILIENT = 3  # of Exited.restart_policy
+PAUSE_S = 0.02  # between two numbers that are told
 
 
 class Generations:
     """`number` is the newest generation of the attempt."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, timers: Timers) -> None:
         self.number = 0
+        self._told_at = -NEVER
+        self._timers = timers
         self._roles = spec.roles
         self._missing: dict[int, Failure] = {}  # ranks that failed and do not run again yet
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
-        self.number = 0
+        self.number, self._told_at = 0, -NEVER
         self._missing = {}
+        self._timers.cancel(Timer.GENERATION)
 
     def can_meet(self, attempt: AttemptState, rank: int, waiting: Collection[int]) -> bool:
         """Whether the others of a failed rank's world can meet its successor.
 
         That takes one that lives on, and none that has ended but those `waiting` to be started again.
         """
-        ranks = (other for other in range(attempt.world_size) if other != rank)
-        others = [other for other in ranks if self._in_one_world(attempt, rank, other)]
-        gone = attempt.ended - {*waiting}
-        one_lives = any(other not in attempt.ended and other not in self._missing for other in others)
-        return one_lives and not any(other in gone for other in others)
+        gone = attempt.ended - {rank, *waiting}
+        away = attempt.ended | self._missing.keys() | {rank}
+        alive = (other for other in range(attempt.world_size) if other not in away)
+        one_lives = any(self._in_one_world(attempt, rank, other) for other in alive)
+        return one_lives and not any(self._in_one_world(attempt, rank, other) for other in gone)
 
-    def next(self, attempt: AttemptState, failure: Failure) -> NextGeneration:
-        """Begin the generation in which the others meet the successor of a failed rank; return what they are told."""
+    def begin_next(self, failure: Failure, now: float) -> None:
+        """Begin the generation in which the others meet the successor of a failed rank."""
         assert failure.rank is not None
         self.number += 1
         self._missing[failure.rank] = failure
+        self._timers.set(Timer.GENERATION, max(now, self._told_at + PAUSE_S))
+
+    @property
+    def untold(self) -> bool:
+        """Whether the workers do not know the newest one yet: until they do, no successor is to start."""
+        return self._timers.at(Timer.GENERATION) < NEVER
+
+    def due(self, attempt: AttemptState, now: float) -> NextGeneration | None:
+        """Return what the workers are to be told now."""
+        if not self._timers.over(Timer.GENERATION, now):
+            return None
+        self._timers.cancel(Timer.GENERATION)
+        self._told_at = now
         return NextGeneration(attempt=attempt.number, number=self.number)
 
     def started(self, rank: int) -> None:

@@ -49,7 +49,7 @@ class Lifecycle:
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
         self.restarts = Restarts(spec, timers)
-        self.generations = Generations(spec)
+        self.generations = Generations(spec, timers)
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
@@ -77,7 +77,10 @@ class Lifecycle:
         elif self.stopping is None and self.evidence.over(now):
             commands = self.evidence.end(self.attempt)
         if self.phase is Phase.RUNNING:
-            commands += self.restarts.due(self.current, now)
+            if news := self.generations.due(self.current, now):
+                commands += [Send(name, news) for name in self.fleet.workers_of(self.current.members)]
+            if not self.generations.untold:
+                commands += self.restarts.due(self.current, now)
         if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self.stopping.advance(now)
             if self.stopping.done and self.phase is Phase.STOPPING:
@@ -210,8 +213,7 @@ class Lifecycle:
         if commands is None:
             return self.fail(failure, now)
         if is_resilient:
-            news = self.generations.next(attempt, failure)
-            return [*commands, *(Send(name, news) for name in self.fleet.workers_of(attempt.members))]
+            self.generations.begin_next(failure, now)
         return [*commands, *(self.stop(now) if attempt.finished else [])]
 
     def started(self, rank: int) -> None:

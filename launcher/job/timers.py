@@ -30,6 +30,7 @@ class Timer(Enum):
     EVIDENCE = auto()  # for answers to the question where the ranks stand
     STALL = auto()  # since the last progress
     RESTART = auto()  # of one worker, by rank
+    GENERATION = auto()  # for the workers to be told of it
     STOP = auto()  # for all hosts to be out
     CHECK = auto()  # for lost hosts to be reached again at the end
 

@@ -52,7 +52,7 @@ def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
     drive = running("a", "b", max_restarts=9)
     fails(drive, 3)
     starts(drive, 3)
-    commands = fails(drive, 3)
+    commands = fails(drive, 3)  # 0.1 s later
     assert [(send.host, send.message) for send in tells(commands)] == [
         (host, NextGeneration(attempt=0, number=2)) for host in "ab"
     ]
@@ -61,9 +61,22 @@ def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
 
 def test_each_of_several_failures_has_a_number_of_its_own() -> None:
     drive = running("a", "b", max_restarts=9)
-    numbers = [messages(fails(drive, rank), NextGeneration)[0].number for rank in (1, 2, 3)]
+    numbers = [messages(fails(drive, rank, after_s=0.1), NextGeneration)[0].number for rank in (1, 2, 3)]
     assert numbers == [1, 2, 3]
     assert drive.job.phase is Phase.RUNNING
+
+
+def test_of_failures_one_right_after_the_other_the_newest_number_is_told_before_their_successors_start() -> None:
+    drive = running("a", "b", max_restarts=9)
+    assert len(tells(fails(drive, 1))) == 3
+    assert tells(fails(drive, 2, after_s=0.001) + fails(drive, 3, after_s=0.001)) == []
+    commands = drive.wait(0.02)
+    assert [send.message for send in tells(commands)] == [
+        NextGeneration(attempt=0, number=3),
+        NextGeneration(attempt=0, number=3),
+        RestartWorker(2, 0, restart=1),
+        RestartWorker(3, 0, restart=1),
+    ]
 
 
 def test_an_attempt_begins_with_generation_0() -> None:
@@ -122,7 +135,7 @@ def test_a_rank_that_was_left_out_is_gone_for_good() -> None:
 def test_with_no_survivor_the_attempt_ends() -> None:
     drive = running("a", max_restarts=9)
     assert messages(fails(drive, 0), NextGeneration) == [NextGeneration(attempt=0, number=1)]
-    assert told(fails(drive, 1), Collect) == ["a"], "the other one is not back yet"
+    assert told(fails(drive, 1, after_s=0.1), Collect) == ["a"], "the other one is not back yet"
 
 
 def test_a_role_with_a_command_of_its_own_is_in_no_generation_of_the_others() -> None:

@@ -1101,10 +1101,14 @@ class World:
         self.disturbed(0.0)
 
     def check_generation(self, news: list[Send]) -> None:
-        """A new generation has the next number, and every host hears of it that takes part and is not given up."""
+        """A new generation has a higher number, and every host hears of it that takes part and is not given up."""
         assert self.job.phase is Phase.RUNNING
-        self.generation += 1
-        assert all(send.message == NextGeneration(self.attempt, self.generation) for send in news)
+        first = news[0].message
+        assert isinstance(first, NextGeneration)
+        assert first.attempt == self.attempt
+        assert first.number > self.generation
+        self.generation = first.number
+        assert all(send.message == first for send in news)
         links = ((name, agent.link) for name in self.members if isinstance(agent := self.links[name], Agent))
         hosts = [name for name, link in links if (name, link) in self.enlisted and (name, link) not in self.closed]
         assert [send.host for send in news] == hosts
