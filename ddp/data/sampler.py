@@ -91,13 +91,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.seed = _integer(seed, "seed")
         self.drop_last = self.even == "drop"
         self.epoch = 0
-        self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
+        self._before_rest: Callable[[], None] | None = None
         self._length = len(dataset)
         self.places = 0  # how often it was put to a place from which a pass begins
         self._begin_at(0)
 
     def __iter__(self) -> Iterator[int]:
-        call, self.before_pass = self.before_pass, None
+        call, self._before_rest = self._before_rest, None
         if call is not None:
             call()
         if self._is_over:
@@ -125,6 +125,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def trained(self) -> int:
         """How many of them were trained on, as far as `advance` was told."""
         return self._trained
+
+    def before_rest(self, call: Callable[[], None]) -> None:
+        """Have `call()` when the loaded pass goes on; not if it begins at its start, or another one begins instead."""
+        self._before_rest = call if self._start else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.
@@ -189,6 +193,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def _begin_at(self, position: int) -> None:
         """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
         self.places += 1
+        self._before_rest = None
         self._start = position
         self._trained = 0  # by this rank, in this pass
         self._advanced = False

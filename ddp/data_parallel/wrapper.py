@@ -267,10 +267,10 @@ class DistributedDataParallel(TorchSurface):
         self._policy = self._end = None
 
     def _let_go(self) -> None:
-        """Drop the process group and everything that communicates; the module itself stays usable."""
+        """Drop the process group and everything that communicates; the module itself stays usable. May be repeated."""
         self._release()
         self.compression = None
-        del self.process_group
+        vars(self).pop("process_group", None)
 
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -165,8 +165,8 @@ class Commits:
         if self._sampler is not None:
             self._sampler.load_state_dict(position)
             if isinstance(self._sampler, DistributedSampler) and random is not None:
-                # A DataLoader draws a number when it is iterated, which the pass that is gone on with had not.
-                self._sampler.before_pass = partial(rng.restore, random)
+                # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
+                self._sampler.before_rest(partial(rng.restore, random))
         self.number = number - 1
         self.take()
 

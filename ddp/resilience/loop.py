@@ -78,20 +78,21 @@ class _Loop:
     def __init__(self) -> None:
         # To which this process belongs; -1 if it has not joined one yet.
         self._generation = -1 if (joined := current_generation()) is None else joined
+        self._joining = self._generation  # or has joined
         self._calls = 0
-        self._is_inside = False
+        self._is_inside = self._has_left = False
         self._announcements = Announcements(self._announced)
 
     def run(self, commits: Commits, call: Callable[[], R]) -> R:
         if self._is_inside:
             raise ArgumentError("a resilient function was called inside of one: decorate the outer one alone")
-        self._is_inside = True
+        self._is_inside, self._has_left = True, False
         self._calls += 1
         try:
             with stall_report.without_questions():
                 return self._run(commits, call)
         finally:
-            self._is_inside = False
+            self._is_inside, self._has_left = False, True
 
     def _run(self, commits: Commits, call: Callable[[], R]) -> R:
         has_joined = self._generation >= 0
@@ -100,13 +101,15 @@ class _Loop:
             commits.attach(_world())
         set_restart_policy(_RESILIENT)
         while True:
+            is_joining = True
             try:
                 while self._announcements.newest > self._generation:
                     self._join(commits)
+                is_joining = False
                 result = call()
                 gather_values(None)  # until then, another rank may need what this one has
             except Exception as error:
-                if not self._is_of_peer(error):
+                if not self._is_of_peer(error, is_joining=is_joining):
                     raise
                 commits.interrupted()
                 traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
@@ -116,7 +119,7 @@ class _Loop:
 
     def _join(self, commits: Commits) -> None:
         """Meet the others under the newest generation, and take over the newest commit; or stop for a newer one."""
-        number = self._announcements.newest
+        number = self._joining = self._announcements.newest
         try:
             if not rejoin(number, lambda: self._announcements.newest > number):
                 return
@@ -152,19 +155,22 @@ class _Loop:
             )
         return clean[0], newest
 
-    def _is_of_peer(self, error: Exception) -> bool:
-        """Whether an exception comes from the loss of another rank, for which there is a newer generation. Blocks."""
-        if self._announcements.newest > self._generation:
-            return not isinstance(error, ReplacementError)
+    def _is_of_peer(self, error: Exception, *, is_joining: bool) -> bool:
+        """Whether an exception comes from the loss of another rank, for which there is a newer generation. Blocks.
+
+        Once that is announced, whatever the function raises is taken for a consequence.
+        """
+        is_announced = self._announcements.newest > self._generation
         if not _tells_of_peer(error):
-            return False
-        break_connections()  # so that the others do not wait for this rank
-        return self._announcements.wait_newer(self._generation, _ANNOUNCED_S)
+            return is_announced and not is_joining
+        if not is_announced:
+            break_connections()  # so that the others do not wait for this rank
+        return self._announcements.wait_newer(self._joining, _ANNOUNCED_S)
 
     def _announced(self, number: int) -> None:
         if self._is_inside:
             break_connections()
-        else:
+        elif self._has_left:
             refuse(number, "has left the resilient function")
 
 
