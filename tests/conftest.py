@@ -16,6 +16,7 @@ from ddp_worlds.nursery import Nursery
 from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
+from testbed.once import folder_of_run
 from testbed.processes import MARK, describe, everyone, kill, left_behind
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
@@ -135,10 +136,7 @@ def slurm(_slurm_lab: SlurmCluster) -> SlurmCluster:
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """One process that has torch imported, from which worlds of ranks are forked; pytest's processes share it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of the whole run
-    with Nursery(folder) as nursery:
+    with Nursery(folder_of_run(tmp_path_factory)) as nursery:
         yield nursery
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from testbed.once import once
 from testbed.processes import Result, run_program
 from testbed.require import require
 
@@ -32,7 +33,7 @@ TOLERANCE = 1.01e-4
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 MPIRUN = ["mpirun", "--oversubscribe", "-np", "2", sys.executable]
-DTRAIN = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
+DTRAIN = [sys.executable, "-m", "launcher", "run", "--nproc-per-node", "2"]  # of which one process imports torch
 
 
 # Runs a script in this process, and kills one rank of it before the optimizer's N-th step.
@@ -53,14 +54,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 RESUMING = shlex.split("--log-every 2 --checkpoint-every 3 --out out/gpt.pt")
 
 
-@pytest.fixture(scope="module")
-def folder_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("alone")
+class Printed(NamedTuple):
+    """A finished run and where it ran."""
+
+    folder: Path
+    result: Result
 
 
 @pytest.fixture(scope="module")
-def losses_alone(folder_alone: Path) -> dict[str, float]:
-    return _losses(_train_gpt([sys.executable], folder_alone))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """A run of one process."""
+
+    def run() -> Printed:
+        folder = tmp_path_factory.mktemp("alone")
+        return Printed(folder, _train_gpt([sys.executable], folder))
+
+    return once(tmp_path_factory, "gpt alone", run)
+
+
+@pytest.fixture(scope="module")
+def losses_alone(alone: Printed) -> dict[str, float]:
+    return _losses(alone.result)
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, MPIRUN, DTRAIN], ids=["torchrun", "mpirun", "dtrain"])
@@ -77,28 +91,24 @@ def test_the_loss_falls(losses_alone: dict[str, float]) -> None:
     assert losses_alone["15 validation"] < losses_alone["5 validation"] < losses_alone["1"] - 0.1
 
 
-@pytest.mark.usefixtures("losses_alone")
-def test_the_checkpoint_is_whole(folder_alone: Path) -> None:
-    assert os.listdir(folder_alone / "out") == ["gpt.pt"]
-    checkpoint = torch.load(folder_alone / "out" / "gpt.pt")
+def test_the_checkpoint_is_whole(alone: Printed) -> None:
+    assert os.listdir(alone.folder / "out") == ["gpt.pt"]
+    checkpoint = torch.load(alone.folder / "out" / "gpt.pt")
     module = runpy.run_path(str(GPT))["GPT"](**checkpoint["shape"])
     assert module.load_state_dict(checkpoint["model"])
-
-
-class Printed(NamedTuple):
-    """A finished run and where it ran."""
-
-    folder: Path
-    result: Result
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     """A run of one process, with checkpoints that it did not need."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    result = _run([sys.executable, str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"], folder)
-    assert "resuming" not in result.stdout
-    return Printed(folder, result)
+
+    def run() -> Printed:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        result = _run([sys.executable, str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"], folder)
+        assert "resuming" not in result.stdout
+        return Printed(folder, result)
+
+    return once(tmp_path_factory, "gpt uninterrupted", run)
 
 
 # Restarts under dtrain, of a world that stays and of one that shrinks: test_resume.py.
@@ -133,9 +143,8 @@ def test_only_restarts_of_one_run_share_a_folder_by_default(
     assert runpy.run_path(str(GPT))["default_checkpoint_dir"]() == folder
 
 
-@pytest.mark.usefixtures("losses_alone")
-def test_a_run_that_nobody_restarts_leaves_no_checkpoints(folder_alone: Path) -> None:
-    assert os.listdir(folder_alone) == ["out"]
+def test_a_run_that_nobody_restarts_leaves_no_checkpoints(alone: Printed) -> None:
+    assert os.listdir(alone.folder) == ["out"]
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
@@ -172,8 +181,7 @@ def test_losses_with_parameter_servers_are_drawn_over_time(tmp_path: Path, monke
 
 @pytest.mark.parametrize("example", ["train_fit.py", "train_horovod_style.py"])
 def test_other_styles_train_the_digits(example: str, tmp_path: Path) -> None:
-    two = [sys.executable, "-m", "launcher", "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
-    found = _run([*two, str(EXAMPLES / example), "--epochs", "1"], tmp_path).stdout
+    found = _run([*DTRAIN, str(EXAMPLES / example), "--epochs", "1"], tmp_path).stdout
     if example == "train_fit.py":  # the weights are saved, and loaded in plain PyTorch
         first, second = re.findall(r"(?:replicas|plain PyTorch): +accuracy ([\d.]+)%", found)
         assert first == second

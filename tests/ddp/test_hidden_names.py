@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ddp_worlds.hidden_names import FILE, GONE, torchs_names
+from testbed.once import once
 from testbed.processes import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,12 +44,15 @@ SILENT = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    argv = (sys.executable, "-m", "ddp_worlds.hidden_names", tmp_path_factory.mktemp("worlds"))
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    ran = run_program(*argv, env=env, cwd=ROOT, timeout=1500)
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])  # gloo of torch 2.9 prints before
-    return found
+    def run() -> dict[str, Any]:
+        argv = (sys.executable, "-m", "ddp_worlds.hidden_names", tmp_path_factory.mktemp("worlds"))
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        ran = run_program(*argv, env=env, cwd=ROOT, timeout=1500)
+        assert ran.returncode == 0, ran.stderr
+        found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])  # gloo of torch 2.9 prints before
+        return found
+
+    return once(tmp_path_factory, "hidden names", run)
 
 
 @pytest.mark.timeout(1800)  # a second each, when nothing else runs

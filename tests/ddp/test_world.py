@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_worlds.nursery import Nursery
+from testbed.processes import Result
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 import ddp
@@ -60,7 +62,7 @@ def run(command: list[str | Path], timeout_s: float = 200, **env: str) -> subpro
     )
 
 
-def reports(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def reports(result: subprocess.CompletedProcess[str] | Result) -> list[dict[str, Any]]:
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in re.findall(r"\{.*?\}", result.stdout)]  # lines of two ranks may run together
     return sorted(lines, key=lambda line: line["rank"])
@@ -95,9 +97,9 @@ def test_importing_it_changes_nothing_in_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_a_backend_that_is_named_is_known_to_torch() -> None:
+def test_a_backend_that_is_named_is_known_to_torch(nursery: Nursery, tmp_path: Path) -> None:
     script = "import ddp; assert ddp.init('shm').backend == 'shm'; import torch.distributed as dist; dist.barrier()"
-    result = run([sys.executable, "-c", script])
+    result = nursery.program(script, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -114,39 +116,23 @@ def test_under_mpirun_on_one_host_without_a_master_address(script: Path, tmp_pat
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian package openmpi-bin)")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    result = run(["mpirun", "--oversubscribe", "-np", "3", sys.executable, script], TMPDIR=str(tmp_path), **as_root)
-    assert [report["grad"] for report in reports(result)] == [1.0, 1.0, 1.0]
-    assert [report["local_rank"] for report in reports(result)] == [0, 1, 2]
+    result = run(["mpirun", "--oversubscribe", "-np", "2", sys.executable, script], TMPDIR=str(tmp_path), **as_root)
+    assert [report["grad"] for report in reports(result)] == [0.5, 0.5]
+    assert [report["local_rank"] for report in reports(result)] == [0, 1]
     (meeting_place,) = tmp_path.glob("ddp-*")
     assert meeting_place.stat().st_mode & 0o777 == 0o700
     assert not list(meeting_place.iterdir())
 
 
-def test_two_tasks_of_an_srun_step_on_one_host_meet(script: Path, tmp_path: Path) -> None:
+def two_tasks(folder: Path) -> list[dict[str, str]]:
     """The variables of `srun -n 2`, set by hand: what SLURM does to start the tasks is not what is tested here."""
-    step = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_NNODES": "1",
-        "TMPDIR": str(tmp_path),
-    }
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**clean, **step, "PYTHONPATH": str(ROOT), "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        said = [json.loads(task.communicate(timeout=60)[0]) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-            task.wait()
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    return [{**step, "TMPDIR": str(folder), "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+
+
+def test_two_tasks_of_an_srun_step_on_one_host_meet(nursery: Nursery, tmp_path: Path) -> None:
+    results = nursery.programs(textwrap.dedent(REPORT), tmp_path, two_tasks(tmp_path))
+    said = [report for result in results for report in reports(result)]
     assert [(line["rank"], line["world_size"], line["grad"]) for line in said] == [(0, 2, 0.5), (1, 2, 0.5)]
 
 
@@ -176,18 +162,15 @@ def test_a_wrong_environment_is_named(env: dict[str, str], says: str, monkeypatc
         ddp.init()
 
 
-def test_a_group_that_somebody_else_made_is_used_and_left_alone(tmp_path: Path) -> None:
-    result = run(
-        [
-            sys.executable,
-            "-c",
-            "import ddp, torch.distributed as dist\n"
-            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-            "world = ddp.init()\n"
-            "print(world.rank, world.world_size, world.device, world.backend)\n"
-            "dist.destroy_process_group()\n"
-            "ddp.init()\n",
-        ],
+def test_a_group_that_somebody_else_made_is_used_and_left_alone(nursery: Nursery, tmp_path: Path) -> None:
+    result = nursery.program(
+        "import ddp, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "world = ddp.init()\n"
+        "print(world.rank, world.world_size, world.device, world.backend)\n"
+        "dist.destroy_process_group()\n"
+        "ddp.init()\n",
+        tmp_path,
         RANK="7",
     )
     assert result.returncode == 1  # the second init() found RANK without WORLD_SIZE
@@ -195,37 +178,31 @@ def test_a_group_that_somebody_else_made_is_used_and_left_alone(tmp_path: Path) 
     assert "WORLD_SIZE is not set" in result.stderr
 
 
-def test_a_rank_that_cannot_meet_the_others_says_where(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_meet_the_others_says_where(nursery: Nursery, tmp_path: Path) -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    result = run([sys.executable, "-c", "import ddp; ddp.init(timeout_s=1)"], **env)
+    result = nursery.program("import ddp; ddp.init(timeout_s=1)", tmp_path, **env)
     assert result.returncode == 1
     assert "RendezvousError: rank 1 of 2 could not join the others at 127.0.0.1:1" in result.stderr
 
 
-def test_a_script_that_keeps_its_model_ends_well(tmp_path: Path) -> None:
+def test_a_script_that_keeps_its_model_ends_well(nursery: Nursery, tmp_path: Path) -> None:
     """The group's threads must end before the interpreter does, though the script's globals hold the group."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import atexit, torch, ddp
-            from torch import nn
-            from ddp import world
-            ddp.init()
-            model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-            for _ in range(3):
-                model(torch.randn(4, 8)).sum().backward()
-            atexit.unregister(world.leave)
-            world.leave()
-            assert not hasattr(model, "process_group")
-            print(model(torch.randn(4, 8)).shape)  # the module is still of use
-            """
-        )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    result = run(command)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("torch.Size([4, 8])") == 2
+    script = """
+        import atexit, torch, ddp
+        from torch import nn
+        from ddp import world
+        ddp.init()
+        model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+        atexit.unregister(world.leave)
+        world.leave()
+        assert not hasattr(model, "process_group")
+        print(model(torch.randn(4, 8)).shape)  # the module is still of use
+    """
+    for result in nursery.programs(textwrap.dedent(script), tmp_path, two_tasks(tmp_path)):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "torch.Size([4, 8])\n"
 
 
 class Devices:

@@ -3,15 +3,18 @@
     python -m ddp_worlds.hidden_names FOLDER
 
 One process imports torch, but not ddp. For each name it forks a world of two ranks, in which that file alone asks for
-another name in its place, one that torch does not have; torch itself is whole. Prints {name: [{feature: outcome} of
-each rank]} as JSON; an outcome is "works", or what was raised or warned of.
+another name in its place, one that torch does not have; torch itself is whole. That world tries the features that call
+something of the file which the name is in: a first world, with all names, has tried all features and noted what each
+calls. Prints {name: [{feature: outcome} of each rank]} as JSON; an outcome is "works", or what was raised or warned of.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib.util
+import inspect
 import json
 import pickle
 import re
@@ -19,10 +22,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ddp_worlds import nursery
@@ -73,26 +76,105 @@ class _Rename(ast.NodeTransformer):
         return node
 
 
-class _Hiding(SourceFileLoader):
-    """Finds and loads that one file, with a name hidden."""
+class _NoteCalls(ast.NodeTransformer):
+    """Have each function, and each constant that may be one, note that it is called, by its name in the module."""
 
-    def __init__(self, name: str) -> None:
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        for statement in node.body:
+            name = _defined(statement)
+            if isinstance(statement, ast.FunctionDef):
+                for function in ast.walk(statement):
+                    if isinstance(function, ast.FunctionDef):
+                        function.body[:0] = ast.parse(f"_called.add({name!r})").body
+            elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value:
+                statement.value = ast.Call(ast.Name("_noting", ast.Load()), [ast.Constant(name), statement.value], [])
+        return ast.fix_missing_locations(node)
+
+
+class _Changing(SourceFileLoader):
+    """Finds and loads that one file, changed. What it can note as called is in `known`, what was called in `called`."""
+
+    def __init__(self, change: ast.NodeTransformer) -> None:
         super().__init__("ddp.torch_internals", str(FILE))
-        self._hidden = name
+        self._change = change
+        self.known = {_defined(each) for each in _tree().body if isinstance(each, ast.FunctionDef)}
+        self.called: set[str] = set()
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         return importlib.util.spec_from_file_location(fullname, FILE, loader=self) if fullname == self.name else None
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(_Rename(self._hidden).visit(ast.parse(FILE.read_text(encoding="utf-8"))), str(FILE), "exec")
+        return compile(self._change.visit(_tree()), str(FILE), "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_called=self.called, _noting=self._noting)
+        super().exec_module(module)
+
+    def _noting(self, name: str, value: Any) -> Any:
+        if not inspect.isroutine(value):
+            return value
+        self.known.add(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(name)
+            return value(*args, **kwargs)
+
+        return call
 
 
-def outcomes(hidden: str) -> dict[str, str]:
-    """On each rank: what becomes of each feature."""
+def _tree() -> ast.Module:
+    return ast.parse(FILE.read_text(encoding="utf-8"))
+
+
+def _defined(statement: ast.stmt) -> str:
+    """The name that a statement of a module defines, else ""."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return statement.name
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return next((each.id for each in targets if isinstance(each, ast.Name)), "")
+
+
+def touched(hidden: str) -> set[str]:
+    """What the file defines by asking for the name, or by means of such a definition; "" if that cannot be told."""
+    body = _tree().body
+    found = {_defined(each) for each in body if ast.dump(_Rename(hidden).visit(copy.deepcopy(each))) != ast.dump(each)}
+    while more := {_defined(each) for each in body if not found.isdisjoint(_loaded(each))} - found:
+        found |= more
+    return found
+
+
+def _loaded(statement: ast.stmt) -> Iterator[str]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+
+
+def noted() -> tuple[dict[str, str], set[str], dict[str, set[str]]]:
+    """On each rank, with all names: what becomes of each feature, what can be noted as called, what each calls."""
+    sys.meta_path.insert(0, loader := _Changing(_NoteCalls()))  # type: ignore[arg-type]  # it has all that is asked
+    said, called = {}, {}
+    for name in FEATURES:
+        loader.called.clear()
+        said |= _outcomes([name])
+        called[name] = {*loader.called}
+    return said, loader.known, called
+
+
+def outcomes(hidden: str, features: Sequence[str]) -> dict[str, str]:
+    """On each rank: what becomes of these features."""
     assert "ddp" not in sys.modules
-    if hidden:
-        sys.meta_path.insert(0, _Hiding(hidden))  # type: ignore[arg-type]  # it has all that is asked
-    return {name: "\n".join(_try(feature)) or "works" for name, feature in FEATURES.items()}
+    sys.meta_path.insert(0, _Changing(_Rename(hidden)))  # type: ignore[arg-type]
+    return _outcomes(features)
+
+
+def _outcomes(features: Iterable[str]) -> dict[str, str]:
+    import torch.distributed as dist
+
+    found = {}
+    for name in features:
+        found[name] = "\n".join(_try(FEATURES[name])) or "works"
+        dist.barrier()  # a rank that goes on, or ends, would fail the other, which is not as far
+    return found
 
 
 def _try(feature: Callable[[], None]) -> Iterator[str]:
@@ -229,9 +311,11 @@ def _other_devices_beside_shm() -> None:
     from ddp.comm.shm.backend import register
 
     register()
-    group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
-    group._get_backend(torch.device("cuda"))
-    dist.barrier()  # or the first closes before the other is connected
+    try:
+        group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
+        group._get_backend(torch.device("cuda"))
+    finally:
+        dist.barrier()  # or the first closes before the other is connected, also where it fails
     dist.destroy_process_group(group)
 
 
@@ -281,14 +365,24 @@ def main(parent: Path) -> None:
 
     _import_what_ddp_does(parent)
     began = time.monotonic()
-    found: dict[str, Any] = {}
-    for name in ["", *torchs_names(FILE.read_text(encoding="utf-8"))]:
-        found[name] = _run(parent, 2, "outcomes", hidden=name)
+    ranks = _run(parent, 2, "noted")
+    if not isinstance(ranks[0], tuple):
+        raise SystemExit(ranks[0])
+    found: dict[str, Any] = {"": [said for said, _, _ in ranks]}
+    for name in torchs_names(FILE.read_text(encoding="utf-8")):
+        found[name] = _run(parent, 2, "outcomes", hidden=name, features=_features_to_try(touched(name), ranks))
         print(f"{time.monotonic() - began:.1f} s: {name} {found[name]}", file=sys.stderr)
     print(json.dumps(found))
 
 
-def _run(parent: Path, world_size: int, case: str, **arguments: str) -> list[Any]:
+def _features_to_try(touched: set[str], ranks: list[tuple[dict[str, str], set[str], dict[str, set[str]]]]) -> list[str]:
+    """Those that call something of these, and the import; all, if nobody can tell or the import calls some."""
+    known = set.intersection(*(known for _, known, _ in ranks))
+    calling = [name for name in FEATURES if any(not touched.isdisjoint(called[name]) for _, _, called in ranks)]
+    return [*FEATURES] if "import" in calling or not touched <= known else ["import", *calling]
+
+
+def _run(parent: Path, world_size: int, case: str, **arguments: Any) -> list[Any]:
     """Run a function of this module in a new world; return what each rank's call returned, or why it failed."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         ranks = range(world_size)

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, so one process (the nursery) imports it once for all of pytest's processes, and forks
 the ranks of every world from there, before it has any thread. Each world has a deadline; its ranks are gone when
-`run` returns.
+`run` returns. `program` forks a process that is what `python -c` starts, but for the imports.
 
     with Nursery(folder) as nursery:
         results = nursery.run(3, "ddp_worlds.data_parallel_cases:mean_equals_whole_batch", steps=5)
@@ -23,10 +23,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
+
+from testbed.processes import TIMED_OUT, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = os.environ.get("DDP_TEST_BACKEND", "gloo")  # of every world
@@ -36,6 +40,9 @@ _NO_FAULT = (  # what some versions say, and nobody can mend
     "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
 )
+_ONLY_IN_RANKS = {  # they register backends and the like, which are for their own worlds alone
+    f"ddp_worlds.{name}" for name in ("collective_cases", "device_cases", "shm_cases", "shm_failures", "shm_torch")
+}
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
 
 
@@ -71,15 +78,41 @@ class Nursery:
         `group` is the backend of the default group.
         """
         with tempfile.TemporaryDirectory(prefix="ddp-world-") as folder:
-            self._connection.send((world_size, case, group, arguments, deadline_s, folder))
+            self._connection.send(("world", world_size, case, group, arguments, deadline_s, folder))
             failure = self._connection.recv()
             if failure is not None:
                 raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
             return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
 
+    def program(self, text: str, cwd: Path, *, deadline_s: float = 100.0, **variables: str) -> Result:
+        """Run a program as `python -c` does, to the end of its interpreter; torch and ddp are imported already.
+
+        After `deadline_s` it is killed, and the return code is `TIMED_OUT`.
+        """
+        return self.programs(text, cwd, [variables], deadline_s=deadline_s)[0]
+
+    def programs(
+        self, text: str, cwd: Path, every_variables: Sequence[Mapping[str, str]], *, deadline_s: float = 100.0
+    ) -> list[Result]:
+        """Run a program several times at once, as `program` does: with each of these variables."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="ddp-program-") as parent:
+            environments = [{**os.environ, **variables} for variables in every_variables]
+            self._connection.send(("programs", text, str(cwd), environments, deadline_s, parent))
+            codes: list[int] = self._connection.recv()
+            wall_s = time.monotonic() - began
+            folders = [Path(parent) / str(number) for number in range(len(codes))]
+            return [Result(code, *_said(folder), wall_s) for code, folder in zip(codes, folders, strict=True)]
+
     def in_turn(self, world_size: int, module: str, cases: Sequence[str], *, group: str = BACKEND) -> None:
         """Run several functions of a module in one world."""
         self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases, group=group)
+
+
+def _said(folder: Path) -> tuple[str, str]:
+    """What a program has written to stdout and stderr."""
+    out, err = ((folder / name).read_text(errors="backslashreplace") for name in ("stdout", "stderr"))
+    return out, err
 
 
 def call_in_turn(module: str, cases: Sequence[str]) -> None:
@@ -136,11 +169,80 @@ def _serve(folder: Path, listener: socket.socket) -> None:
 def _serve_client(connection: Connection) -> None:
     while True:
         try:
-            world_size, case, group, arguments, deadline_s, folder = connection.recv()
+            kind, *request = connection.recv()
         except EOFError:
             os._exit(0)
+        if kind == "programs":
+            text, cwd, environments, deadline_s, folder = request
+            pids: list[int] = []
+            for number, environment in enumerate(environments):
+                pids.append(os.fork())
+                if not pids[-1]:
+                    connection.close()
+                    raise _Program(text, cwd, environment, Path(folder) / str(number))
+            end = time.monotonic() + deadline_s
+            connection.send([_code_of(pid, end) for pid in pids])
+            continue
+        world_size, case, group, arguments, deadline_s, folder = request
+        _import_ahead(case.partition(":")[0])
+        if case == "ddp_worlds.nursery:call_in_turn":
+            _import_ahead(arguments["module"])
         pids = {_fork(rank, world_size, case, group, arguments, Path(folder)): rank for rank in range(world_size)}
         connection.send(_watch(pids, deadline_s, Path(folder)))
+
+
+def _import_ahead(module: str) -> None:
+    """Import it once, here, and not in every rank: torch's fsdp and tensor take a second of CPU."""
+    if module in _ONLY_IN_RANKS:
+        return
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):  # which the ranks meet as well
+        _make_warnings_errors()
+        importlib.import_module(module)
+    threads = os.listdir("/proc/self/task") if sys.platform == "linux" else [1]
+    assert len(threads) == 1, f"{module} starts a thread when it is imported, after which nothing may be forked"
+
+
+def _make_warnings_errors() -> None:
+    warnings.simplefilter("error")
+    for message in _NO_FAULT:
+        warnings.filterwarnings("ignore", message)
+
+
+@dataclass
+class _Program(BaseException):
+    """Raised in the process that shall become this program, out of all that the nursery does."""
+
+    text: str
+    cwd: str
+    environment: dict[str, str]
+    folder: Path
+
+    def prepare(self) -> CodeType:
+        """Make this process what `python -c` would be before it runs the program."""
+        os.setsid()
+        self.folder.mkdir()
+        for descriptor, path in enumerate((Path(os.devnull), self.folder / "stdout", self.folder / "stderr")):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT if descriptor else os.O_RDONLY)
+            os.dup2(file, descriptor)
+            os.close(file)
+        os.chdir(self.cwd)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.argv = ["-c"]
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = ModuleType("__main__")
+        return compile(self.text, "<string>", "exec")
+
+
+def _code_of(pid: int, end: float) -> int:
+    """Wait for a process; return its exit code, or `TIMED_OUT` if it had to be killed."""
+    while not (waited := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return TIMED_OUT
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(waited[1])
 
 
 def _fork(rank: int, world_size: int, case: str, group: str, arguments: dict[str, Any], folder: Path) -> int:
@@ -149,9 +251,7 @@ def _fork(rank: int, world_size: int, case: str, group: str, arguments: dict[str
         return pid
     status = 1
     try:
-        warnings.simplefilter("error")
-        for message in _NO_FAULT:
-            warnings.filterwarnings("ignore", message)
+        _make_warnings_errors()
         result = _run_rank(rank, world_size, case, group, arguments, folder)
         (folder / f"result.{rank}").write_bytes(pickle.dumps(result))
         status = 0
@@ -208,4 +308,10 @@ def _watch(pids: dict[int, int], deadline_s: float, folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    code = None
+    try:
+        _serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    except _Program as program:
+        code = program.prepare()
+    if code:
+        exec(code, vars(sys.modules["__main__"]))

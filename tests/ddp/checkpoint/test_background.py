@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
-from ddp_worlds.nursery import ROOT, Nursery
-from testbed.processes import Result, run_program
+from ddp_worlds.nursery import Nursery
+from testbed.processes import Result
 from torch import nn
 
 import ddp
@@ -178,14 +178,16 @@ checkpoint.save(1, weights=torch.ones(1000))
 """
 
 
-def _run(program: str, folder: Path, **variables: str) -> Result:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return run_program(sys.executable, "-c", SLOW + program, cwd=folder, env=environment)
+@pytest.fixture
+def run(nursery: Nursery, tmp_path: Path) -> Callable[..., Result]:
+    return lambda program, **variables: nursery.program(SLOW + program, tmp_path, **variables)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75)", 75), ("raise ValueError('a bad batch')", 1)])
-def test_a_process_that_ends_waits_for_the_file(end: str, code: int, tmp_path: Path) -> None:
-    done = _run(f"checkpoint.save(2)\n{end}", tmp_path)
+def test_a_process_that_ends_waits_for_the_file(
+    end: str, code: int, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    done = run(f"checkpoint.save(2)\n{end}")
     assert done.returncode == code, done
     assert sorted(listed(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]
 
@@ -193,23 +195,27 @@ def test_a_process_that_ends_waits_for_the_file(end: str, code: int, tmp_path: P
 @pytest.mark.parametrize(
     ("end", "code"), [("raise ValueError('a bad batch')", 1), ("raise KeyboardInterrupt", -signal.SIGINT)]
 )
-def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(end: str, code: int, tmp_path: Path) -> None:
+def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
+    end: str, code: int, run: Callable[..., Result], tmp_path: Path
+) -> None:
     program = f"from ddp.checkpoint import background\nbackground._LONGEST_WAIT_S = 0.2\n{end}"
-    done = _run(program, tmp_path, GATE=str(tmp_path / "never"))
+    done = run(program, GATE=str(tmp_path / "never"))
     assert done.returncode == code, done
     assert "ends before its last checkpoint is written; the one before is whole" in done.stderr
 
 
-def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(tmp_path: Path) -> None:
+def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(run: Callable[..., Result], tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    done = _run(f"checkpoint.wait(); {limit}\ncheckpoint.save(2, weights=torch.ones(10_000))\nprint('said')", tmp_path)
+    done = run(f"checkpoint.wait(); {limit}\ncheckpoint.save(2, weights=torch.ones(10_000))\nprint('said')")
     assert (done.returncode, done.stdout) == (1, "said\n")
     assert done.stderr.startswith("ddp: could not write step 2 to")  # at once
     assert "CheckpointError: could not write step 2 to" in done.stderr
     assert listed(tmp_path / "saved") == ["step-0000000001.pt"]
 
 
-def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
+def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
     fork = (
         "pid = os.fork()\n"
         "if not pid:\n"
@@ -220,11 +226,13 @@ def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(tmp_pa
         "checkpoint.wait()\n"
         "print(code, checkpoint.load().step)\n"
     )
-    done = _run(fork, tmp_path, GATE=str(tmp_path / "gate"))
+    done = run(fork, GATE=str(tmp_path / "gate"))
     assert (done.returncode, done.stdout.split()) == (0, ["up", "7", "1"]), done
 
 
-def test_after_the_warning_that_time_is_nearly_up_a_save_is_durable_when_it_returns(tmp_path: Path) -> None:
+def test_after_the_warning_that_time_is_nearly_up_a_save_is_durable_when_it_returns(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
     program = (
         "checkpoint.wait()\n"
         "assert not checkpoint.due(1, every=0)\n"
@@ -233,6 +241,6 @@ def test_after_the_warning_that_time_is_nearly_up_a_save_is_durable_when_it_retu
         "checkpoint.save(2)\n"
         "os._exit(3)\n"
     )
-    done = _run(program, tmp_path)
+    done = run(program)
     assert done.returncode == 3, done
     assert sorted(listed(tmp_path / "saved")) == ["step-0000000001.pt", "step-0000000002.pt"]

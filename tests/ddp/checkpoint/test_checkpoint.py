@@ -27,6 +27,7 @@ import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
+from testbed import EXHAUSTIVE
 from testbed.processes import run_program
 from torch import nn
 from torch.utils.data import BatchSampler
@@ -416,11 +417,12 @@ def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    kills = 150 if EXHAUSTIVE else 40
     result = run_program(
-        sys.executable, "-W", "error", CASES, tmp_path, "150", "11", str(int(in_background)), env=environment
+        sys.executable, "-W", "error", CASES, tmp_path, str(kills), "11", str(int(in_background)), env=environment
     )
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["in_the_middle"] > 20  # most kills hit a writer while it writes
+    assert json.loads(result.stdout)["in_the_middle"] > kills / 8  # most kills hit a writer while it writes
 
 
 def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
@@ -583,3 +585,15 @@ def _damage(path: Path) -> None:
 def test_all_ranks_hear_a_warning_in_the_same_step(nursery: Nursery, tmp_path: Path, has_host_group: bool) -> None:
     case = "ddp_worlds.checkpoint_cases:a_warning_is_heard_in_one_step"
     nursery.run(3, case, folder=str(tmp_path), has_host_group=has_host_group)
+
+
+def test_the_signal_s_own_handler_is_called_as_well(nursery: Nursery, tmp_path: Path) -> None:
+    program = (
+        "import os, signal\nseen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append('own'))\n"
+        "from ddp import Checkpoint\ncheckpoint = Checkpoint('saved')\n"
+        "assert checkpoint.due(1, every=0) is False and checkpoint.due(2, every=2) is True\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "assert checkpoint.due(3, every=0) is True and checkpoint.due(4, every=0) is False\nprint(seen)"
+    )
+    done = nursery.program(program, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['own']\n"), done.stderr

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
+from pathlib import Path
 
-from ddp_worlds.nursery import ROOT
+from ddp_worlds.nursery import Nursery
 
 PROGRAM = """
     import torch
@@ -57,12 +55,6 @@ PROGRAM = """
 """
 
 
-def test_calls_on_a_device_let_the_stream_wait_and_read_nothing() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def test_calls_on_a_device_let_the_stream_wait_and_read_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    result = nursery.program(textwrap.dedent(PROGRAM), tmp_path, deadline_s=200)
     assert (result.returncode, result.stdout) == (0, "read nothing\n"), result.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ddp_worlds.nursery import Nursery
+from testbed.once import once
 
 CASES = "ddp_worlds.trainer_cases"
 
@@ -33,12 +34,15 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(
 
 @pytest.fixture(scope="module")
 def uninterrupted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    results = nursery.run(2, f"{CASES}:fits", folder=str(folder), dropout=0.3)
-    assert results[0]["step"] == 16
-    again = nursery.run(2, f"{CASES}:fits", folder=str(folder), dropout=0.3)  # a run that is over does nothing more
-    assert again == results
-    return results
+    def run() -> list[dict[str, object]]:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        results = nursery.run(2, f"{CASES}:fits", folder=str(folder), dropout=0.3)
+        assert results[0]["step"] == 16
+        again = nursery.run(2, f"{CASES}:fits", folder=str(folder), dropout=0.3)  # a run that is over does nothing more
+        assert again == results
+        return results
+
+    return once(tmp_path_factory, "uninterrupted Trainer", run)
 
 
 def test_a_run_goes_on_in_a_world_of_another_size(nursery: Nursery, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ddp_worlds import verification_cases
 from ddp_worlds.nursery import Nursery
+from testbed.once import once
 
 CASES = "ddp_worlds.verification_cases"
 
@@ -23,8 +24,8 @@ def of_all_ranks(nursery: Nursery, world_size: int, names: list[str]) -> Verifie
 
 
 @pytest.fixture(scope="module")
-def verified(nursery: Nursery) -> Verified:
-    return of_all_ranks(nursery, 2, list(verification_cases.CASES))
+def verified(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Verified:
+    return once(tmp_path_factory, "verified", lambda: of_all_ranks(nursery, 2, list(verification_cases.CASES)))
 
 
 @pytest.mark.parametrize("name", ["plain", "odd", "attention", "complex", "norm in eval", "float32"])

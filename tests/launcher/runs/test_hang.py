@@ -51,11 +51,11 @@ LOAD, STEP = (ONE_MISSING[: ONE_MISSING.index(what)].count("\n") + 1 for what in
 
 @pytest.fixture(params=["here", "ssh"])
 def where(request: pytest.FixtureRequest) -> list[str]:
-    """Options for three workers: on this machine, on three SSH hosts."""
+    """Options for three workers: on this machine, on two SSH hosts."""
     if request.param == "here":
         return ["--nproc-per-node", "3"]
     hosts: SshHosts = request.getfixturevalue("ssh_hosts")
-    return ["--hosts", "node1,node2,node3", "--ssh-config", str(hosts.ssh_config)]
+    return ["--hosts", "node1:2,node2:1", "--ssh-config", str(hosts.ssh_config)]
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -179,15 +177,3 @@ def test_only_more_checkpoints_than_before_count_as_saved() -> None:
 
     assert [more("a", saved) for saved in (0, 1, 1, 2)] == [False, True, False, True]
     assert more("b", 0) is False
-
-
-def test_the_signal_s_own_handler_is_called_as_well() -> None:
-    program = (
-        "import os, signal\nseen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append('own'))\n"
-        "from ddp import Checkpoint\ncheckpoint = Checkpoint('saved')\n"
-        "assert checkpoint.due(1, every=0) is False and checkpoint.due(2, every=2) is True\n"
-        "os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "assert checkpoint.due(3, every=0) is True and checkpoint.due(4, every=0) is False\nprint(seen)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "['own']\n"), done.stderr

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from testbed import REPOSITORY
+from testbed.once import once
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 
@@ -27,19 +28,21 @@ TOLERANCE = 1.01e-4
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    two_hosts = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
-    result = run_dtrain("run", *two_hosts, GPT, *SMALL, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    (folder / "stdout").write_text(result.stdout)
-    return folder
+    def run() -> Path:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        result = run_dtrain("run", "--nproc-per-node", "2", GPT, *SMALL, cwd=folder)
+        assert result.returncode == 0, result.stderr
+        (folder / "stdout").write_text(result.stdout)
+        return folder
+
+    return once(tmp_path_factory, "undisturbed", run)
 
 
 def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     chance = random.Random(3)
     step, victim = chance.randrange(5, 35), chance.randrange(2)
-    two_hosts = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-    with started_dtrain("run", *two_hosts, str(GPT), *SMALL, cwd=tmp_path) as process:
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    with started_dtrain("run", *options, str(GPT), *SMALL, cwd=tmp_path) as process:
         before = _read_until(process, rf"step +{step}  loss")
         (worker,) = [p for p in psutil.Process(process.pid).children(recursive=True) if _rank(p) == str(victim)]
         worker.kill()
