@@ -790,7 +790,9 @@ class World:
         if agent.node.frozen:
             agent.node.postponed.append(lambda: self.fail(agent, worker, status, error))
             return
-        if not worker.alive or agent.suspended or agent.kill_at < float("inf") or not agent.alive:
+        if not worker.alive or worker.failing is not None:
+            return
+        if agent.suspended or agent.kill_at < float("inf") or not agent.alive:
             return
         status = status or self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
         raised = error is not None or (status == 1 and self.chance.random() < 0.6)
