@@ -33,7 +33,8 @@ class StepWatch:
         self._on_step = on_step
         self._running: list[int] = []  # optimizers that step now, the outermost first, by id
         self._ours: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._probe: tuple[torch.Tensor, int, int] | None = None  # a parameter, its gradient's memory and version
+        # A parameter, its gradient and the version of that.
+        self._probe: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._handles = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: _call(before, optimizer)),
@@ -53,18 +54,17 @@ class StepWatch:
         grad = parameter.grad
         if grad is not None and grad.layout is torch.strided:
             with contextlib.suppress(UnsupportedError):
-                self._probe = parameter, grad.data_ptr(), version_of(grad)
+                self._probe = parameter, weakref.ref(grad), version_of(grad)
 
     def is_kept(self) -> bool | None:
         """Whether `.grad` is as `delivered` left it (True) or empty (False); None where neither is known. Ask once."""
         if self._probe is None:
             return None
-        (parameter, address, version), self._probe = self._probe, None
+        (parameter, delivered, version), self._probe = self._probe, None
         grad = parameter.grad
         if grad is None:
             return False
-        is_same = grad.layout is torch.strided and (grad.data_ptr(), version_of(grad)) == (address, version)
-        return True if is_same else None
+        return True if grad is delivered() and version_of(grad) == version else None
 
     def _before(self, optimizer: Any) -> None:
         if not self._has_ours(optimizer):

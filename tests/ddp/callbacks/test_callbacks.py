@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import Nursery
 from testbed.require import require
 
@@ -75,7 +76,7 @@ def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_path: Path) -> None:
     best, history = nursery.run(2, f"{CASES}:keeps_the_best", folder=str(tmp_path))[0]
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(listed(tmp_path))
     assert names == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
     assert best == pytest.approx(min(history), abs=1e-12)
     assert set(torch.load(tmp_path / "best.pt", weights_only=True)) == {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.convert_cases import DATA, build, train
 from ddp_worlds.nursery import ROOT, Nursery
 from testbed.processes import run_program
@@ -118,7 +119,7 @@ def test_a_run_goes_on_from_shards(nursery: Nursery, tmp_path: Path) -> None:
 
 def test_shards_are_for_dcp_to_save(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, f"{CASES}:shards_are_refused_by_checkpoint", folder=str(tmp_path))
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def test_parts_are_found_by_their_usual_names(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_nodes_that_do_not_connect_back_get_an_srun_of_their_own(
     for variable, value in job.items():
         monkeypatch.setenv(f"SLURM_{variable}", value)
     told: list[str] = []
-    srun = Srun(["n1", "n2"], tell=told.append)
+    srun = Srun(["n1", "n2"], tell=told.append, interfaces=["lo"])
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def connect(name: str) -> None:
