@@ -89,6 +89,9 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     spec, node_role = request.spec, request.node_role
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
+    early: list[int] = []  # an exception in the middle of an import could be lost
+    if "SIGINT" in spec.signals:
+        signal.signal(signal.SIGINT, lambda signum, _: early.append(signum))
     # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
     opened = start_agents(spec) if node_role is None else {}
     switch_s = sys.getswitchinterval()
@@ -125,7 +128,7 @@ def _control(request: Request, verbosity: Verbosity) -> int:
                 opened=opened,
                 listener=listener,
             )
-            outcome = controller.run()
+            outcome = controller.run(early)
             if listener is not None:
                 line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
                 listener.close(outcome.exit_code, line)  # for the other nodes

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,11 +85,16 @@ class Controller:
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # those before, as long as they are not released
 
-    def run(self) -> Outcome:
-        """Run the job to its end. Blocks; must be called from the main thread, for the signals."""
+    def run(self, early_signals: Iterable[int] = ()) -> Outcome:
+        """Run the job to its end. Blocks; must be called from the main thread, for the signals.
+
+        `early_signals` were caught before this one's handlers were there, by one that adds to them.
+        """
         over = threading.Event()
         discovery: threading.Thread | None = None
         with self._signals():
+            for signum in early_signals:
+                self._events.put(Signalled(signum))
             try:
                 self._carry_out(self._job.start())
                 if self._spec.hosts_script is not None:
