@@ -17,7 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from launcher.agent.lease import Limits
-from launcher.agent.run_tag import RunTag
+from launcher.agent.run_tag import RunTag, mark_unless_nested
 from launcher.agent.warm.lent import await_run, read_orders
 from launcher.machine import processes
 
@@ -35,6 +35,7 @@ def main_lent(descriptor: int) -> NoReturn:
     limits = Limits.shared(orders["limits"])
     run = await_run(orders)  # whose `asked_by` stays open here: who waits at its other end waits for this process
     os.close(run.may_begin)
+    mark_unless_nested()
     os._exit(guard(orders["agent"], RunTag.new(orders["run_tag"]), limits))
 
 

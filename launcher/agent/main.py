@@ -27,8 +27,7 @@ from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
-from launcher.agent.run_tag import NAME as TAG_VARIABLE
-from launcher.agent.run_tag import RunTag, make_folder
+from launcher.agent.run_tag import RunTag, make_folder, mark_unless_nested
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.warm.folder import prefix_of
@@ -75,8 +74,7 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     surroundings = find_surroundings() if key else {}
     processes.adopt_orphans()
     processes.raise_file_limit()
-    if TAG_VARIABLE not in os.environ:  # else this is a part of another run
-        processes.mark_as_own()
+    mark_unless_nested()
     run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
@@ -100,6 +98,7 @@ def main_lent(descriptor: int) -> NoReturn:
             os._exit(1)
     os.close(run.may_begin)
     processes.raise_file_limit()
+    mark_unless_nested()
     lent = (orders["server"], server)
     warmth = Warmth(run.prefix, orders["surroundings"], kept=orders["kept"], lent=lent)
     _serve(orders["guard"], RunTag.new(orders["run_tag"]), limits, warmth)

@@ -21,7 +21,7 @@ from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process
 
-__all__ = ["NAME", "RunTag", "clear_folder", "folders_for_files", "make_folder", "remove_folder"]
+__all__ = ["NAME", "RunTag", "clear_folder", "folders_for_files", "make_folder", "mark_unless_nested", "remove_folder"]
 
 NAME = "DTRAIN_AGENT"
 _WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
@@ -113,6 +113,12 @@ def make_folder(run_tag: str) -> str:
         else:
             return path
     raise problem
+
+
+def mark_unless_nested() -> None:
+    """Have the looks of other agents pass this process over, unless it is a part of another run."""
+    if NAME not in os.environ:
+        processes.mark_as_own()
 
 
 def clear_folder(folder: str, attempt: int) -> None:

@@ -42,7 +42,10 @@ while not os.path.exists("go"):
 HEAVY = "import os; pid = os.getpid(); mode = os.environ.get('HEAVY_MODE')"
 WARM = "1 host had the packages imported since an earlier run"
 NOBODY = 65534
-VARYING = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY", "DTRAIN_AGENT"}
+VARYING = {
+    "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY", "DTRAIN_AGENT",
+    "DTRAIN_GENERATION_PIPE", "DTRAIN_STATE_FILE",
+}  # fmt: skip
 
 
 def write(folder: Path, name: str, text: str) -> Path:
