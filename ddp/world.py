@@ -14,6 +14,7 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class World:
         return self.rank == 0
 
 
+_CONNECT_S = 10.0  # ranks that have met need no more to connect
 _BACKEND_KEY = "ddp/backend"  # for those that start later
 _world: World | None = None
 
@@ -94,6 +96,7 @@ class _Membership:
     timeout: timedelta | None
     device_id: torch.device | None
     generation: int = 0
+    joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
 
 
@@ -282,9 +285,12 @@ def _connect(member: _Membership, store: Store) -> None:
 def current_generation() -> int | None:
     """The generation to which the default group belongs, -1 before a replacement has joined one.
 
-    None where there are no generations: the launcher of this process announces none, or `init` did not make the group.
+    None where there are no generations: the launcher of this process announces none, `init` did not make the group, or
+    it moves tensors on devices, which a step may not have when the host is past it.
     """
-    return None if _membership is None or not can_replace() or not dist.is_initialized() else _membership.generation
+    if _membership is None or not can_replace() or not dist.is_initialized():
+        return None
+    return _membership.generation if _words(_membership.backend) <= {"cpu", "gloo", SHM} else None
 
 
 def break_connections() -> None:
@@ -300,6 +306,17 @@ def break_connections() -> None:
             with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
                 backend_of(group, device).abort()
     _membership.connections.break_all()
+    if (joining := _membership.joining) >= 0:
+        timer = threading.Timer(_CONNECT_S, _end_if_connecting, [_membership, joining])
+        timer.daemon = True
+        timer.start()
+
+
+def _end_if_connecting(member: _Membership, number: int) -> None:
+    """End this process, so that it is replaced: gloo waits for a rank that died while it connected, whatever breaks."""
+    if member.joining == number:
+        print(f"ddp: rank {member.placement.rank} waits for a rank that is gone, and ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
@@ -318,6 +335,7 @@ def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
     if not meet(PrefixStore(f"{prefix}/here", member.store), placement.rank, placement.world_size, is_over, limit_s):
         return False
     member.connections = Connections()
+    member.joining = number
     try:
         with member.connections.made_here():
             # Broken with the other connections, so that nobody waits in vain at the store.
@@ -332,6 +350,8 @@ def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
             f"rank {placement.rank} of {placement.world_size} could not join the others again, after the failure of "
             f"one of them: {error}"
         ) from error
+    finally:
+        member.joining = -1
     if is_over():
         return False
     member.generation = number
@@ -447,6 +467,11 @@ _owners: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKey
 def before_leaving(owner: T, let_go: Callable[[T], None]) -> None:
     """Have `let_go(owner)` called before the group is closed at exit, if `owner` still lives then."""
     _owners[owner] = let_go
+
+
+def communicating() -> list[Any]:
+    """What would let go of the group before it is closed."""
+    return list(_owners)
 
 
 def leave() -> None:

@@ -19,7 +19,7 @@ from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
 from ddp.world import before_leaving
 
-__all__ = ["control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
+__all__ = ["ControlGroups", "control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
 
 _BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
 _LENGTH_BYTES = 8
@@ -82,7 +82,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu" if "cpu" in types or not types else types[0])
 
 
-class _ControlGroups:
+class ControlGroups:
     """Those that were made in this process: each ends with the group whose ranks it has, or when the process leaves."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _ControlGroups:
             # the number of groups in this process, which may be another one elsewhere.
             store = PrefixStore(f"ddp/control/{group.group_name}/{number}", default_store())
             self._of[group] = host_group(group, store, timeout)
-            before_leaving(self, _ControlGroups.clear)
+            before_leaving(self, ControlGroups.clear)
         return self._of[group]
 
     def clear(self) -> None:
@@ -105,7 +105,7 @@ class _ControlGroups:
         self._made.clear()
 
 
-_control_groups = _ControlGroups()
+_control_groups = ControlGroups()
 
 
 def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

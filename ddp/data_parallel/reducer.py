@@ -104,6 +104,7 @@ class Reducer:
         self.is_closed = False
         self.current: Pass | None = None
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
+        self.last_failed = False  # the last pass, on this rank
         self._unsettled = False  # whether what a failed pass sent is still on its way
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
@@ -334,6 +335,7 @@ class Reducer:
     def finish(self, pass_: Pass) -> None:
         """Start what is left, wait, and put the averages into place; or raise what the ranks' statuses say. Blocks."""
         self.mark("backward ended")
+        self.last_failed = True
         if self.before_last_bucket is not None:
             self.before_last_bucket()
         try:
@@ -356,6 +358,7 @@ class Reducer:
             self.report.step += 1
             self._schedule.end()
             self._forget(has_failed=False)
+        self.last_failed = False
         count_step()
 
     def _own_status(self) -> RankStatus:

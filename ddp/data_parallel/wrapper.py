@@ -37,7 +37,7 @@ from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.measuring import Measuring
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.torch_surface import TorchSurface
-from ddp.errors import ArgumentError, BackwardError, UnsupportedError
+from ddp.errors import ArgumentError, BackwardError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import count_step_after
 from ddp.torch_internals import (
@@ -272,11 +272,21 @@ class DistributedDataParallel(TorchSurface):
         self.compression = None
         vars(self).pop("process_group", None)
 
+    def _check_not_left_behind(self) -> None:
+        """Raise ReplacementError where the group of this model was made anew without it: it would train alone."""
+        group = vars(self).get("process_group")
+        if (group is None or is_pending(group)) and dist.is_initialized() and not is_pending(checked_group(None, None)):
+            raise ReplacementError(
+                "this model does not average gradients any more, since the ranks met again after a failure: give it to "
+                "ddp.State(model=...), or wrap it inside of the function of @ddp.resilient"
+            )
+
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
         policy = self._policy
         if policy is None:
+            self._check_not_left_behind()
             Join.notify_join_context(self)
             inputs, kwargs = self._on_device(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
@@ -472,6 +482,11 @@ class DistributedDataParallel(TorchSurface):
     def gradient_reducer(self) -> Reducer | None:
         """What averages the gradients of this model, for other modules of ddp; None where nothing is averaged."""
         return None if self._policy is None else self._policy.reducer
+
+    @property
+    def decides_compression(self) -> bool:
+        """Whether its first steps say if gradients travel compressed."""
+        return bool(self._measuring.among)
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)

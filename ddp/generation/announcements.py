@@ -7,6 +7,7 @@ Newer ones come through the pipe that DTRAIN_GENERATION_PIPE names, eight bytes 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -50,4 +51,7 @@ class Announcements:
                 with self._news:
                     self.newest = number
                     self._news.notify_all()
-                self._call(number)
+                try:
+                    self._call(number)
+                except Exception as error:  # the next number must be heard
+                    print(f"ddp: generation {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -30,7 +30,8 @@ class Connections:
         try:
             yield
         finally:
-            self._made |= {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+            # Anew, since another thread may look through it.
+            self._made = self._made | {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
 
     def break_all(self) -> None:
         """Shut them down, both ways. May be called from any thread, and again."""

@@ -20,11 +20,13 @@ from torch import nn
 from ddp.checkpoint import rng
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.codec import encode
+from ddp.comm.objects import ControlGroups
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.wrapper import DistributedDataParallel
-from ddp.errors import ArgumentError
+from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
 from ddp.resilience.rank_page import RankPage
+from ddp.world import communicating
 
 __all__ = ["Commits"]
 
@@ -66,10 +68,38 @@ class Commits:
 
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank."""
+        self._check_others()
         self._page = RankPage([] if self._model is None else list(self._model.buffers()))
         if has_state:
             self.number = -1
             self.take()
+
+    def _check_others(self) -> None:
+        """Raise for what would change in a step and not come back after a failure."""
+        others = [each for each in communicating() if each is not self._wrapper]
+        if names := sorted({type(each).__name__ for each in others if not isinstance(each, ControlGroups)}):
+            raise UnsupportedError(
+                f"{', '.join(names)}: in a resilient function only the model of its ddp.State may have been wrapped "
+                "before: give it to the State, or make it inside of the function"
+            )
+        given = {id(parameter) for group in self._groups() for parameter in group["params"]}
+        for name, parameter in () if self._model is None else self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in given:
+                raise ArgumentError(
+                    f"{name} is trained, but not by the optimizer of this State, so nobody sees when it changes: give "
+                    "State one optimizer of all parameters, or freeze it"
+                )
+        if self._wrapper is None:
+            return
+        reducer = self._wrapper.gradient_reducer
+        why = {
+            'compression="auto"': self._wrapper.decides_compression,
+            "a communication hook of your own": reducer is not None and reducer.has_users_hook,
+            "LocalSGD": self._wrapper.steps_alone,
+        }
+        for what, is_so in why.items():
+            if is_so:
+                raise UnsupportedError(f"{what} in a resilient function: a rank that is replaced would not have it")
 
     def attach(self, group: dist.ProcessGroup) -> None:
         """Have the model average over the ranks of `group`, from now on."""
@@ -83,6 +113,8 @@ class Commits:
     def interrupted(self) -> None:
         """Keep what the group that has failed knew."""
         reducer = None if self._wrapper is None else self._wrapper.gradient_reducer
+        if reducer is not None and reducer.has_users_hook:
+            raise ReplacementError("a communication hook of your own does not come back: all start again")
         if reducer is not None and not reducer.is_first:
             self._plan = reducer.plan_state()
 
@@ -92,6 +124,14 @@ class Commits:
         if self._page is None:
             return  # nobody could take it over
         assert self.number is not None
+        reducer = None if self._wrapper is None else self._wrapper.gradient_reducer
+        if reducer is not None and reducer.last_failed:
+            raise CollectiveError(
+                f"commit() on rank {dist.get_rank()} after a backward pass that failed: let its exception end the "
+                "resilient function",
+                rank=dist.get_rank(),
+                what="commit",
+            )
         self._kept = {
             "values": {name: _copied(value) for name, value in self._values.items()},
             "position": None if self._sampler is None else dict(self._sampler.state_dict()),
@@ -216,4 +256,4 @@ def _copied(value: Any) -> Any:
     """A copy that later changes in place do not reach."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+    return copy.deepcopy(value) if isinstance(value, list | dict | set | tuple) else value

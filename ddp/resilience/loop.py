@@ -10,7 +10,14 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ddp.comm.objects import gather_values
-from ddp.errors import ArgumentError, CollectiveError, PeerFailedError, RendezvousError, ReplacementError
+from ddp.errors import (
+    ArgumentError,
+    CollectiveError,
+    PeerFailedError,
+    RendezvousError,
+    ReplacementError,
+    UnsupportedError,
+)
 from ddp.generation.announcements import Announcements
 from ddp.monitoring import stall_report
 from ddp.monitoring.progress import set_restart_policy
@@ -24,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _ORDINARY, _RESILIENT = 0, 3  # restart policies
-_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost
+_ANNOUNCED_S = 60.0  # a lost peer is announced within this time, or was not lost
 _LOST_CONNECTION = ("gloo/transport", "onnection closed", "onnection reset", "roken pipe", "ocket closed")
 
 
@@ -50,12 +57,15 @@ def resilient(function: F) -> F:
     of this rank, so it is raised.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
-    those of `ddp.init()` and `ddp.DistributedDataParallel`; else ReplacementError, and all ranks start again. The
-    function may make any in the default group, also those of torch. Call it once at a time, on every rank; it blocks at
-    its end until all ranks are there.
+    those of `ddp.init()` and `ddp.DistributedDataParallel`; else ReplacementError, and all ranks start again.
+    `Checkpoint.load` restores nothing there and returns None: the state comes from the others. The function may make
+    any collectives in the default group, also those of torch, and none in another one. Only the first such function of
+    a script can be gone on with, so let it have the loop over the epochs in it. Call it on every rank; it blocks at its
+    end until all are there.
 
-    Elsewhere than under `dtrain run`, in a world of one, and in a group that `ddp.init` did not make, it just runs the
-    function: a failure ends the run.
+    Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices, it
+    just runs the function: a failure ends the attempt. UnsupportedError for what a replaced rank would not have:
+    wrapped models that the State does not hold, LocalSGD, compression="auto", communication hooks of your own.
 
     The method is that of A. Sergeev and the authors of Elastic Horovod (`hvd.elastic.run`), with commits that copy
     nothing large, and with the failed rank alone replaced.
@@ -90,9 +100,16 @@ class _Loop:
         self._calls += 1
         try:
             with stall_report.without_questions():
-                return self._run(commits, call)
+                result = self._run(commits, call)
+        except (ReplacementError, UnsupportedError):
+            set_restart_policy(_ORDINARY)  # all have to start again
+            raise
         finally:
-            self._is_inside, self._has_left = False, True
+            self._is_inside = False
+        self._has_left = True
+        if (newest := self._announcements.newest) > self._generation:
+            self._announced(newest)
+        return result
 
     def _run(self, commits: Commits, call: Callable[[], R]) -> R:
         has_joined = self._generation >= 0
@@ -128,9 +145,8 @@ class _Loop:
             commits.attach(group)
             root, commit = self._choose(commits, group)
             commits.take_over(root, commit, group)
-        except (ArgumentError, ReplacementError):
-            set_restart_policy(_ORDINARY)  # all have to start again
-            raise
+        except ArgumentError as error:
+            raise ReplacementError(f"the state cannot be handed over: {error}") from error
 
     def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
         """Return which rank has the state of the newest commit, and its number. All ranks come to the same."""
@@ -160,6 +176,8 @@ class _Loop:
 
         Once that is announced, whatever the function raises is taken for a consequence.
         """
+        if isinstance(error, ReplacementError | UnsupportedError):
+            return False
         is_announced = self._announcements.newest > self._generation
         if not _tells_of_peer(error):
             return is_announced and not is_joining
@@ -168,6 +186,9 @@ class _Loop:
         return self._announcements.wait_newer(self._joining, _ANNOUNCED_S)
 
     def _announced(self, number: int) -> None:
+        """Called in another thread. A process that an exception ends leaves it to the one that replaces it."""
+        if number <= self._generation:
+            return
         if self._is_inside:
             break_connections()
         elif self._has_left:

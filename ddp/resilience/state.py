@@ -26,7 +26,9 @@ class State:
 
     `commit()` says that a step is done. After a failure every rank goes on from the newest step that any of them has
     committed, with the values, the place in the data, the learning rates, the buffers and the random numbers of then.
-    What it does not take care of, such as a running loss in a local variable, begins anew with the function.
+    What it does not take care of, such as a running loss in a local variable, begins anew with the function. A rank's
+    own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
+    of one rank, as they are.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class State:
 
         Call it on every rank after each step of the optimizer, with no collective between the two. Communicates
         nothing. A DistributedSampler whose `advance` nobody has called is advanced by what it has handed out; where a
-        DataLoader may have workers, which draw ahead, ArgumentError says to call it.
+        DataLoader may have workers, which draw ahead, ArgumentError says to call it; so must who draws ahead in a
+        thread. CollectiveError after a backward pass that failed.
         """
         self.commits.take()
