@@ -49,6 +49,7 @@ from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
 from ddp.comm.objects import device_of
 from ddp.errors import ArgumentError, CheckpointError
+from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import count_checkpoint
 from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
 
@@ -241,6 +242,8 @@ class Checkpoint:
         given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
         changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
         """
+        if dist.is_initialized() and is_pending(dist.group.WORLD):
+            return None  # this process takes a failed rank's place, and gets the state from the others
         self._wait()
         rank, world_size = place()
         self._known = None

@@ -63,7 +63,7 @@ for _name in _COLLECTIVES:
     setattr(_PendingGroup, _name, _refusing(_name.strip("_")))
 
 
-def is_pending(group: dist.ProcessGroup) -> bool:
+def is_pending(group: dist.ProcessGroup | None) -> bool:
     """Whether `group` waits for the function of `ddp.resilient`, so that it cannot communicate yet."""
     return isinstance(group, _PendingGroup)
 

@@ -78,3 +78,70 @@ def test_a_second_resilient_function_lets_all_start_again(tmp_path: Path) -> Non
     result = run(tmp_path, 2, "0.50.forward.kill", restarts=3, script=script)
     assert result.returncode == 0, result
     assert "comes to the first such function of the script only" in result.stderr
+
+
+def changed(folder: Path, *pairs: tuple[str, str]) -> Path:
+    """A copy of the script with some of its lines changed."""
+    text = SCRIPT.read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    script = folder / "changed.py"
+    script.write_text(text)
+    return script
+
+
+def test_a_model_that_the_state_does_not_hold_is_refused(tmp_path: Path) -> None:
+    other = "other = ddp.DistributedDataParallel(nn.Linear(2, 2))\nentered = 0\n"
+    result = run(tmp_path, 2, restarts=0, script=changed(tmp_path, ("entered = 0\n", other)))
+    assert result.returncode == 1
+    assert "UnsupportedError: DistributedDataParallel: in a resilient function only the model" in result.stderr
+
+
+def test_a_model_that_is_left_behind_is_an_error_and_never_trains_alone(tmp_path: Path) -> None:
+    script = changed(
+        tmp_path,
+        ("entered = 0\n", "entered = 0\nother = []\n"),
+        (
+            "    entered += 1\n",
+            "    entered += 1\n    other = other or [ddp.DistributedDataParallel(nn.Linear(6, 2))]\n",
+        ),
+        ("    global entered\n", "    global entered, other\n"),
+        ('            fail("load")\n', '            fail("load")\n            other[0](x)\n'),
+    )
+    result = run(tmp_path, 2, "1.2.forward.kill", restarts=3, script=script)
+    assert "ReplacementError: this model does not average gradients any more" in result.stderr, result
+    assert "attempt 1 begins" in result.stderr
+    assert result.returncode == 0
+
+
+def test_two_ranks_that_raise_at_once_are_both_replaced(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results]
+) -> None:
+    result = run(tmp_path, 3, "0.4.forward.raise", "2.4.forward.raise", restarts=2)
+    assert result.returncode == 0, result
+    assert said(result, "result") == undisturbed(3, "")
+
+
+def test_a_failure_that_the_script_swallows_is_no_commit(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results]
+) -> None:
+    swallow = """            try:
+                loss.backward()
+            except RuntimeError:
+                optimizer.zero_grad()
+                state.commit()
+                continue
+"""
+    script = changed(tmp_path, ("            loss.backward()\n", swallow))
+    result = run(tmp_path, 2, "1.3.forward.kill", restarts=1, script=script)
+    assert result.returncode == 0, result
+    assert said(result, "result") == undisturbed(2, "")
+
+
+def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) -> None:
+    load = "assert ddp.Checkpoint('saved').load(model=model, optimizer=optimizer, sampler=sampler) is None\n"
+    script = changed(tmp_path, ("entered = 0\n", load + "entered = 0\n"))
+    result = run(tmp_path, 2, "1.2.forward.kill", restarts=1, script=script)
+    assert result.returncode == 0, result
+    assert "attempt 1 begins" not in result.stderr
