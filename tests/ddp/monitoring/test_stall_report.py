@@ -114,6 +114,7 @@ def test_a_rank_that_hangs_outside_of_passes_is_named_within_the_limit_of_the_mo
         "LocalSGD": "exchange of LocalSGD's states",
         "check_replicas": "comparison of the replicas",
         "join": "count of the ranks that have inputs",
+        "failures": "end of its pass on all ranks",
         "sparse gradients": "exchange of the rows of '0.weight'",
         "evaluation": "strategy.reduce",
     }
