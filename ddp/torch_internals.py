@@ -486,6 +486,11 @@ def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
     return list(getattr(optimizer, name).values())
 
 
+def torchs_comm_hooks(wrapper: Any) -> Sequence[object]:
+    """The hooks that were registered with torch's own DistributedDataParallel; empty if it does not tell. 2.0."""
+    return getattr(wrapper, "_comm_hooks", ())
+
+
 def mark_as_stepped(optimizer: Any) -> None:
     """Tell learning rate schedulers that `optimizer` has stepped, or they warn that it has not. 2.4."""
     optimizer._opt_called = True

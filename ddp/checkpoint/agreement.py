@@ -19,6 +19,7 @@ from ddp.data_parallel.checksum import drift_among
 from ddp.data_parallel.replicas import replica_of, weights_of
 from ddp.errors import CheckpointError, DdpError
 from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.torch_internals import torchs_comm_hooks
 
 __all__ = [
     "SaveNote",
@@ -31,6 +32,8 @@ __all__ = [
     "require_agreement",
     "require_equal_replicas",
 ]
+
+_OTHERWISE = ". If they may differ at a save, as between two averages of weights: Checkpoint(check_replicas=False)"
 
 T = TypeVar("T")
 
@@ -106,10 +109,16 @@ class Weights:
 
 
 def replicated(model: nn.Module | None) -> Weights | None:
-    """The weights that other ranks should have as well; None without a wrapper, or while LocalSGD lets them differ."""
+    """The weights that other ranks should have as well; None where there are none, or where they may differ.
+
+    They may while LocalSGD lets them, and with a communication hook of the user's, such as torch's post_localSGD_hook.
+    """
     wrapper = replica_of(model)
     group = getattr(wrapper, "process_group", None)
     if group is None or getattr(wrapper, "steps_alone", False) or not dist.is_initialized():
+        return None
+    is_hooked = getattr(wrapper, "has_comm_hook", False) and getattr(wrapper, "compression", None) is None
+    if is_hooked or torchs_comm_hooks(wrapper):
         return None
     return Weights(tuple(dist.get_process_group_ranks(group)), weights_of(wrapper))
 
@@ -127,5 +136,5 @@ def require_equal_replicas(notes: Sequence[SaveNote], mine: Weights | None) -> N
             sums if replica is not None and replica[0] == group else None
             for sums, replica in zip(every, replicas, strict=True)
         ]
-        if (drift := drift_among(of_group)) is not None:
+        if (drift := drift_among(of_group, otherwise=_OTHERWISE)) is not None:
             raise drift

@@ -85,9 +85,10 @@ class Checkpoint:
     they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
     owners on different hosts are noticed only once both have saved; then one is refused.)
 
-    Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once. With
-    `check_replicas=False` (hosts whose arithmetic differs in the last bits), those of rank 0 are saved, whatever the
-    others have.
+    Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once; not
+    while LocalSGD lets them differ, nor with a communication hook of yours. With `check_replicas=False` (hosts whose
+    arithmetic differs in the last bits, weights that you average every few steps), those of rank 0 are saved, whatever
+    the others have.
 
     With `in_background`, `save` returns once rank 0 has copied the state to host memory, and a thread of rank 0 writes
     the copy while training goes on, one at a time. Until the file is whole, the one before is the newest. An error of
@@ -171,12 +172,13 @@ class Checkpoint:
                 note = replace(note, replica=None if weights is None else weights.note())
             check_plain(values)
             if rank == 0 and lost is None:
-                self._check_folder(step)
-                content = {name: part.state_dict() for name, part in parts.items()}
-                for name, part_state in content.items():
-                    check_plain(part_state, name)
-                content["values"] = values
-                content = copies.of(content)
+                with at_files():
+                    self._check_folder(step)
+                    content = {name: part.state_dict() for name, part in parts.items()}
+                    for name, part_state in content.items():
+                        check_plain(part_state, name)
+                    content["values"] = values
+                    content = copies.of(content)
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"

@@ -63,30 +63,30 @@ class FolderOwner:
         over from a process of an earlier one that has not ended.
         """
         if self._me is not None and self._me.pid == os.getpid():
-            owner = self._read()
+            owner = _read(self._folder)
             if owner is not None and owner.key != self._me.key:
                 raise self._refused(owner, "has taken it over")
             return
         me = self._me_now(rank)
         make_durably(self._folder)
-        owner = self._read()
+        owner = _read(self._folder)
         if owner is not None and (owner.host, owner.pid) == (me.host, me.pid):
             gc.collect()  # of objects that nobody uses any more
         try:
             lock = Lock(self._folder / _NAME)
         except BlockingIOError:
-            owner = self._read()
+            owner = _read(self._folder)
             if owner is None or not _is_earlier_attempt(owner, me):
                 raise self._refused(owner, "saves here") from None
             (self._folder / _NAME).unlink(missing_ok=True)  # the lock stays with the old file
             lock = Lock(self._folder / _NAME)
-        owner = None if lock.is_held else self._read()
+        owner = None if lock.is_held else _read(self._folder)
         if owner is not None and owner.host == me.host and _is_alive(owner) and not _is_earlier_attempt(owner, me):
             lock.release()
             raise self._refused(owner, "saves here")
         lock.write(json.dumps(asdict(me)).encode())
         self._me = me
-        self._end = weakref.finalize(self, _let_go, lock, os.getpid())
+        self._end = weakref.finalize(self, _let_go, lock, self._folder, me)
         self._end.atexit = False
 
     def release(self) -> None:
@@ -94,11 +94,6 @@ class FolderOwner:
         if self._end is not None:
             self._end()
         self._me = self._end = None
-
-    def _read(self) -> _Owner | None:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # nobody's, or still being written
-            return _Owner(**json.loads((self._folder / _NAME).read_bytes()))
-        return None
 
     def _me_now(self, rank: int) -> _Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -113,6 +108,12 @@ class FolderOwner:
             f"{self._folder.absolute()} belongs to somebody else: {who} {what}{named}. Give each a folder of its own, "
             "or end the other first"
         )
+
+
+def _read(folder: Path) -> _Owner | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):  # nobody's, or still being written
+        return _Owner(**json.loads((folder / _NAME).read_bytes()))
+    return None
 
 
 def _is_earlier_attempt(owner: _Owner, me: _Owner) -> bool:
@@ -137,9 +138,10 @@ def _started(pid: int) -> int:
     return 0
 
 
-def _let_go(lock: Lock, pid: int) -> None:
-    """Leave an empty file: nobody's. In a forked child nothing happens."""
-    if os.getpid() == pid:
+def _let_go(lock: Lock, folder: Path, me: _Owner) -> None:
+    """Leave an empty file: nobody's, unless somebody else has taken it over. In a forked child nothing happens."""
+    if os.getpid() == me.pid:
         with contextlib.suppress(OSError, ValueError):
-            lock.write(b"")
+            if _read(folder) == me:
+                lock.write(b"")
         lock.release()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from ddp.comm.channel import Channel
-from ddp.errors import PeerFailedError
-from ddp.monitoring.stall_report import StallReport
+from ddp.errors import CollectiveError, PeerFailedError
+from ddp.monitoring.stall_report import StallReport, finish
 from ddp.monitoring.user_code import line_of_traceback
 
 __all__ = ["changing_together", "describe_failure", "failing_together", "peers_failed"]
@@ -40,17 +40,19 @@ def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator
     """Let an exception of one rank in this block be an error on all: PeerFailedError on those that have none.
 
     For what ranks do alone between two collectives, where the others would wait for one that has raised. Every rank
-    must enter it; its end blocks. Ctrl-C is not waited with.
+    must enter it; its end blocks. After Ctrl-C or a failed collective, it does not wait for them.
     """
     own: Exception | None = None
     try:
         yield
+    except CollectiveError:
+        raise
     except Exception as error:
         own = error
         channel.report.tell_failure(channel.report.step, describe_failure(what, error))
     failed = torch.tensor([int(own is not None)], device="cpu")
     with channel.report.waiting(f"end of {what} on all ranks"):
-        channel.control.allreduce([failed]).wait()
+        finish(channel.control.allreduce([failed]), device=failed.device)
     if own is not None:
         raise own
     if count := int(failed):

@@ -47,10 +47,13 @@ class WeightChecksum:
         return drift_among(channel.gather(mine, "exchange of checksums"), step, why)
 
 
-def drift_among(every: Sequence[Mapping[str, int] | None], step: int = 0, why: str = "") -> DriftError | None:
+def drift_among(
+    every: Sequence[Mapping[str, int] | None], step: int = 0, why: str = "", *, otherwise: str = ""
+) -> DriftError | None:
     """The error for the first name whose number is not the same in the checksums of all ranks; None where all are.
 
     `every` has None for a rank that does not count. `step` is the one that comes next, 0 outside of training.
+    `otherwise` ends the error's text.
     """
     told = {rank: sums for rank, sums in enumerate(every) if sums is not None}
     for name in dict.fromkeys(name for sums in told.values() for name in sums):
@@ -63,7 +66,8 @@ def drift_among(every: Sequence[Mapping[str, int] | None], step: int = 0, why: s
             return DriftError(
                 f"the replicas have drifted apart{when}: {name!r} is the first parameter that differs, on rank "
                 f"{', '.join(map(str, ranks))} of {len(every)} (checksums by rank: {shown[:200]}). "
-                f"{why or 'Something changed it on one rank only: ' + _CAUSES}. Start again from a checkpoint",
+                f"{why or 'Something changed it on one rank only: ' + _CAUSES}. Start again from a checkpoint"
+                f"{otherwise}",
                 parameter=name,
                 step=step,
                 ranks=ranks,

@@ -287,7 +287,7 @@ class ForwardPolicy:
         self._watch.delivered(self.reducer.first_used())
 
     def ended(self, *, has_failed: bool) -> None:
-        self._watch.steps = 0
+        self._watch.pass_ended()
         self._forwards.clear()
         self._mode = _Mode.IDLE
 

@@ -49,6 +49,11 @@ class StepWatch:
         self._running.clear()
         self._probe = None
 
+    def pass_ended(self) -> None:
+        """Count from here. Forget optimizers that have begun a step, which may have raised."""
+        self.steps = 0
+        self._running.clear()
+
     def delivered(self, parameter: torch.Tensor) -> None:
         """Note the gradient of `parameter` as the reduction has left it; every rank gives the same parameter."""
         grad = parameter.grad
@@ -80,7 +85,7 @@ class StepWatch:
             del self._running[self._running.index(id(optimizer)) :]
 
     def _has_ours(self, optimizer: Any) -> bool:
-        """Whether it steps any of our parameters; looked up again when its groups change."""
+        """Whether it steps any of our parameters; looked up again when their number in its groups changes."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._ours.get(optimizer)
         if known is None or known[0] != count:

@@ -478,6 +478,10 @@ class DistributedDataParallel(TorchSurface):
             self.compression = None
             self._use_compression(self._method)
 
+    def average_over(self, group: dist.ProcessGroup) -> None:
+        """Average over the ranks of `group` from now on, as `_update_process_group`; for other modules of ddp."""
+        self._update_process_group(group)
+
     @property
     def gradient_reducer(self) -> Reducer | None:
         """What averages the gradients of this model, for other modules of ddp; None where nothing is averaged."""

@@ -106,7 +106,7 @@ class Commits:
         if self._wrapper is None:
             return
         if getattr(self._wrapper, "process_group", None) is not group:  # it has let another one go
-            self._wrapper._update_process_group(group)
+            self._wrapper.average_over(group)
         if self._wrapper.gradient_reducer is not None:
             self._wrapper.gradient_reducer.before_last_bucket = self._note_sent
 

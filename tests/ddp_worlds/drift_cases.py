@@ -85,6 +85,27 @@ def one_rank_steps_alone(how: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+class _Fails(_SGD):
+    def step(self, *_: Any) -> None:  # type: ignore[override]  # overloads
+        raise ValueError("no step")
+
+
+def one_rank_steps_alone_after_a_step_that_raised() -> tuple[str, str]:
+    model = ddp.DistributedDataParallel(build("mlp"))
+    failing, optimizer = _Fails(model.parameters(), lr=0.1), _SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no step"):
+        _step(model, failing, 0)
+    optimizer.zero_grad()
+    x, y = batch(dist.get_rank(), 4)
+    loss_of(model, x, y).backward()
+    for _ in range(1 + dist.get_rank()):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(DriftError) as caught:
+        loss_of(model, x, y).backward()
+    return type(caught.value).__name__, str(caught.value)
+
+
 # What is right
 
 
@@ -263,6 +284,23 @@ def what_is_right_goes_on(static_graph: bool) -> None:
 
 
 # On demand
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def saved_with_a_hook_that_averages_nothing(folder: str) -> None:
+    """As torch's post_localSGD_hook does between two averages of the weights."""
+    for wraps in (ddp.DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        model = wraps(build("mlp"))
+        model.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
+        _step(model, _SGD(model.parameters(), lr=0.1), 0)
+        with pytest.raises(DriftError):
+            ddp.check_replicas(model)
+        ddp.Checkpoint(f"{folder}/{wraps.__module__}", in_background=False).save(1, model=model)
 
 
 def compared_on_demand(folder: str) -> list[str]:

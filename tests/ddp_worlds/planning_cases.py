@@ -25,7 +25,9 @@ from ddp.compression import row_exchange
 from ddp.compression.compressors import Auto
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning import bucket_planner, measuring
+from ddp.data_parallel.planning.clock import HostClock
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
+from ddp.data_parallel.planning.step_timer import TimedStep
 
 STEPS = 9  # the buckets change after the fifth
 SMALL = BucketLimits(cap_bytes=1 << 10, first_caps_bytes=(256,), own_bytes=4 << 10)
@@ -120,6 +122,29 @@ def pieces_for_a_slow_link_change_no_bit() -> None:
         assert schedule.limits.piece_bytes == pieces
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert torch.equal(one, other), step
+
+
+class OnDevice(HostClock):
+    is_device = True
+
+
+def no_backend_for_the_cpu_is_asked_for_pieces_on_a_device() -> None:
+    lacking = mock.patch.object(bucket_planner, "backend_of", side_effect=RuntimeError("no backend for the CPU"))
+    with costing(SLOW, ()), lacking as backend_of:
+        model = wrapped()
+        model._policy.reducer.planner.clock = OnDevice()  # type: ignore[union-attr]
+        train(model)
+    assert model.measurement is not None
+    backend_of.assert_not_called()
+
+
+def times_that_one_rank_cannot_read_decide_nothing_on_any() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    error = RuntimeError("the event was not recorded")
+    unread = mock.patch.object(TimedStep, "times", side_effect=error) if dist.get_rank() else contextlib.nullcontext()
+    with unread, pytest.warns(UserWarning, match="not whole on every rank"):
+        train(model)
+    assert model.measurement is None
 
 
 def the_first_steps_are_recorded_on_all_ranks_alike() -> None:

@@ -28,6 +28,7 @@ from ddp_worlds.nursery import BACKEND
 
 import ddp
 from ddp.comm import small_sum
+from ddp.comm.failures import failing_together
 from ddp.comm.small_sum import SmallAdder
 from ddp.data_parallel.buckets import bucket_schedule, sparse_transfer
 from ddp.errors import CollectiveError
@@ -136,6 +137,11 @@ def _joins_at_once(model: ddp.DistributedDataParallel) -> None:
         pass
 
 
+def _fails_with_others(model: Any) -> None:
+    with failing_together(model.reducer.reducer.channel, "its pass"):
+        pass
+
+
 def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
     """Rank 1 hangs where the ranks meet outside of a model's passes; the error of rank 0."""
 
@@ -172,6 +178,7 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
             "LocalSGD": lambda: ddp.LocalSGD(model, optimizer, every=2).sync(),
             "check_replicas": lambda: ddp.check_replicas(model),
             "join": lambda: _joins_at_once(model),
+            "failures": lambda: _fails_with_others(model),
             "sparse gradients": lambda: model(torch.tensor([dist.get_rank()])).sum().backward(),
         }[where]
         if sparse and is_late:

@@ -29,7 +29,7 @@ from ddp.data_parallel.planning.measure_link import agree
 from ddp.data_parallel.planning.recent_steps import RecentSteps
 from ddp.data_parallel.planning.simulate import buckets_of, simulate
 from ddp.data_parallel.planning.step_record import GradReady, StepRecord
-from ddp.data_parallel.planning.step_timer import Moment, StepTimer, TimedStep
+from ddp.data_parallel.planning.step_timer import Moment, StepTimer, StepTimes, TimedStep
 from ddp.torch_internals import backend_of
 
 __all__ = ["LEAST_SAVING", "BucketPlanner", "Measurement"]
@@ -195,6 +195,8 @@ class BucketPlanner:
         Mbit/s, 32 MB take 6 % longer in all-reduces of 4 MB than in those of 1 MB, which take the time of the bytes; at
         1 Gbit/s, 1 or 2 %.
         """
+        if self.clock.is_device:  # the group may have no backend for the CPU
+            return None
         backend = backend_of(self._channel.group, torch.device("cpu")).name()
         is_slow = _PIECE_BYTES * link.seconds_per_byte > _SLOW_PIECE_S
         return _PIECE_BYTES if is_slow and link.ranks == 2 and backend == "gloo" else None
@@ -241,9 +243,15 @@ class BucketPlanner:
     def _agreed(self, schedule: BucketSchedule) -> tuple[StepRecord, LinkCost, float] | None:
         """The slowest rank's figures, part by part, and the link as the last one to end backward saw it."""
         order = schedule.order
+        held: list[StepTimes] = []
+        free: list[StepTimes] = []
+        try:
+            if not self._is_missing:
+                held, free = ([step.times() for step in steps] for steps in (self._held, self._free))
+        except RuntimeError:  # the device lost a moment; the others must not wait for this rank
+            self._is_missing = True
         mine = [float(self._is_missing), *[-math.inf] * (6 + len(order))]
-        if self._held and self._free and not self._is_missing:
-            held, free = ([step.times() for step in steps] for steps in (self._held, self._free))
+        if held and free:
             # What disturbs a step makes it longer, so the shortest of each part is the best.
             mine = [
                 0.0,

@@ -247,6 +247,10 @@ def _end(error: BaseException | None) -> None:
     import atexit
     import threading
 
+    if error is not None and not isinstance(error, SystemExit):  # callbacks look there for how the process ends
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # as the interpreter's end
         try:
             step()
@@ -267,7 +271,8 @@ def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
     A thread of gloo that has just finished a collective gives its tensors back, for which it needs the interpreter. In
     the teardown Python ends such a thread, and with it, by std::terminate, the process: SIGABRT after a training that
     went well (torch 2.13, Python before 3.14). What the teardown would do for the script is done here: the objects that
-    it holds are dropped, and what open files have not written yet is written.
+    its globals hold are dropped, and what open files have not written yet is written. Objects that imported modules
+    hold are not dropped: a gzip or zip file there stays without its end unless it is closed.
     """
     import _io  # torch has imported all of these
     import ctypes
@@ -296,7 +301,7 @@ def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
         import _signal
 
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-        os.kill(_pid, _signal.SIGINT)
+        os.kill(os.getpid(), _signal.SIGINT)
     if "LD_PRELOAD" in os.environ:  # a profiler may write at exit what it found
         libc.exit(status)
     os._exit(status)

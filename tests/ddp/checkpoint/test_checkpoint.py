@@ -216,7 +216,9 @@ def test_without_locks_between_hosts_one_of_two_owners_is_refused(
     second.save(2)
     with pytest.raises(ddp.errors.CheckpointError, match=r"has taken it over .* on elsewhere"):
         first.save(3)
+    first.wait()  # gives up what is not its own any more
     second.save(4)
+    assert json.loads((tmp_path / ".owner").read_bytes())["host"] == "elsewhere"
 
 
 def _no_locks(*_: object) -> None:

@@ -51,6 +51,17 @@ def test_replicas_are_compared_on_demand_and_before_a_save(nursery: Nursery, tmp
     names = [text.partition(":")[0] for text in weights]
     assert names == ["0.layers.2.weight", "0.0.layers.2.weight", "0.layers.2.weight"]
     assert "first parameter that differs, on rank 1 of 2" in weights[0]
+    assert ["check_replicas=False" in text for text in weights] == [False, False, True]
+
+
+def test_a_save_does_not_compare_replicas_that_a_hook_lets_differ(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, "ddp_worlds.drift_cases:saved_with_a_hook_that_averages_nothing", folder=str(tmp_path))
+
+
+def test_an_optimizer_whose_step_has_raised_hides_no_other_after_the_next_pass(nursery: Nursery) -> None:
+    for told in nursery.run(2, "ddp_worlds.drift_cases:one_rank_steps_alone_after_a_step_that_raised"):
+        assert told[0] == "DriftError"
+        assert "stepped 1 time on rank 0, 2 times on rank 1" in told[1]
 
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]

@@ -158,6 +158,8 @@ def test_a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(
     ("world_size", "case"),
     [
         (2, "pieces_for_a_slow_link_change_no_bit"),
+        (2, "no_backend_for_the_cpu_is_asked_for_pieces_on_a_device"),
+        (2, "times_that_one_rank_cannot_read_decide_nothing_on_any"),
         (2, "the_first_steps_are_recorded_on_all_ranks_alike"),
         (3, "with_more_ranks_buckets_change_on_request_only"),
         (3, "a_rank_that_has_joined_takes_part"),

@@ -94,6 +94,43 @@ def test_profilers_and_modules_and_what_was_registered_before_the_script_come_to
     assert (tmp_path / "profile").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("1 / 0", "ZeroDivisionError True\n"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt True\n"),
+        ("sys.exit(3)", "NoneType False\n"),
+        ("", "NoneType False\n"),
+    ],
+)
+def test_callbacks_at_exit_see_the_error_that_the_script_ends_with(tmp_path: Path, how: str, seen: str) -> None:
+    looks = (
+        "def look():\n"
+        "    error = getattr(sys, 'last_value', None)\n"
+        "    is_whole = error is not None and getattr(sys, 'last_exc', error) is error\n"
+        "    print(type(error).__name__, is_whole and sys.last_type is type(error) and bool(sys.last_traceback))\n"
+        "atexit.register(look)\n"
+    )
+    is_open = "import types\ndist = sys.modules['torch.distributed'] = types.ModuleType('torch.distributed')\n"
+    is_open += "dist.is_initialized = lambda: True\ndist.destroy_process_group = lambda: None\n"
+    (tmp_path / "script.py").write_text("import atexit, sys\n" + is_open + looks + how)
+    for begin in ([sys.executable], [sys.executable, BOOTSTRAP, "script"]):
+        assert run_program(*begin, "script.py", cwd=tmp_path).stdout == seen
+
+
+def test_ctrl_c_in_a_forked_process_does_not_end_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys, types, _io, ctypes, gc\n"
+        "dist = sys.modules['torch.distributed'] = types.ModuleType('torch.distributed')\n"
+        "dist.is_initialized = lambda: True\n"
+        "dist.destroy_process_group = lambda: None\n"
+        "if (child := os.fork()) == 0:\n    raise KeyboardInterrupt\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    result = run_program(sys.executable, BOOTSTRAP, "script", "script.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr
+
+
 # A thread of gloo wants to give tensors back and waits for the interpreter, which the script does not leave before its
 # end. Plain python aborts in two of three runs of it, with torch 2.13 and Python 3.11.
 ABORTS = textwrap.dedent("""\
