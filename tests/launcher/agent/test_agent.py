@@ -499,7 +499,7 @@ def test_an_agent_that_was_stopped_is_ended_by_its_guard_when_the_lease_is_over(
     os.kill(agent.pid, signal.SIGSTOP)
     wait_until(family.is_gone, "the guard has ended everything")
     assert agent.process.wait(60) == 128 + signal.SIGKILL
-    assert agent.errors == "its guard did that, since it had not acted in time (state T)\n"
+    assert agent.errors == "the guard ended this host's agent, which had not acted in time (state T)\n"
     nothing_is_left(agent, family)
 
 
