@@ -16,7 +16,7 @@ from launcher.machine.processes import Sweep
 
 __all__ = ["AttemptEnd"]
 
-FAILED_S = 1.0  # for a worker that has failed to write its traceback, before a signal stops it
+FAILED_S = 10.0  # for a worker that has failed to write why, and for what it runs at exit, before a signal stops it
 KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
 
 

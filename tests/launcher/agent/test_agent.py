@@ -233,11 +233,11 @@ def test_stubborn_workers_have_their_grace_period_and_no_more(agent: AgentProces
 
 
 def test_a_worker_that_has_failed_and_goes_on_is_stopped_before_the_grace_period_is_over(agent: AgentProcess) -> None:
-    agent.prepare(grace_s=60)
+    agent.prepare(grace_s=600)
     agent.start("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError")
     agent.expect(Failing)
     agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
-    exited = agent.expect(Exited, timeout=30)
+    exited = agent.expect(Exited)
     assert (exited.status, exited.provoked, exited.error["type"]) == (1, False, "ValueError")
     agent.expect(Swept)
 
