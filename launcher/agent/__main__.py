@@ -6,7 +6,13 @@ hosts.
 Each imports no more than it needs: these are the milliseconds until a run begins.
 """
 
+import os
 import sys
+
+if "DTRAIN_FILE_LIMIT" in os.environ:
+    from launcher.machine.processes import take_file_limit
+
+    take_file_limit()
 
 match sys.argv[1:]:
     case ["guard", orders]:

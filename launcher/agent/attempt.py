@@ -299,10 +299,16 @@ class Attempt:
         )
 
     def signal(self, signum: int, *, stop: bool) -> None:
-        """Signal the workers; one that ends by itself since it has failed is not disturbed, only killed in time."""
+        """Signal the workers; one that has failed may be writing why, and is stopped by `stop_failed`."""
         for worker in self.running:
             if not stop or signum == signal.SIGKILL or not worker.has_failed:
                 worker.signal(signum, stop=stop)
+
+    def stop_failed(self) -> None:
+        """Stop the workers that have failed and do not end by themselves."""
+        for worker in self.running:
+            if worker.has_failed:
+                worker.signal(signal.SIGTERM, stop=True)
 
     def ended(self, wait_statuses: Mapping[int, int]) -> None:
         """Take note of children that were reaped, by pid, and report what was ours."""

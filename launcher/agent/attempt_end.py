@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from functools import partial
 
 from launcher.agent.attempt import Attempt
@@ -14,6 +16,7 @@ from launcher.machine.processes import Sweep
 
 __all__ = ["AttemptEnd"]
 
+FAILED_S = 10.0  # for a worker that has failed to write why, and for what it runs at exit, before a signal stops it
 KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
 
 
@@ -40,6 +43,7 @@ class AttemptEnd:
         self._run_tag = run_tag
         self._store_process = store_process
         self._fork_server = fork_server
+        self._stop_failed_at = time.monotonic() + FAILED_S
         self._kill_at = kill_at
         self._killed_at: float | None = None
         self._sweep: Sweep | None = None
@@ -67,13 +71,18 @@ class AttemptEnd:
             return 3600.0  # only the controller's reading is waited for, and that wakes us
         if self._sweep is not None:
             return self._sweep.pause_s
-        return max(0.0, (self._kill_at if self._killed_at is None else self._killed_at + KILL_WAIT_S) - now)
+        due = self._kill_at if self._killed_at is None else self._killed_at + KILL_WAIT_S
+        return max(0.0, min(due, self._stop_failed_at) - now)
 
     def step(self, now: float) -> bool:
         """Do what is due; return whether it has come to its end."""
         if self._done:
             return True
         running = [] if self._attempt is None else self._attempt.running
+        if now >= self._stop_failed_at:
+            self._stop_failed_at = math.inf
+            if self._attempt is not None and self._killed_at is None:
+                self._attempt.stop_failed()
         if now >= self._kill_at and self._killed_at is None:
             self._killed_at = now
             for worker in running:

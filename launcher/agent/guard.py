@@ -59,7 +59,7 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
     run_tag.remove()
     if watch.why:
         with contextlib.suppress(OSError):  # nobody may read it any more
-            os.write(2, f"its guard did that, since it had not acted in time ({watch.why})\n".encode())
+            os.write(2, f"the guard ended this host's agent, which had not acted in time ({watch.why})\n".encode())
     return status if status > 0 else 128 - status
 
 

@@ -11,6 +11,7 @@ same run (leftovers.py) or of the next one (killed_runs.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -97,9 +98,12 @@ class RunTag:
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
 
     def _has_another(self, pid: int) -> bool:
-        """Say whether a process has the number of another run tag, or is dtrain's own: then it has not this one."""
+        """Say whether a process has the number of another run tag, or is dtrain's own: then it has not this one.
+
+        A small number is a user's soft limit.
+        """
         tag_number = processes.tag_number_of(pid)
-        return tag_number != processes.NO_NUMBER and tag_number >> _WORKER_BITS != self._number
+        return tag_number != processes.NO_NUMBER and tag_number >> _WORKER_BITS not in (0, self._number)
 
 
 def make_folder(run_tag: str) -> str:
@@ -143,8 +147,10 @@ def remove_folder(run_tag: str) -> None:
             continue
         try:
             for name in names:
-                _remove(os.path.join(path, name))
-            os.rmdir(path)
+                with contextlib.suppress(FileNotFoundError):  # another agent of this machine may do the same
+                    _remove(os.path.join(path, name))
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(path)
         except OSError as error:
             print(f"dtrain agent: cannot remove {path}: {error}", file=sys.stderr)
 

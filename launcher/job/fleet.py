@@ -9,9 +9,13 @@ proof that no worker of it lives when its place is given to others, with h the t
 
     its lease ends  <=  h + T + drift  <  h + T + fence_s  =  the time at which it is fenced
 
-`drift` is how far its clock may have run apart from ours while an offset is used (two minutes: 0.03 s) and during T;
-the rest of fence_s is what the killing may take, by the agent, or by the guard of one that hangs (lease.LATE). At h + T
-a silent host is given up; the others' workers are ended then, and the next attempt begins at h + T + fence_s.
+`drift` is how far its clock may have run apart from ours while an offset is used (two minutes) and during T: where each
+clock is off by 100 ppm at most, 2e-4 * (120 s + T), so 0.03 s for T = 30 s. The rest of fence_s is what the killing may
+take, by the agent, or by the guard of one that hangs (lease.LATE). At h + T a silent host is given up; the others'
+workers are ended then, and the next attempt begins at h + T + fence_s.
+
+The proof does not hold where the host's monotonic clock stops, or is slewed faster than that: in a virtual machine that
+was paused or migrated, and on a machine that slept, workers may live on for the rest of the lease by that clock.
 
 Of a cut of the network a host may bear what is left of T once its heartbeat (every heartbeat_s) and the next one
 of ours (every beat_s) were under way: TOLERANCE of T at least, in which a connection must go on again; TCP may take as
@@ -47,8 +51,9 @@ from launcher.protocol import (
 __all__ = ["Fleet"]
 
 BEAT, FENCE = 0.05, 0.1  # parts of the heartbeat timeout
-BEAT_AT_LEAST_S = 5.0  # however long that is
+BEAT_AT_MOST_S = 5.0  # however long that is
 FENCE_AT_LEAST_S, FENCE_AT_MOST_S = 0.3, 2.0
+FENCE_FOR_DRIFT = 2e-3  # that part of a long timeout at least: ten times what clocks run apart
 TOLERANCE = 1 - BEAT - 1 / HEARTBEATS
 RESUMED = 0.2  # of the timeout: for the order to go on after a suspension to arrive
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
@@ -72,8 +77,8 @@ class Fleet:
         self.swept = 0  # processes that outlived their workers and were ended
         self.byes: dict[str, Bye] = {}  # the last words of each host
         self.timeout_s = timeout_s
-        self.fence_s = min(max(FENCE * timeout_s, FENCE_AT_LEAST_S), FENCE_AT_MOST_S)
-        self.beat_s = min(BEAT * timeout_s, BEAT_AT_LEAST_S)
+        self.fence_s = min(max(FENCE * timeout_s, FENCE_AT_LEAST_S), max(FENCE_AT_MOST_S, FENCE_FOR_DRIFT * timeout_s))
+        self.beat_s = min(BEAT * timeout_s, BEAT_AT_MOST_S)
         agents = max((state.host.parts for state in self), default=1)
         self.heartbeat_s = heartbeat_pause_s(timeout_s, agents)
         self.quiet_s = 2 * self.heartbeat_s  # who says nothing for so long is no longer there

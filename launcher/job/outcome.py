@@ -137,6 +137,6 @@ def _why_unchecked(state: HostState, timeout_s: float, now: float) -> str:
         return reason
     if now >= state.fenced_at:
         rule = f"a host ends its workers by itself {timeout_s:g} s after it last heard from dtrain"
-        return f"{reason}; {rule}, one that is stopped or frozen when it goes on"
+        return f"{reason}; {rule}, one that is stopped, frozen, paused or asleep when it goes on"
     left_s = max(1.0, state.fenced_at - now)
     return f"{reason}; if it still runs, it ends its workers by itself within {left_s:.0f} s"

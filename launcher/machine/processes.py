@@ -12,13 +12,14 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from launcher.frozen import dataclass, field
 
 QUICK_LOOKS = 20  # of a Suspension, then one every LOOK_S
 LOOK_S = 1.0
 READ_BYTES = 1 << 14
+FILE_LIMIT_VARIABLE = "DTRAIN_FILE_LIMIT"  # as agent/__main__.py looks for it
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
@@ -53,7 +54,11 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child."""
+    """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child.
+
+    Where nothing may run between fork and exec, since there are threads, the child gets `file_limit_variables` and
+    calls `take_file_limit`.
+    """
     global _file_limit
     _file_limit = _file_limit or resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_file_limit[1], _file_limit[1]))
@@ -64,15 +69,22 @@ def restore_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, _file_limit)
 
 
-def with_own_file_limit(command: Sequence[str]) -> list[str]:
-    """Return a command that runs this one as if `raise_file_limit` had not been called.
+def file_limit_variables() -> dict[str, str]:
+    """Return the variables by which an agent undoes that this process has called `raise_file_limit`."""
+    if _file_limit is None or _file_limit[0] == _file_limit[1]:
+        return {}
+    return {FILE_LIMIT_VARIABLE: f"{_file_limit[0]} {_file_limit[1]}"}
 
-    For a process with threads, where nothing may run between fork and exec.
+
+def take_file_limit() -> None:
+    """Set the limit of open files to what the variable says it was, unless it is no longer the raised one.
+
+    srun may not pass it on: then this is the node's own.
     """
-    if _file_limit is None or _file_limit == resource.getrlimit(resource.RLIMIT_NOFILE):
-        return [*command]
-    soft = "unlimited" if _file_limit[0] == resource.RLIM_INFINITY else str(_file_limit[0])
-    return ["/bin/sh", "-c", 'ulimit -Sn "$0" && exec "$@"', soft, *command]
+    own, _, raised = os.environ.pop(FILE_LIMIT_VARIABLE, "").partition(" ")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if own.isdecimal() and raised == str(soft) and int(own) < soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(own), hard))
 
 
 _file_limit: tuple[int, int] | None = None
@@ -95,9 +107,10 @@ def set_tag_number(number: int, pid: int = 0) -> None:
 def tag_number_of(pid: int) -> int:
     """Return the number that a process has by `set_tag_number`, or NO_NUMBER."""
     try:
-        return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
+        number, hard = resource.prlimit(pid, _RLIMIT_LOCKS)
     except (OSError, ValueError):  # another user's, or ended meanwhile
         return NO_NUMBER
+    return number if hard == resource.RLIM_INFINITY else NO_NUMBER  # else it is really a limit
 
 
 def mark_as_own() -> None:

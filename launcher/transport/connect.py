@@ -101,9 +101,10 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
         with contextlib.suppress(RuntimeError):  # no thread left: the controller will say so
             for host in by_ssh:
                 opened[host.name] = _Opening(partial(connector.connect, host, deadline)).wait
-        from launcher.transport.ssh.stream import import_paramiko
+        with contextlib.suppress(Exception):  # the threads report that it cannot be imported
+            from launcher.transport.ssh.stream import import_paramiko
 
-        import_paramiko()  # before the controller, which the threads would import it beside: they wait for it
+            import_paramiko()  # before the controller, which the threads would import it beside: they wait for it
     return opened
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 from launcher.errors import HostError
-from launcher.machine.processes import with_own_file_limit
+from launcher.machine.processes import file_limit_variables
 from launcher.transport.stream import LastWords, broken_by
 
 __all__ = ["AgentProcess", "LocalStream", "start_process"]
@@ -40,9 +40,11 @@ def start_process(
     """Start a program on this machine whose stderr is a pipe. Raises HostError."""
     # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
     # folder: a `launcher` package of the user's working directory must not be taken for ours.
+    if variables := file_limit_variables():
+        env = {**(os.environ if env is None else env), **variables}
     try:
         return subprocess.Popen(
-            with_own_file_limit(command),
+            command,
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE,

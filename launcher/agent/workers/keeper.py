@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -292,15 +293,12 @@ class Keeper:
     def _run(self, connection: socket.socket, said: dict[str, Any], descriptors: Sequence[int]) -> socket.socket | None:
         """Give a run to what is prepared, or prepare it now; return in a new fork server: its control."""
         try:
-            if self._prepared is None and (control := self._prepare()) is not None:
-                return control
-            assert self._prepared is not None
-            guard, runs = self._prepared
-            self._prepared = None
-            with runs:
-                for _ in ("guard", "agent"):  # each reads one
-                    socket.send_fds(runs, [json.dumps(said).encode()], [*descriptors, connection.fileno()])
-            self._runs[guard] = connection
+            given = self._prepared is not None and self._give(connection, said, descriptors)
+            if not given:  # nothing was prepared, or it has just died
+                if (control := self._prepare()) is not None:
+                    return control
+                if not self._give(connection, said, descriptors):
+                    raise BrokenPipeError(errno.EPIPE, "it has died")
         except OSError as error:
             self._answer(connection, {"reason": _no_fork(error)})
             self._lost(connection)
@@ -308,6 +306,20 @@ class Keeper:
         self._waiting.remove(connection)
         self._promised.pop(connection, None)
         return None
+
+    def _give(self, connection: socket.socket, said: dict[str, Any], descriptors: Sequence[int]) -> bool:
+        """Give a run to what is prepared; return whether that was there to take it."""
+        assert self._prepared is not None
+        guard, runs = self._prepared
+        self._prepared = None
+        try:
+            with runs:
+                for _ in ("guard", "agent"):  # each reads one
+                    socket.send_fds(runs, [json.dumps(said).encode()], [*descriptors, connection.fileno()])
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self._runs[guard] = connection
+        return True
 
     def _prepare(self) -> socket.socket | None:
         """Fork guard, agent and fork server of a run to come; return in the last of them: its control. Raises OSError.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import struct
@@ -192,7 +193,7 @@ class Worker:
         self.reported = False
         self.ended = 0.0
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
-        self._overdue = False
+        self._stopped = False  # after it had failed
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
         self._generations = GenerationPipe(files.generations)
@@ -249,8 +250,8 @@ class Worker:
     def signal(self, signum: int, *, stop: bool) -> None:
         """Signal the worker itself, not its children: they are the worker's to end, and swept after it."""
         if self.status is None:  # not reaped yet, so the pid is still its own
-            if stop and signum == signal.SIGKILL and self.has_failed:
-                self._overdue = True  # its failure stays its own
+            if stop and self.has_failed:
+                self._stopped = True  # its failure stays its own
             else:
                 self.provoked |= stop
             os.kill(self.pid, signum)
@@ -268,7 +269,8 @@ class Worker:
             return None
         now = time.monotonic()
         if self._kill_at is not None:
-            if now >= self._kill_at and not self._overdue:
+            if now >= self._kill_at:
+                self._kill_at = math.inf
                 self.signal(signal.SIGKILL, stop=True)
             return None
         self._kill_at = now + grace_s
@@ -294,7 +296,7 @@ class Worker:
             attempt=attempt,
             rank=self.rank,
             pid=self.pid,
-            status=_exit_code(facts) if self._overdue else self.status,
+            status=_exit_code(facts) if self._stopped else self.status,
             ran_s=failed_at - self.began,
             provoked=self.provoked,
             killer=self.killer,

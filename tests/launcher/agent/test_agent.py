@@ -29,6 +29,7 @@ from launcher.protocol import (
     EndAttempt,
     Evidence,
     Exited,
+    Failing,
     Heartbeat,
     Output,
     RestartWorker,
@@ -229,6 +230,16 @@ def test_stubborn_workers_have_their_grace_period_and_no_more(agent: AgentProces
     assert agent.end_attempt().swept == 1
     assert time.monotonic() - began >= 0.5
     assert [m.status for m in agent.seen if isinstance(m, Exited)] == [-signal.SIGKILL]
+
+
+def test_a_worker_that_has_failed_and_goes_on_is_stopped_before_the_grace_period_is_over(agent: AgentProcess) -> None:
+    agent.prepare(grace_s=600)
+    agent.start("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError")
+    agent.expect(Failing)
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
+    exited = agent.expect(Exited)
+    assert (exited.status, exited.provoked, exited.error["type"]) == (1, False, "ValueError")
+    agent.expect(Swept)
 
 
 def test_a_second_word_makes_the_end_quicker(agent: AgentProcess, family: Family) -> None:
@@ -499,7 +510,7 @@ def test_an_agent_that_was_stopped_is_ended_by_its_guard_when_the_lease_is_over(
     os.kill(agent.pid, signal.SIGSTOP)
     wait_until(family.is_gone, "the guard has ended everything")
     assert agent.process.wait(60) == 128 + signal.SIGKILL
-    assert agent.errors == "its guard did that, since it had not acted in time (state T)\n"
+    assert agent.errors == "the guard ended this host's agent, which had not acted in time (state T)\n"
     nothing_is_left(agent, family)
 
 
@@ -656,11 +667,12 @@ def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
         other.stop()
 
 
-@pytest.mark.parametrize("living", ["all", "guard", "run that it has started"])
+@pytest.mark.parametrize("living", ["all", "guard", "run that it has started", "run with another folder"])
 def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tmp_path: Path, living: str) -> None:
     agent.prepare()
     family.start(agent, "own session")
     env = {}
+    nested = contextlib.ExitStack()
     if living == "guard":
         agent.process.send_signal(signal.SIGSTOP)
         os.kill(agent.pid, signal.SIGKILL)
@@ -668,7 +680,10 @@ def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tm
     elif living != "all":
         _kill_both(agent)
         env["DTRAIN_AGENT"] = run_tag_of(agent)
-    with AgentProcess(tmp_path, env=env) as other:
+    if living == "run with another folder":
+        nested.enter_context(AgentProcess(tmp_path, temp=tmp_path / "elsewhere", env=env))
+        env = {}
+    with nested, AgentProcess(tmp_path, env=env) as other:
         facts = other.prepare()
         assert (facts.killed_runs, facts.ended) == (0, 0)
         assert not family.is_gone()
@@ -683,7 +698,9 @@ def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tm
     nothing_is_left(agent, family)
 
 
-@pytest.mark.parametrize("change", ["another machine's", "of others", "another name", "link", "junk", "no identity"])
+@pytest.mark.parametrize(
+    "change", ["another machine's", "of others", "another name", "link", "junk", "no identity", "a folder", "wrong tag"]
+)
 def test_a_folder_that_is_not_one_of_ours_ends_nothing(
     agent: AgentProcess, family: Family, tmp_path: Path, change: str
 ) -> None:
@@ -707,6 +724,12 @@ def test_a_folder_that_is_not_one_of_ours_ends_nothing(
             identity.write_bytes(b"\xff{" + b"[" * 100_000)
         case "no identity":
             identity.unlink()
+        case "a folder":
+            identity.unlink()
+            identity.mkdir()
+        case "wrong tag":
+            tag = run_tag_of(agent)
+            identity.write_text(text.replace(tag, tag[:16] + "?" * 16))
     with AgentProcess(tmp_path) as other:
         assert other.prepare().killed_runs == 0
         assert not family.is_gone()

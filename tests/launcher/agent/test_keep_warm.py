@@ -24,6 +24,7 @@ from testbed.sshd import SshHosts
 from launcher.agent.warm.folder import Folder, prefix_of
 from launcher.agent.warm.handover import ask
 from launcher.agent.warm.kept import describe, extend, new_socket, stop
+from launcher.agent.workers.keeper import Keeper
 from launcher.errors import WarmError
 
 SCRIPT = """
@@ -351,6 +352,24 @@ def test_what_is_ready_for_a_run_can_be_killed(server: int, which: str) -> None:
     else:
         assert describe()[0]["pid"] == server
         assert importer(run("script.py")) == server  # it has made others ready
+
+
+def test_a_run_that_meets_dead_processes_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, its_other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its_other.close()
+    runs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kept = Keeper.__new__(Keeper)
+    kept._prepared, kept._runs, kept._waiting, kept._promised = (111, dead), {}, [connection], {}
+    monkeypatch.setattr(kept, "_prepare", lambda: setattr(kept, "_prepared", (222, runs)))
+    with theirs, connection, asks:
+        assert kept._run(connection, {"cores": [0]}, [0]) is None
+        assert kept._runs == {222: connection}
+        for _ in ("guard", "agent"):
+            data, descriptors, _, _ = socket.recv_fds(theirs, 1 << 10, 2)
+            assert json.loads(data) == {"cores": [0]}
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def test_what_is_ready_for_a_run_ends_with_the_time(runtime: Path) -> None:

@@ -775,7 +775,7 @@ def test_a_host_is_fenced_by_the_end_of_its_lease() -> None:
     assert (name, drive.outcome.exit_code) == ("b", 0)
     assert reason == (
         "no route to host; a host ends its workers by itself 30 s after it last heard from dtrain, "
-        "one that is stopped or frozen when it goes on"
+        "one that is stopped, frozen, paused or asleep when it goes on"
     )
 
 
@@ -784,7 +784,11 @@ def test_a_host_that_went_silent_was_lost_when_that_was_noticed() -> None:
     drive = running("a", "b")
     noticed = drive.now + T
     drive.wait(T - 0.5, heard="a")
-    drive.lose("b", "its agent was killed: its guard did that, since it had not acted in time (state T)", after_s=0.5)
+    drive.lose(
+        "b",
+        "its agent was killed: the guard ended this host's agent, which had not acted in time (state T)",
+        after_s=0.5,
+    )
     drive.collected("a")
     drive.goodbye("a")
     drive.wait(CHECK_S)

@@ -2,6 +2,7 @@
 a subreaper whose children are all that it started."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -235,6 +236,43 @@ os.wait()
         sweep = Sweep(lambda: run_tag.members(ancestor=None), grace_s=0, adopted=False)
         wait_until(sweep.step, "both are gone")
         assert (process.wait(60), sweep.ended, sweep.left) == (-signal.SIGKILL, 2, [])
+
+
+@pytest.mark.parametrize("hard", [1000, resource.RLIM_INFINITY])
+def test_a_limit_of_locks_that_a_user_has_set_hides_nothing(hard: int) -> None:
+    run_tag = RunTag("c" * 32, None)
+    if resource.getrlimit(10)[1] != resource.RLIM_INFINITY:
+        pytest.skip("this machine has such a limit itself")
+    with started("sleep", "60", env=run_tag.variables) as process:
+        resource.prlimit(process.pid, 10, (1000, hard))
+        assert [found.pid for found in run_tag.members(ancestor=None)] == [process.pid]
+
+
+def test_what_is_started_after_the_file_limit_was_raised_differs_by_one_variable() -> None:
+    compare = """
+import os, resource, sys
+from launcher.errors import HostError
+from launcher.machine import processes
+from launcher.transport.local import start_process
+
+PRINT = "import os, resource; from launcher.machine.processes import take_file_limit; take_file_limit(); " \
+    "print(sorted(os.environb.items()), resource.getrlimit(resource.RLIMIT_NOFILE))"
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+said = []
+for _ in "12":
+    with start_process([sys.executable, "-c", PRINT]) as process:
+        said.append(process.communicate()[0])
+    processes.raise_file_limit()
+assert said[0] == said[1] and said[0], said
+try:
+    start_process(["/no/such/program"])
+except HostError as error:
+    print(error)
+"""
+    result = run_program(sys.executable, "-c", compare, env={"BASH_FUNC_x%%": "() { :; }", "PWD": "/elsewhere"})
+    assert result.returncode == 0, result.stderr
+    assert "cannot run /no/such/program here: No such file or directory" in result.stdout
 
 
 def test_a_subreaper_adopts_what_loses_its_parent() -> None:
