@@ -67,8 +67,8 @@ def resilient(function: F) -> F:
     just runs the function: a failure ends the attempt. UnsupportedError for what a replaced rank would not have:
     wrapped models that the State does not hold, LocalSGD, compression="auto", communication hooks of your own.
 
-    The method is that of A. Sergeev and the authors of Elastic Horovod (`hvd.elastic.run`), with commits that copy
-    nothing large, and with the failed rank alone replaced.
+    The pattern is that of Horovod's elastic mode (`hvd.elastic.run`, `State.commit`); here a commit copies nothing
+    large, and the failed rank alone is replaced.
     """
 
     @functools.wraps(function)
