@@ -22,6 +22,7 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.codec import encode
 from ddp.comm.objects import ControlGroups
 from ddp.data.sampler import DistributedSampler
+from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
@@ -66,6 +67,10 @@ class Commits:
             if name in parts:
                 _check_plain(name, parts[name])
 
+    @property
+    def _reducer(self) -> Reducer | None:
+        return None if self._wrapper is None else self._wrapper.gradient_reducer
+
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank."""
         self._check_others()
@@ -107,12 +112,12 @@ class Commits:
             return
         if getattr(self._wrapper, "process_group", None) is not group:  # it has let another one go
             self._wrapper.average_over(group)
-        if self._wrapper.gradient_reducer is not None:
-            self._wrapper.gradient_reducer.before_last_bucket = self._note_sent
+        if (reducer := self._reducer) is not None:
+            reducer.before_last_bucket = self._note_sent
 
     def interrupted(self) -> None:
         """Keep what the group that has failed knew."""
-        reducer = None if self._wrapper is None else self._wrapper.gradient_reducer
+        reducer = self._reducer
         if reducer is not None and reducer.has_users_hook:
             raise ReplacementError("a communication hook of your own does not come back: all start again")
         if reducer is not None and not reducer.is_first:
@@ -124,7 +129,7 @@ class Commits:
         if self._page is None:
             return  # nobody could take it over
         assert self.number is not None
-        reducer = None if self._wrapper is None else self._wrapper.gradient_reducer
+        reducer = self._reducer
         if reducer is not None and reducer.last_failed:
             raise CollectiveError(
                 f"commit() on rank {dist.get_rank()} after a backward pass that failed: let its exception end the "
@@ -136,8 +141,9 @@ class Commits:
             "values": {name: _copied(value) for name, value in self._values.items()},
             "position": None if self._sampler is None else dict(self._sampler.state_dict()),
             "groups": [_plain_of(group) for group in self._groups()],
-            **{name: copy.deepcopy(self.parts[name].state_dict()) for name in ("scheduler",) if name in self.parts},
         }
+        if "scheduler" in self.parts:
+            self._kept["scheduler"] = copy.deepcopy(self.parts["scheduler"].state_dict())
         self.number += 1
         self._page.commit(self.number)
         self.is_dirty = False
@@ -170,8 +176,8 @@ class Commits:
             for name, state in sent["states"].items():
                 self.parts[name].load_state_dict(state)
             self._set_values(sent["values"])
-        if sent["plan"] is not None and self._wrapper is not None and self._wrapper.gradient_reducer is not None:
-            self._wrapper.gradient_reducer.load_plan_state(sent["plan"])
+        if sent["plan"] is not None and (reducer := self._reducer) is not None:
+            reducer.load_plan_state(sent["plan"])
         self._stand_at(number, sent["position"], group.rank(), has_state=has_state)
 
     def _roll_back(self) -> None:

@@ -100,23 +100,19 @@ class RankPage:
 
 
 class _Packer:
-    """Packs the states; what has not changed since the last time is not packed again."""
+    """Packs the states; that of NumPy only if it has changed since the last time."""
 
     def __init__(self) -> None:
-        self._words: tuple[int, ...] = ()
-        self._python = b""
         self._raw = self._numpy = b""
         self._has_gauss = True  # of NumPy: then the raw state does not tell of each draw
 
     def pack(self) -> tuple[bytes, bytes, bytes, bytes]:
         _, words, gauss = random.getstate()
-        if words != self._words or gauss is not None:
-            self._python = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
-            self._words = () if gauss is not None else words
+        python = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
         if (module := sys.modules.get("numpy")) is not None:
             self._pack_numpy(module.random)
         device = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
-        return self._python, self._numpy, torch.default_generator.get_state().numpy().tobytes(), device
+        return python, self._numpy, torch.default_generator.get_state().numpy().tobytes(), device
 
     def _pack_numpy(self, module: Any) -> None:
         """Its own way to tell its state takes 50 us, so look at the memory first."""

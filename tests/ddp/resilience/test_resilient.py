@@ -60,26 +60,6 @@ def test_failures_change_no_bit(
     assert said(result, "entered").keys() == {*range(ranks)}
 
 
-def test_collectives_before_the_function_let_all_start_again(tmp_path: Path) -> None:
-    script = tmp_path / "early.py"
-    text = SCRIPT.read_text()
-    script.write_text(text.replace("entered = 0\n", "entered = 0\ndist.barrier()\n"))
-    result = run(tmp_path, 2, "1.2.forward.kill", restarts=3, script=script)
-    assert result.returncode == 0, result
-    assert "barrier() before the function of @ddp.resilient: this process replaces rank 1" in result.stderr
-    assert "attempt 1" in result.stderr
-    assert said(result, "result").keys() == {0, 1}
-
-
-def test_a_second_resilient_function_lets_all_start_again(tmp_path: Path) -> None:
-    script = tmp_path / "twice.py"
-    text = SCRIPT.read_text()
-    script.write_text(text.replace("said = train(state)\n", "train(state)\nstate.epoch = 0\nsaid = train(state)\n"))
-    result = run(tmp_path, 2, "0.50.forward.kill", restarts=3, script=script)
-    assert result.returncode == 0, result
-    assert "comes to the first such function of the script only" in result.stderr
-
-
 def changed(folder: Path, *pairs: tuple[str, str]) -> Path:
     """A copy of the script with some of its lines changed."""
     text = SCRIPT.read_text()
@@ -89,6 +69,22 @@ def changed(folder: Path, *pairs: tuple[str, str]) -> Path:
     script = folder / "changed.py"
     script.write_text(text)
     return script
+
+
+def test_collectives_before_the_function_let_all_start_again(tmp_path: Path) -> None:
+    script = changed(tmp_path, ("entered = 0\n", "entered = 0\ndist.barrier()\n"))
+    result = run(tmp_path, 2, "1.2.forward.kill", restarts=3, script=script)
+    assert result.returncode == 0, result
+    assert "barrier() before the function of @ddp.resilient: this process replaces rank 1" in result.stderr
+    assert "attempt 1" in result.stderr
+    assert said(result, "result").keys() == {0, 1}
+
+
+def test_a_second_resilient_function_lets_all_start_again(tmp_path: Path) -> None:
+    script = changed(tmp_path, ("said = train(state)\n", "train(state)\nstate.epoch = 0\nsaid = train(state)\n"))
+    result = run(tmp_path, 2, "0.50.forward.kill", restarts=3, script=script)
+    assert result.returncode == 0, result
+    assert "comes to the first such function of the script only" in result.stderr
 
 
 def test_a_model_that_the_state_does_not_hold_is_refused(tmp_path: Path) -> None:
