@@ -346,10 +346,11 @@ def test_what_is_ready_for_a_run_can_be_killed(server: int, which: str) -> None:
     if which == "kept":
         wait_until(lambda: all(gone(each.pid) for each in prepared), "nothing is left of it")
     result = run("script.py")
-    assert (importer(result) == server) == (which == "guard")
     if which == "kept":
+        assert importer(result) != server
         assert "could not be used" not in result.stderr
-    else:
+    else:  # the run met the dead process and started afresh, or others were ready before it asked
+        assert (importer(result) == server) != ("could not be used" in result.stderr), result
         assert describe()[0]["pid"] == server
         assert importer(run("script.py")) == server  # it has made others ready
 
