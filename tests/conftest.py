@@ -13,6 +13,7 @@ import hypothesis
 import psutil
 import pytest
 from ddp_worlds.nursery import Nursery
+from testbed import EXHAUSTIVE
 from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
@@ -63,9 +64,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("quick"):
         assert "torch" not in sys.modules, "to import it takes longer than all quick tests of a file"
         items[:] = [item for item in items if is_quick(item)]
+    if not EXHAUSTIVE and not any("::" in each for each in config.args):
+        _leave_out_slow(config, items)
     for item in items:
         if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
+
+
+def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what slow.txt names. A name there that is no test's, where all were collected, is an error."""
+    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
+    unknown = slow = {line for line in lines if not line.startswith("#")}
+    kept, left_out = [], []
+    for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        (kept if names.isdisjoint(slow) else left_out).append(item)
+        unknown = unknown - names
+    if unknown and config.args == config.getini("testpaths") and not config.getoption("quick"):
+        raise pytest.UsageError(f"tests/slow.txt names no test of that name: {sorted(unknown)[0]}")
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

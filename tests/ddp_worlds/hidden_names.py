@@ -1,6 +1,6 @@
 """What is left of ddp with a torch that lacks one of the private names that ddp/torch_internals.py uses.
 
-    python -m ddp_worlds.hidden_names FOLDER
+    python -m ddp_worlds.hidden_names FOLDER NAME...
 
 One process imports torch, but not ddp. For each name it forks a world of two ranks, in which that file alone asks for
 another name in its place, one that torch does not have; torch itself is whole. That world tries the features that call
@@ -359,7 +359,7 @@ FEATURES: dict[str, Callable[[], None]] = {
 }
 
 
-def main(parent: Path) -> None:
+def main(parent: Path, names: Sequence[str]) -> None:
     """Fork a world for each name, and for none at all ("")."""
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
 
@@ -369,7 +369,7 @@ def main(parent: Path) -> None:
     if not isinstance(ranks[0], tuple):
         raise SystemExit(ranks[0])
     found: dict[str, Any] = {"": [said for said, _, _ in ranks]}
-    for name in torchs_names(FILE.read_text(encoding="utf-8")):
+    for name in names:
         found[name] = _run(parent, 2, "outcomes", hidden=name, features=_features_to_try(touched(name), ranks))
         print(f"{time.monotonic() - began:.1f} s: {name} {found[name]}", file=sys.stderr)
     print(json.dumps(found))
@@ -408,4 +408,4 @@ def _import_what_ddp_does(parent: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
