@@ -62,7 +62,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     """Return the way to train called `name`, by default that of the variable DTRAIN_STRATEGY, or "all_reduce".
 
     It joins this process to the others, as `ddp.init` does; every process of the job must call it with the same
-    arguments. DTRAIN_STRATEGY may have options: "parameter_server,mode=async". Options by strategy:
+    arguments. A name may have options, as in DTRAIN_STRATEGY: "parameter_server,mode=async"; `options` go before
+    those. Options by strategy:
 
     - "all_reduce": `communication` ("auto": as `ddp.init`; or a backend's name), `compression`, and all other
       arguments of `ddp.DistributedDataParallel`.
@@ -73,9 +74,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher has
     started do not fit the strategy.
     """
-    if name is None:
-        name, from_variable = _read_variable(os.environ.get(_VARIABLE, ""))
-        options = {**from_variable, **options}
+    name, in_name = _take_apart(os.environ.get(_VARIABLE, "") if name is None else name)
+    options = {**in_name, **options}
     if name not in _CLASSES:
         close = difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -88,14 +88,14 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     return chosen(**options)
 
 
-def _read_variable(text: str) -> tuple[str, dict[str, Any]]:
+def _take_apart(text: str) -> tuple[str, dict[str, Any]]:
     """Take "name,option=value,..." apart; values are numbers, true, false, or texts."""
     name, *rest = (part.strip() for part in (text or "all_reduce").split(","))
     options: dict[str, Any] = {}
     for part in rest:
         key, equals, value = part.partition("=")
         if not equals or not key.isidentifier():
-            raise ArgumentError(f"{_VARIABLE}={text!r}: {part!r} is no option; write name,option=value,...")
+            raise ArgumentError(f"the strategy {text!r}: {part!r} is no option; write name,option=value,...")
         options[key] = _value(value)
     return name, options
 

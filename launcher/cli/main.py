@@ -24,6 +24,7 @@ _ELSEWHERE = {
     "-H": "--hosts",
     "-N": "--nnodes",
     "--np": "--nproc-per-node",
+    "--nproc": "--nproc-per-node",
     "--num-proc": "--nproc-per-node",
     "--num-gpus": "--nproc-per-node",
     "--num-nodes": "--nnodes",
@@ -57,9 +58,11 @@ def _main(args: list[str], *, as_torchrun: bool) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.NoSuchOption as error:
+        if (ours := _ELSEWHERE.get(error.option_name)) is not None:
+            error = click.NoSuchOption(error.option_name, ctx=error.ctx)  # without those that are spelt alike
         with contextlib.suppress(OSError):
             error.show()
-        if (ours := _ELSEWHERE.get(error.option_name)) is not None:
+        if ours is not None:
             _complain(f"what other launchers call {error.option_name} is {ours} here")
         return error.exit_code
     except click.ClickException as error:

@@ -146,7 +146,9 @@ def _report_end(
     evidence_file: Path | None,
     folder: Path | None,
 ) -> None:
+    from launcher.output.console import takes_colour
     from launcher.output.report import report
+    from launcher.output.text import count
     from launcher.output.warm import warm_lines
 
     spec = request.spec
@@ -158,10 +160,12 @@ def _report_end(
         except OSError as error:
             verbosity.say(f"--error-json: {verbosity.error_json} cannot be written: {error.strerror}")
     if verbosity.verbose:
-        ran = f"{outcome.world_size} workers on {outcome.hosts} hosts for {outcome.duration_s:.1f} s"
+        workers, hosts = count(outcome.world_size, "worker"), count(outcome.hosts, "host")
+        ran = f"{workers} on {hosts} for {outcome.duration_s:.1f} s"
         verbosity.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
         if outcome.forked:
-            verbosity.say(f"{outcome.forked} workers were forked from processes that had imported their packages")
+            were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
+            verbosity.say(f"{were} forked from processes that had imported their packages")
     if verbosity.verbose or spec.start_method == "fork":
         for reason in outcome.by_exec:
             verbosity.say(f"workers were started by exec: {reason}")
@@ -174,7 +178,9 @@ def _report_end(
             verbosity.say(line)
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
-        verbosity.say(text)
+        failed = outcome.error is not None or outcome.cause is not None
+        first, newline, rest = text.partition("\n")
+        verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if failed and takes_colour(2) else text)
 
 
 def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:

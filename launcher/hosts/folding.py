@@ -97,6 +97,5 @@ class StartError(HostError):
     def __init__(self, reasons: Mapping[str, str], total: int) -> None:
         self.reasons = dict(reasons)
         lines = "\n".join(f"  {line}" for line in lines_by_reason(self.reasons))
-        DtrainError.__init__(
-            self, f"{len(self.reasons)} of {total} hosts cannot start; no worker was started.\n{lines}"
-        )
+        which = f"{len(self.reasons)} of {total} hosts" if total > 1 else "the host"
+        DtrainError.__init__(self, f"{which} cannot start; no worker was started.\n{lines}")

@@ -175,7 +175,7 @@ def group_secondary_failures(failures: Sequence[Failure]) -> list[SecondaryFailu
     for failure in sorted(failures, key=lambda failure: failure.at):
         # Of ends that were no exception, two exit codes or signals are two ways to end.
         code = failure.status if failure.kind in (FailureKind.EXITED, FailureKind.KILLED) else 0
-        key = (failure.kind, failure.status < 0, re.sub(r"\d+", "0", how_they_ended(failure, 2)), code)
+        key = (failure.kind, re.sub(r"\d+", "0", how_they_ended(failure, 2)), code)
         groups.setdefault(key, []).append(failure)
     counted = [
         SecondaryFailures(

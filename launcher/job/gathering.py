@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from launcher.errors import PlacementError
 from launcher.hosts.folding import lines_by_reason
-from launcher.hosts.host import Host
+from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
@@ -232,6 +232,9 @@ class Gathering:
         for state in self._fleet:
             if state.phase is HostPhase.CONNECTING:
                 reasons.setdefault(state.name, f"was not reached {limit}")
+            elif state.phase is HostPhase.GREETING and state.host.kind is HostKind.SSH:
+                shell = "does a start-up file of its shell, such as .bashrc, wait for something?"
+                reasons.setdefault(state.name, f"let us in, but no agent answered {limit}; {shell}")
             elif state.phase in (HostPhase.GREETING, HostPhase.CHECKING):
                 reasons.setdefault(state.name, f"did not answer {limit}")
             elif state.name in self._fleet.coming:

@@ -114,12 +114,18 @@ def _secondary_failures(failures: Sequence[Failure], cause: Failure | None) -> t
     lost = {cause.host} if cause is not None and cause.kind is FailureKind.HOST_LOST else set()
     secondary_failures = []
     for failure in failures:
-        if failure is cause or (failure.kind is FailureKind.HOST_LOST and failure.host in lost):
+        if failure.kind is FailureKind.HOST_LOST and failure.host in lost:
+            continue
+        if cause is not None and (failure is cause or (failure.pid and _process(failure) == _process(cause))):
             continue
         if failure.kind is FailureKind.HOST_LOST:
             lost.add(failure.host)
         secondary_failures.append(failure)
     return tuple(secondary_failures)
+
+
+def _process(failure: Failure) -> tuple[str, int, int]:
+    return failure.host, failure.attempt, failure.pid
 
 
 def _exit_code(error: DtrainError | None, cause: Failure | None, signum: int | None) -> int:

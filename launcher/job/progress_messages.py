@@ -41,7 +41,8 @@ def progress(phase: Phase, fleet: Fleet, attempt: AttemptState | None) -> str:
         waiting = (s.name for s in fleet if s.phase is not HostPhase.READY and s.phase is not HostPhase.OUT)
         names = some(waiting, len(fleet) - ready - out) or "the next try"
         again = f"attempt {attempt.number + 1}: " if attempt is not None else ""
-        return f"{again}{ready} of {len(fleet)} hosts ready; waiting for {names}"
+        hosts = f"{ready} of {len(fleet)} hosts ready; " if len(fleet) > 1 else ""
+        return f"{again}{hosts}waiting for {names}"
     if phase is Phase.OPENING_STORE:
         return "opening the rendezvous store"
     if phase is Phase.RUNNING and attempt is not None:

@@ -32,6 +32,7 @@ class Timer(Enum):
     RESTART = auto()  # of one worker, by rank
     GENERATION = auto()  # for the workers to be told of it
     STOP = auto()  # for all hosts to be out
+    SLOW_STOP = auto()  # for them to be out without a word about it
     CHECK = auto()  # for lost hosts to be reached again at the end
 
 

@@ -13,9 +13,12 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Console"]
+from launcher.output.text import size
+
+__all__ = ["Console", "takes_colour"]
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is cut into several
+TERMINAL_LINE_BYTES = 1 << 12  # of a longer line a terminal shows the beginning
 REDRAW_S = 0.1
 REPEAT_S = 10.0  # how often an unfinished progress bar is written where there is no terminal
 ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
@@ -33,16 +36,16 @@ class _Line:
     shown: bytes = b""  # its state when it was last written as progress
     shown_at: float = 0.0
     redrawn: bool = False  # a \r has been seen in it
+    length: int = 0  # of what came of it since the last newline or \r, on a terminal
 
 
 class Console:
     """Writes to the descriptors `out` and `err`. With `impatient` set, one that is not ready is not waited for."""
 
-    def __init__(self, *, out: int = 1, err: int = 2, colour: bool | None = None) -> None:
+    def __init__(self, *, out: int = 1, err: int = 2, colour: bool = True) -> None:
         self._fds = {1: out, 2: err}
         self._terminal = {stream: os.isatty(fd) for stream, fd in self._fds.items()}
-        wanted = "NO_COLOR" not in os.environ if colour is None else colour
-        self._coloured = {stream: wanted and self._terminal[stream] for stream in self._fds}
+        self._coloured = {stream: colour and takes_colour(fd) for stream, fd in self._fds.items()}
         self._lines: dict[tuple[int, int], _Line] = {}
         self._status = ""  # what dtrain is doing
         self._status_since: float | None = None  # when it began to do something, not shown yet
@@ -69,7 +72,7 @@ class Console:
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker; whole lines appear at once."""
         line = self._lines[rank, stream]
-        text = line.text + data
+        text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
         whole, newline, rest = text.rpartition(b"\n")
         if newline:
             if b"\r" in whole:
@@ -143,7 +146,7 @@ class Console:
         state = _last_state(line.text)
         if state.strip() and state != line.shown:
             self._put(line.stream, line.prefix + state + b"\n")
-        line.text, line.redrawn = b"", False
+        line.text, line.redrawn, line.length = b"", False, 0
 
     def _put(self, stream: int, data: bytes) -> None:
         if self._bottom:
@@ -200,6 +203,31 @@ class Console:
             if self.impatient and (self._dropped or waits >= 5):
                 return False
         return True
+
+
+def takes_colour(fd: int) -> bool:
+    """Whether a descriptor is to get colours: a terminal that has them, unless NO_COLOR or FORCE_COLOR says otherwise.
+
+    See https://no-color.org and https://force-color.org; the first wins.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (os.isatty(fd) and os.environ.get("TERM") != "dumb")
+
+
+def _shortened(line: _Line, data: bytes) -> bytes:
+    """Return the bytes of a line without what is beyond TERMINAL_LINE_BYTES, and in its place how long it was."""
+    shown = bytearray()
+    for match in re.finditer(rb"([^\r\n]*)([\r\n]?)", data):
+        text, end = match.groups()
+        shown += text[: max(0, TERMINAL_LINE_BYTES - line.length)]
+        line.length += len(text)
+        if end:
+            if line.length > TERMINAL_LINE_BYTES:
+                shown += f"... ({size(line.length)})".encode()
+            shown += end
+            line.length = 0
+    return bytes(shown)
 
 
 def _last_state(text: bytes) -> bytes:

@@ -15,6 +15,7 @@ from launcher.job.failure import (
     FailureKind,
     SecondaryFailures,
     group_secondary_failures,
+    plain_message,
     signal_name,
     what_happened,
 )
@@ -84,7 +85,7 @@ def _failure(
 ) -> list[str]:
     """Return the screen; the words of the worker get what room the rest leaves."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
-    consequences, positions = _consequences(outcome), _positions(outcome, cause)
+    consequences, positions = _consequences(outcome, cause), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
         after.append(f"then stopped by {signal_name(outcome.signum)}")
@@ -130,15 +131,26 @@ def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[
     return 2, []
 
 
-def _consequences(outcome: Outcome) -> list[str]:
-    counted = group_secondary_failures(outcome.secondary_failures)
+def _consequences(outcome: Outcome, cause: Failure) -> list[str]:
+    same = [failure for failure in outcome.secondary_failures if _is_the_same(failure, cause)]
+    counted = group_secondary_failures([each for each in outcome.secondary_failures if each not in same])
     lines = _left_out(outcome)
+    if same:
+        who = f"all {outcome.world_size} workers" if len(same) + 1 == outcome.world_size else count(len(same), "other")
+        lines.append(f"{who} raised the same {cause.error_type or 'exception'}")
     lines += [printable(_secondary_failures(group)) for group in counted[:SECONDARY]]
     if more := sum(group.count for group in counted[SECONDARY:]):
         lines.append(f"and {more} more in other ways")
     if outcome.stopped:
         lines.append(f"{count(outcome.stopped, 'worker')} stopped by dtrain")
     return lines
+
+
+def _is_the_same(failure: Failure, cause: Failure) -> bool:
+    def what(each: Failure) -> tuple[str, str, str]:
+        return each.error_type, plain_message(each.message), each.where
+
+    return failure.kind is cause.kind is FailureKind.RAISED and what(failure) == what(cause)
 
 
 def _left_out(outcome: Outcome) -> list[str]:

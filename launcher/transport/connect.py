@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,9 @@ def _same(stream: Stream) -> Stream:
     return stream
 
 
+_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # of what Python says then
+
+
 class _Opening:
     """A stream that is opened in a thread of its own."""
 
@@ -166,9 +170,15 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         return f"there is no Python at {python}; name the one that has dtrain with --python"
     if "No module named launcher.check" in words:
         return f"{python} there has an older dtrain, without `dtrain check`"
+    if (home := _PYTHONHOME.search(words)) is not None or "No module named 'encodings'" in words:
+        named = f" to {home[1]}" if home is not None else ""
+        return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
     if "No module named" in words:
         return f"{python} there has no dtrain; install it: {python} -m pip install dtrain"
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]
-    return f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
+    reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
+    if status is not None and "Traceback" not in words:
+        reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
+    return reason

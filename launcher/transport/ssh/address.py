@@ -58,6 +58,7 @@ class Address:
     writable: Path | None  # the file to which a new key is added
     hash_names: bool
     accept_new: bool
+    never_asks: bool  # StrictHostKeyChecking yes
     revoked: Path | None  # RevokedHostKeys
     not_asked: tuple[str, ...]  # options that might vouch for its key, but are not followed
     identities: tuple[str, ...]
@@ -135,6 +136,7 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
     identities = answer.all("identityfile")
     named = bool(identities) or answer.none("identityfile")
     default = not named or (len(identities) > 2 and all(map(_DEFAULT_IDENTITY.fullmatch, identities)))
+    checking = answer.word("stricthostkeychecking", "ask")
     return Address(
         host=target.name,
         hostname=hostname,
@@ -149,7 +151,8 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
         known_hosts=(*user_files, *_files(answer, "globalknownhostsfile", _SYSTEM_FILES, tokens)),
         writable=user_files[0] if user_files else None,
         hash_names=answer.yes("hashknownhosts"),
-        accept_new=options.accept_new or answer.word("stricthostkeychecking", "ask") in ("accept-new", *_NO),
+        accept_new=options.accept_new or checking in ("accept-new", *_NO),
+        never_asks=checking not in ("ask", "accept-new", *_NO),
         revoked=Path(_home_in(revoked)) if revoked else None,
         not_asked=tuple(name for name in _VOUCHING if answer.word(name.lower(), "no") not in _NO),
         identities=tuple(_expand(name, tokens) for name in (identities if named else _DEFAULT_IDENTITIES)),

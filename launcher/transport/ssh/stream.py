@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from launcher.errors import HostError, StreamError
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import SshOptions
+from launcher.protocol import PREAMBLE
 from launcher.transport.ssh.address import resolve
 from launcher.transport.ssh.config import Target
 from launcher.transport.stream import broken_by
@@ -85,12 +86,18 @@ class SshStream:
         # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
         # With `;`, because that is the same to sh, csh and every fish; `cd /` does not fail.
         self._words = bytearray()
+        self._begun = bytearray()  # what came, until the agent's preamble has
+        self._has_agent = False
         self._channel.exec_command(f"cd /; exec {shlex.join(command)}")
 
     def read(self) -> bytes:
         with self._broken_by():
             data = self._channel.recv(READ_BYTES)
             self._listen()
+        if not self._has_agent:
+            self._begun += data
+            self._has_agent = PREAMBLE in self._begun
+            del self._begun[: -len(PREAMBLE)]
         return data
 
     def write(self, data: bytes) -> None:
@@ -103,11 +110,29 @@ class SshStream:
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         self._channel.status_event.wait(wait_s)
+        if not (self._has_agent or self._channel.status_event.is_set()):
+            self._kill()
         with contextlib.suppress(StreamError), self._broken_by():
             self._listen()
         status = self._channel.exit_status if self._channel.exit_status >= 0 else None
         self._connection.close()
         return status, self._words.decode("utf-8", "replace")
+
+    def _kill(self) -> None:
+        """Have sshd kill the shell whose start-up files have not ended, and what they started (RFC 4254, 6.9).
+
+        Without this they would outlive the connection. OpenSSH does so since 7.9; paramiko has no method for it.
+        """
+        import paramiko
+
+        message = paramiko.Message()
+        message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
+        message.add_int(self._channel.remote_chanid)
+        message.add_string("signal")
+        message.add_boolean(False)
+        message.add_string("KILL")
+        with contextlib.suppress(StreamError), self._broken_by():
+            self._connection.transport._send_user_message(message)  # type: ignore[attr-defined]  # no other sends it
 
     def _broken_by(self) -> AbstractContextManager[None]:
         import paramiko

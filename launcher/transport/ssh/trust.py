@@ -133,9 +133,10 @@ class Trust:
             signed = f"; it has no certificate of the authority in {known.file}, line {known.line}"
         if self._address.not_asked:
             signed += f"; {' and '.join(self._address.not_asked)} of its ssh configuration cannot be asked from here"
+        asks = "-o StrictHostKeyChecking=ask " if self._address.never_asks else ""
         return (
             f"its host key {_fingerprint(key)} is not in {self._files}{signed}; if it is the right one, accept it once "
-            f"by: {self._address.command}  (or run with --accept-new-host-keys)"
+            f"by: {self._address.command.replace('ssh ', f'ssh {asks}', 1)}  (or run with --accept-new-host-keys)"
         )
 
 

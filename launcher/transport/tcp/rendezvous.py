@@ -70,9 +70,10 @@ def _read(path: Path, named: str) -> bytes:
             status = os.fstat(file.fileno())
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{named}: cannot read the token: {error.strerror}; {_how_to_make(path)}") from error
+        there = path if isinstance(error, FileNotFoundError) else DEFAULT_FILE
+        raise UsageError(f"{named}: cannot read the token: {error.strerror}; {_how_to_make(there)}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{named}: this is no file; {_how_to_make(path)}")
+        raise UsageError(f"{named}: this is no file; {_how_to_make(DEFAULT_FILE)}")
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(f"{named}: it belongs to another user (uid {status.st_uid}), who knows the token then")
     if status.st_mode & 0o077:

@@ -93,6 +93,8 @@ def test_the_variable_names_a_strategy_with_options(variables: pytest.MonkeyPatc
     ],
 )
 def test_unknown_strategies_and_options_are_named(variable: str, message: str, variables: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ddp.errors.ArgumentError, match=message):
+        ddp.strategy(variable)
     variables.setenv("DTRAIN_STRATEGY", variable)
     with pytest.raises(ddp.errors.ArgumentError, match=message):
         ddp.strategy()

@@ -304,7 +304,7 @@ def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
                      "GITHUB_PAT": "secret", "SENTRY_DSN": "secret", "https_proxy": "http://me:secret@proxy",
                      "OLDPWD": "/stays", "TOKENIZERS_PARALLELISM": "1"})  # fmt: skip
     server = importer(first)
-    assert "1 workers were forked" in first.stderr
+    assert "1 worker was forked" in first.stderr
     environ = Path(f"/proc/{server}/environ").read_bytes()
     assert b"TOKENIZERS_PARALLELISM=1\0" in environ
     assert b"OLDPWD=/stays\0" in environ

@@ -274,7 +274,7 @@ def test_a_package_that_the_scripts_folder_hides_is_not_imported_before(installe
     safe = run_dtrain("run", "-v", script, cwd=tmp_path, env={"PYTHONSAFEPATH": "1"})
     if sys.version_info >= (3, 11):
         assert "installed\n" in safe.stdout, safe
-        assert "1 workers were forked" in safe.stderr
+        assert "1 worker was forked" in safe.stderr
 
 
 def test_a_tracer_is_in_every_worker(installed: Path, tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def script(tmp_path: Path) -> Path:
         (["--workdir", "/no/such/folder"], "the working directory /no/such/folder does not exist; see --workdir"),
         (["-m", "--no-python"], "--module and --no-python exclude each other"),
         (["--nprocpernode", "2"], "Did you mean"),
+        (["--nproc", "2"], "what other launchers call --nproc is --nproc-per-node here"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--token-file", "/"], "> ~/"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -16,6 +16,7 @@ from launcher.job.events import (
     Command,
     Connected,
     Lost,
+    Notice,
     ReaderBlocked,
     SaveEvidence,
     Send,
@@ -246,7 +247,10 @@ def test_hosts_that_are_not_ready_in_time_are_all_named() -> None:
     assert isinstance(drive.outcome.error, StartError)
     limit = "within 20 s (--start-timeout-s)"
     assert drive.outcome.error.reasons == {
-        "b": f"did not answer {limit}", "c": f"did not answer {limit}", "d": f"was not reached {limit}",
+        "b": f"did not answer {limit}",
+        "c": f"let us in, but no agent answered {limit}; does a start-up file of its shell, such as .bashrc, wait for "
+        "something?",
+        "d": f"was not reached {limit}",
     }  # fmt: skip
 
 
@@ -1148,6 +1152,18 @@ def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
     assert drive.job.outcome is None
     drive.wait(0.1)
     assert drive.outcome.exit_code == 130
+
+
+def test_after_a_ctrl_c_it_is_said_what_is_waited_for_and_how_long() -> None:
+    def words(signum: int) -> list[str]:
+        drive = running("a", "b", grace_s=10.0)
+        commands = [*drive.event(Signalled(signum)), *drive.wait(0.5, heard="ab")]
+        drive.goodbye("a")
+        return [each.text for each in [*commands, *drive.wait(5, heard="b")] if isinstance(each, Notice)]
+
+    assert words(signal.SIGTERM) == []
+    (said,) = words(signal.SIGINT)
+    assert "waiting for the workers on b to end; what still runs in 9 s is killed (--grace-s); a second Ctrl-C" in said
 
 
 def test_a_second_ctrl_c_looks_at_no_lost_host_again() -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 from testbed.processes import wait_until
 
-from launcher.output.console import Console
+from launcher.output.console import Console, takes_colour
 from launcher.output.logfiles import LogFiles
 from launcher.output.writer import QUEUE_BYTES, OutputThread
 
@@ -127,6 +127,38 @@ def calls_of_a_write(ranks: int) -> int:
 
 def test_a_write_costs_the_same_whatever_other_ranks_have_begun() -> None:
     assert calls_of_a_write(800) == calls_of_a_write(1)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_terminal_shows_the_beginning_of_a_very_long_line(pieces: int) -> None:
+    main, terminal = pty.openpty()
+    console = Console(out=terminal, err=terminal, colour=False)
+    console.add_worker(0, "a")
+    text = b"x" * 5_000_000 + b"\nthe next\n" + b"y" * 4096 + b"\n"
+    with read_until_closed(main) as seen:
+        for start in range(0, len(text), len(text) // pieces):
+            console.write(0, 1, text[start : start + len(text) // pieces])
+        os.close(terminal)
+    lines = bytes(seen).splitlines()
+    assert lines == [b"[a:0] " + b"x" * 4096 + b"... (4.8 MB)", b"[a:0] the next", b"[a:0] " + b"y" * 4096]
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "pipe"),
+    [({}, True, False), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False), ({"FORCE_COLOR": "1"}, True, True),
+     ({"TERM": "dumb"}, False, False), ({"NO_COLOR": ""}, True, False)],
+)  # fmt: skip
+def test_who_gets_colours(
+    variables: dict[str, str], terminal: bool, pipe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for (one, other), expected in ((pty.openpty(), terminal), (os.pipe(), pipe)):
+        assert takes_colour(other) == expected
+        os.close(one)
+        os.close(other)
 
 
 def test_the_unfinished_line_that_began_last_is_at_the_bottom_of_the_terminal(no_files: LogFiles) -> None:

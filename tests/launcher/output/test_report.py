@@ -168,6 +168,27 @@ def test_victims_are_told_apart_by_what_they_were_in() -> None:
     assert group_secondary_failures([nameless])[0].how == "failed with DistBackendError: connection closed by peer"
 
 
+def test_equal_ends_stand_once_whether_their_process_was_killed_meanwhile_or_not() -> None:
+    peer = {"error_type": "RuntimeError", "message": "connection closed by peer", "inside": "all_reduce"}
+    others = (failure(rank=2, pid=3, **peer), failure(rank=3, pid=4, status=-9, **peer))
+    shown = lines(outcome(failure(), secondary_failures=others))
+    assert "2 others failed in all_reduce: connection closed by peer" in shown
+    assert len([line for line in shown if "connection closed by peer" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [(3, "all 4 workers raised the same ValueError"), (2, "2 others raised the same ValueError")],
+)
+def test_what_the_others_raised_too_is_said_in_these_words(others: int, expected: str) -> None:
+    cause = failure(error_type="ValueError", message="a bad batch", where="/home/me/train.py:7 in load")
+    same = tuple(dataclasses.replace(cause, rank=rank, pid=rank) for rank in range(2, 2 + others))
+    other = dataclasses.replace(cause, rank=9, pid=9, message="another")
+    shown = lines(outcome(cause, secondary_failures=(*same, other), world_size=4))
+    assert expected in shown
+    assert len([line for line in shown if "another" in line]) == 1
+
+
 def test_lost_hosts_among_the_victims_are_called_hosts() -> None:
     lost = [failure(kind=FailureKind.HOST_LOST, host=name, rank=None, message="the connection closed") for name in "ab"]
     assert "2 other hosts were lost: the connection closed" in lines(outcome(failure(), secondary_failures=tuple(lost)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
@@ -338,6 +340,35 @@ def test_a_noisy_slow_shell_and_a_banner_do_no_harm(ssh_hosts: SshHosts, tmp_pat
         assert "PROHIBITED" not in result.stderr
     finally:
         rc.unlink()
+
+
+def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    waiting = tmp_path / "pid"
+    lines = ("export PYTHONHOME=/nowhere", "exit 3", f"echo $$ > {waiting}; exec sleep 1000")
+    files = [ssh_hosts.home(number) / ".bashrc" for number in (1, 2, 3)]
+    config = ssh_hosts.config("strict", unknown=[4])
+    config.write_text(f"StrictHostKeyChecking yes\n{config.read_text()}")
+    for file, line in zip(files, lines, strict=True):
+        file.write_text(f"{line}\n")
+
+    def why(host: str) -> str:
+        return run_dtrain(
+            "run", "--ssh-config", config, "--hosts", host, "--start-timeout-s", "4", script, cwd=tmp_path
+        ).stderr
+
+    try:
+        assert "cannot find its own library: PYTHONHOME may be set to /nowhere there; unset it" in why("node1")
+        assert "(status 3): it said nothing; does its shell end first, or a start-up file of it" in why("node2")
+        assert "node3: let us in, but no agent answered within 4 s (--start-timeout-s); does a start-up" in why("node3")
+        log = ssh_hosts.folder / "node3" / "sshd.log"
+        wait_until(lambda: "session_signal_req" in log.read_text(), "sshd is asked to kill it")
+        os.kill(int(waiting.read_text()), signal.SIGKILL)  # without separated privileges, as here, sshd does not
+        assert "accept it once by: ssh -o StrictHostKeyChecking=ask " in why("node4")
+    finally:
+        for file in files:
+            file.unlink()
 
 
 def test_an_account_that_runs_nothing_or_something_else_says_so(ssh_hosts: SshHosts, tmp_path: Path) -> None:
