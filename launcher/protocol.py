@@ -17,7 +17,7 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 10
+PROTOCOL = 11
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -135,6 +135,15 @@ class RestartWorker(Command):
     rank: int
     attempt: int
     restart: int  # its TORCHELASTIC_RESTART_COUNT
+
+
+@dataclass(frozen=True)
+class KillWorker(Command):
+    """Send `signum` to a worker as if somebody else had: what becomes of it is its own failure."""
+
+    rank: int
+    attempt: int
+    signum: int
 
 
 @dataclass(frozen=True)
@@ -303,6 +312,12 @@ class Evidence(Report):
     rss_bytes: int
     cpu_s: float
     stack: str  # every thread, the main thread last, as Python's faulthandler prints it
+    silent_s: float = 0.0  # since its last sign of life; see hangs/watch.py
+    phase: int = 0  # in which it is; see ddp/monitoring/progress.py
+    steps: int = 0  # that it said it made
+    tree_cpu_s: float = 0.0  # of it and its children
+    at_disk: bool = False  # one of them is in state D
+    traced: bool = False  # by a debugger
 
 
 @dataclass(frozen=True)
@@ -358,6 +373,10 @@ class Heartbeat(Command, Report):
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
     steps: int = 0  # of training, that they said they made
+    silent_s: float = 0.0  # since the last sign of life of that worker of the host which has shown none for longest
+    silent_in: int = 0  # its phase
+    longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
+    stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

@@ -49,6 +49,7 @@ from launcher.protocol import (
     EndAttempt,
     Heartbeat,
     Hello,
+    KillWorker,
     Message,
     NextGeneration,
     OpenStore,
@@ -228,11 +229,10 @@ class Agent:
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
-            self._attempt.look()
+            self._attempt.look(counts=self._suspension is None)
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
-            made = (0, 0, 0) if attempt is None else (attempt.progress, attempt.saved, attempt.steps)
-            self._writer.send(Heartbeat(now, *made))
+            self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -289,6 +289,8 @@ class Agent:
                 attempt.restart(message)
             case NextGeneration() if attempt is not None:
                 attempt.announce(message)
+            case KillWorker() if attempt is not None:
+                attempt.kill(message)
             case SignalWorkers() if attempt is not None:
                 attempt.signal(message.signum, stop=False)
             case Suspend():

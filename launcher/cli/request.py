@@ -29,6 +29,7 @@ from launcher.placement.job_spec import (
     new_run_id,
     parse_duration,
     parse_exports,
+    parse_hang,
     parse_nproc,
 )
 from launcher.placement.roles import Roles, roles_of
@@ -161,6 +162,7 @@ def _spec(
         roles=roles,
         env_for=parse_ecosystems(options.env_for, roles),
         numa_binding=options.numa_binding or "",
+        hang=parse_hang(options.hang),
         keep_warm_s=_keep_warm_s(options.keep_warm),
         ssh=SshOptions(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,

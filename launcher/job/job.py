@@ -222,7 +222,10 @@ class Job:
 
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
         saved = attempt.take_heartbeat(state.name, beat, now)
-        return self._run.stop(now) if saved and self._run.preempted and self._run.stopping is None else []
+        self._run.hangs.heard(state.name, beat)
+        if saved and self._run.preempted and self._run.stopping is None:
+            return self._run.stop(now)
+        return self._run.look_for_hangs(now)
 
     def _failing(self, attempt: AttemptState, state: HostState, failing: Failing, now: float) -> list[Command]:
         at = state.clock.corrected(failing.time)
@@ -241,7 +244,7 @@ class Job:
         elif exited.status != 0:
             failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
             if failed_before or not exited.provoked:
-                failure = failure_of(state.name, exited, at, attempt=attempt.number)
+                failure = self._run.hangs.name(failure_of(state.name, exited, at, attempt=attempt.number))
                 made_room = self._run.preempted and not fails_by_itself(failure)
                 if exited.restart_policy and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
                     return self._run.fail_alone(failure, exited, now)

@@ -11,8 +11,9 @@ One object. Every key is always there; what does not apply is null, an empty lis
     cause           the first failure that was no consequence of another:
                     {kind, host, rank, pid, exit_status, signal, killer, error_type, message, where, inside, attempt,
                     after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
-                    "store lost", "stalled". exit_status is null and signal a name for what a signal killed. where:
-                    "file:line in function" of the user's own code; inside: the function that raised below it
+                    "store lost", "stalled", "hung". exit_status is null and signal a name for what a signal
+                    killed. where: "file:line in function" of the user's own code; inside: the function that raised
+                    below it
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
@@ -45,11 +46,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import DtrainError
+from launcher.hangs.positions import groups
 from launcher.hosts.folding import StartError
 from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import log_folder
-from launcher.output.stacks import groups
 
 __all__ = ["write_error_json", "write_usage_error_json"]
 

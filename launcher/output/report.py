@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.hangs.positions import groups
 from launcher.job.failure import (
     Failure,
     FailureKind,
@@ -20,7 +21,7 @@ from launcher.job.failure import (
 )
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import STREAM_NAMES, log_folder
-from launcher.output.stacks import groups, odd_one_out, one_line
+from launcher.output.stacks import odd_one_out, one_line
 from launcher.output.text import count, printable
 
 __all__ = ["report"]

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from launcher.errors import UsageError
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.roles import Roles
 
@@ -24,6 +25,7 @@ __all__ = [
     "new_run_id",
     "parse_duration",
     "parse_exports",
+    "parse_hang",
     "parse_nnodes",
     "parse_nproc",
 ]
@@ -106,6 +108,7 @@ class JobSpec:
     grow: bool = False
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float | None = None
+    hang: HangPolicy = field(default_factory=HangPolicy)
     master_addr: str | None = None
     master_port: int | None = None
     interfaces: tuple[str, ...] = ()
@@ -198,6 +201,19 @@ def parse_duration(text: str, option: str) -> float:
     if match is None:
         raise UsageError(f"{option} is {text!r}; write a time such as 90s, 10m or 1h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_hang(text: str) -> HangPolicy:
+    """Read `--hang`: off, report, auto or the least time. Raises UsageError."""
+    if text in ("off", "report", "auto"):
+        return HangPolicy(watches=text != "off", acts=text == "auto")
+    try:
+        quiet_s = parse_duration(text, "--hang")
+    except UsageError:
+        raise UsageError(f"--hang is {text!r}; write off, report, auto, or a time such as 30s or 10m") from None
+    if not 1 <= quiet_s <= MAX_WAIT_S:
+        raise UsageError(f"--hang is {text}; it must be 1 second or more, {_AT_MOST}")
+    return HangPolicy(acts=True, quiet_s=quiet_s)
 
 
 def parse_nnodes(text: str | None) -> tuple[int, int] | None:
