@@ -78,6 +78,7 @@ class Prepare(Command):
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
+    reports_steps: bool = False  # Stepped is sent
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
@@ -144,6 +145,11 @@ class KillWorker(Command):
     rank: int
     attempt: int
     signum: int
+
+
+@dataclass(frozen=True)
+class LoseHost(Command):
+    """Kill every process of the run on this host at once, the agent and its guard too: a simulated host is lost."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,14 @@ class Started(Report):
 
 
 @dataclass(frozen=True)
+class Stepped(Report):
+    """A process has made its first training step."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class Output(Report):
     """Bytes that a worker wrote, as they were read: any cut, any encoding. `stream` is 1 or 2."""
 
@@ -284,6 +298,7 @@ class Exited(Report):
     restart_policy: int = 0  # see job/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
+    unsaved: int = 0  # steps since the newest one
 
 
 @dataclass(frozen=True)

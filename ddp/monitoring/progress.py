@@ -1,9 +1,10 @@
-"""What the launcher is told of this process while it runs: four numbers in a file that both have mapped.
+"""What the launcher is told of this process while it runs: five numbers in a file that both have mapped.
 
-DTRAIN_PROGRESS_FILE names a file of 32 bytes that the launcher made, little-endian 64-bit integers: the number of
+DTRAIN_PROGRESS_FILE names a file of 40 bytes that the launcher made, little-endian 64-bit integers: the number of
 backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process means to
-the others (`set_restart_policy`), and a number that changes when a phase begins or ends, whose remainder by three is
-that phase (`phase`): a long evaluation or save is thus not taken for a hang. Only this process writes to it. Without
+the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three is
+that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
+newest checkpoint. Only this process writes to it. Without
 the variable, or with a file that cannot be mapped, nothing is told; that is never an error.
 """
 
@@ -23,8 +24,8 @@ from ddp.torch_internals import call_after_backward
 __all__ = ["EVALUATION", "SAVE", "count_checkpoint", "count_step", "count_step_after", "phase", "set_restart_policy"]
 
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
-_SIZE_BYTES = 32
-_STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE = 0, 1, 2, 3
+_SIZE_BYTES = 40
+_STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS = 0, 1, 2, 3, 4
 _PHASES = 3
 EVALUATION, SAVE = 1, 2  # of `phase`; 0 is all else
 
@@ -57,6 +58,7 @@ def count_step() -> None:
 def count_checkpoint() -> None:
     """Count one checkpoint that is durable."""
     if (counters := _counters()) is not None:
+        counters[_SAVED_STEPS] = counters[_STEPS]
         counters[_CHECKPOINTS] += 1
 
 

@@ -36,6 +36,7 @@ from launcher.protocol import (
     RestartWorker,
     Started,
     StartWorker,
+    Stepped,
     StoreFailed,
     StoreOpened,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Attempt"]
 
 READ_BYTES = 1 << 16
+STEP_LOOK_S = 0.01  # between looks for the first step of a worker
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 
@@ -70,6 +72,8 @@ class Attempt:
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
+        self._reports_steps = prepared.reports_steps
+        self._unstepped: list[Worker] = []  # of which the first step is to be reported
         self._heartbeat_s = prepared.heartbeat_s
         self._workdir = prepared.workdir
         self._grace_s = prepared.grace_s
@@ -134,6 +138,19 @@ class Attempt:
             longest_s=signs.longest_s,
             stopped=signs.stopped,
         )
+
+    @property
+    def pause_s(self) -> float:
+        """How long nothing is to be done."""
+        return min(self.worker_restarts.pause_s, STEP_LOOK_S if self._unstepped else float("inf"))
+
+    def report_steps(self) -> None:
+        """Report the first step of each worker, where that is wanted."""
+        for worker in [*self._unstepped]:
+            if worker.status is not None or worker.progress[0]:
+                self._unstepped.remove(worker)
+                if worker.status is None:
+                    self._writer.send(Stepped(attempt=self.number, rank=worker.rank))
 
     @property
     def saved(self) -> int:
@@ -282,6 +299,7 @@ class Attempt:
         self._writer.send(
             Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
         )
+        self._unstepped += [worker] if self._reports_steps else []
         if not self._writer.holding:
             self._watch_pipes(worker)
         if not by_exec and self._store is not None and self._fork_server.has_torch:

@@ -50,6 +50,7 @@ from launcher.protocol import (
     Heartbeat,
     Hello,
     KillWorker,
+    LoseHost,
     Message,
     NextGeneration,
     OpenStore,
@@ -199,7 +200,7 @@ class Agent:
         if self._attempt_end is not None and self._leftovers is None:
             pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
-            pauses.append(self._attempt.worker_restarts.pause_s)
+            pauses.append(self._attempt.pause_s)
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
@@ -223,6 +224,7 @@ class Agent:
             self._attempt.report()
             if self._attempt_end is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
+                self._attempt.report_steps()
         if self._attempt_end is not None and self._leftovers is None and self._attempt_end.step(now):
             self._ended(self._attempt_end)
 
@@ -289,6 +291,8 @@ class Agent:
                 attempt.restart(message)
             case NextGeneration() if attempt is not None:
                 attempt.announce(message)
+            case LoseHost():
+                self._vanish()
             case KillWorker() if attempt is not None:
                 attempt.kill(message)
             case SignalWorkers() if attempt is not None:
@@ -301,6 +305,14 @@ class Agent:
                 self._end_attempt(message)
             case Stop():
                 self._exit(message.signum, "")
+
+    def _vanish(self) -> NoReturn:
+        for process in self._run_tag.members(ancestor=os.getpid()):
+            processes.send(process, signal.SIGKILL)
+        if os.getppid() == self._guard:
+            os.kill(self._guard, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))

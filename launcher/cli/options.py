@@ -150,6 +150,11 @@ class Options:
         default="report",
         show_default=True,
     )
+    chaos: str | None = _option(
+        "Make faults on purpose, and say at the end what each has cost: `kill worker every 30s`, `stop worker every "
+        "5m`, `kill host every 10m` (with --simulate), with commas; `seed 7` to hit the same ones again.",
+        "FAULT every TIME,...",
+    )
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
     interface: str | None = _option(
         "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed

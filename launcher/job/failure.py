@@ -96,6 +96,7 @@ class Failure:
     killer: str = ""
     provoked: bool = False
     failed_ranks: tuple[int, ...] | None = None
+    injected: bool = False  # by --chaos
 
     @property
     def exit_code(self) -> int:

@@ -15,6 +15,7 @@ import signal
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members
+from launcher.job.chaos import Chaos
 from launcher.job.events import Command, Notice, Send
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
@@ -50,6 +51,7 @@ class Lifecycle:
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
         self.hangs = Hangs(spec.hang)
+        self.chaos = Chaos(spec.chaos, timers, now)
         self.restarts = Restarts(spec, timers)
         self.generations = Generations(spec, timers)
         self.stopping: Stopping | None = None
@@ -83,6 +85,8 @@ class Lifecycle:
                 commands += [Send(name, news) for name in self.fleet.workers_of(self.current.members)]
             if not self.generations.untold:
                 commands += self.restarts.due(self.current, now)
+            if self.current.all_started and not self.restarts.under_way:
+                commands += self.chaos.due(self.current, now)
         if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self.stopping.advance(now)
             if self.stopping.done and self.phase is Phase.STOPPING:
@@ -140,6 +144,7 @@ class Lifecycle:
         self.restarts.begin()
         self.generations.begin()
         self.hangs.begin()
+        self.chaos.attempt_begins(self.attempt, now)
         self._enter(Phase.OPENING_STORE)
         # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
         fixed = last is None and not spec.elastic
@@ -221,8 +226,9 @@ class Lifecycle:
             self.generations.begin_next(failure, now)
         return [*commands, *(self.stop(now) if attempt.finished else [])]
 
-    def started(self, rank: int) -> None:
+    def started(self, rank: int, now: float) -> None:
         """Take the start of a worker, perhaps again."""
+        self.chaos.goes_on(rank, now, has_stepped=False)
         self.restarts.started(rank)
         self.generations.started(rank)
 
@@ -336,6 +342,7 @@ class Lifecycle:
             signum=self.signum,
             no_restart_reason=self._no_restart_reason,
             worker_restarts=self.restarts.count,
+            faults=self.chaos.costs,
             preempted=self.preempted,
             began=self._began,
             now=now,

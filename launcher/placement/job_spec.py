@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.errors import UsageError
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
+from launcher.placement.chaos_plan import ChaosPlan
 from launcher.placement.roles import Roles
 
 __all__ = [
@@ -109,6 +110,7 @@ class JobSpec:
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float | None = None
     hang: HangPolicy = field(default_factory=HangPolicy)
+    chaos: ChaosPlan | None = None  # faults on purpose
     master_addr: str | None = None
     master_port: int | None = None
     interfaces: tuple[str, ...] = ()
@@ -166,6 +168,7 @@ class JobSpec:
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
         self._check_keep_warm()
+        self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
         if self.min_hosts > len(self.hosts):
@@ -179,6 +182,13 @@ class JobSpec:
             raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+    def _check_chaos(self) -> None:
+        for fault in () if self.chaos is None else self.chaos.faults:
+            if fault.target == "host" and any(host.kind is not HostKind.SIMULATED for host in self.hosts):
+                raise UsageError("--chaos kills hosts only where they are simulated: add --simulate, or kill workers")
+            if fault.action == "stop" and not self.hang.acts:
+                raise UsageError("--chaos stops a worker, which nothing would end: add --hang auto")
 
     def _check_keep_warm(self) -> None:
         if not self.keep_warm_s:
