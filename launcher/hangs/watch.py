@@ -33,7 +33,10 @@ QUIET_S = 120.0
 FACTOR = 10.0
 BUSY = 15.0
 STEPS = 3  # after which the next ones may be expected to take as long
-LOOK_S = 2.0  # between two looks, at least
+LOOK_S = (
+    2.0  # between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that
+)
+RARER = 4.0
 STOPPED = ("T",)  # state of a process that a signal has stopped, as in /proc/PID/stat
 IDLE_CPU_S, IDLE_SHARE = 0.03, 0.01  # CPU time between two looks: what answering them takes, and background threads
 _STEP, _SAVE = 0, 2  # phases; see ddp/monitoring/progress.py
@@ -74,6 +77,7 @@ class HangWatch:
         self._suspects: dict[str, Heartbeat] = {}  # the newest of each host with ranks that may hang
         self._before: tuple[float, dict[int, Evidence]] | None = None  # the look before
         self._next_look = 0.0
+        self._rarer = 1.0
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
@@ -90,7 +94,7 @@ class HangWatch:
     def wants_look(self, now: float) -> bool:
         """Whether all ranks are to be looked at: some are stopped, or silent for too long."""
         if not self._suspects:
-            self._before = None
+            self._before, self._rarer = None, 1.0
             return False
         is_first = self._before is None and any(beat.stopped for beat in self._suspects.values())
         return is_first or now >= self._next_look
@@ -98,7 +102,8 @@ class HangWatch:
     def looked(self, evidence: Sequence[Evidence], now: float) -> Blame | None:
         """Take a look at all ranks; return who hangs, once that is certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
-        self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4)
+        self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4) * self._rarer
+        self._rarer = min(RARER, 1.5 * self._rarer)
         known = [each for each in evidence if each.steps >= STEPS] or list(evidence)
         stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
         if stopped and any(not _is_stopped(each) and not each.traced for each in known):

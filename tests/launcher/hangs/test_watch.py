@@ -256,7 +256,7 @@ def test_a_rank_that_works_is_left_alone_until_torch_itself_would_end_the_collec
     world.ranks[1].waits, world.ranks[1].works = False, 0.5
     world.pause(BUSY * QUIET_S - 60)
     assert world.blame is None
-    world.pause(120)
+    world.pause(60 + QUIET_S + LATER_BEAT_S)
     assert world.blame is not None
     assert [each.rank for each in world.blame.hung] == [1]
 
@@ -280,7 +280,7 @@ def test_one_whose_line_changes_is_left_alone(world: World) -> None:
 def test_where_all_wait_for_each_other_no_rank_is_named_and_that_after_long(world: World) -> None:
     world.pause(BUSY * QUIET_S - 10)
     assert world.blame is None
-    world.pause(100)
+    world.pause(10 + QUIET_S + LATER_BEAT_S)
     assert world.blame is not None
     assert world.blame.hung == ()
 
