@@ -17,7 +17,7 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 10
+PROTOCOL = 11
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -78,6 +78,7 @@ class Prepare(Command):
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
+    reports_steps: bool = False  # Stepped is sent
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
@@ -135,6 +136,20 @@ class RestartWorker(Command):
     rank: int
     attempt: int
     restart: int  # its TORCHELASTIC_RESTART_COUNT
+
+
+@dataclass(frozen=True)
+class KillWorker(Command):
+    """Send `signum` to a worker as if somebody else had: what becomes of it is its own failure."""
+
+    rank: int
+    attempt: int
+    signum: int
+
+
+@dataclass(frozen=True)
+class LoseHost(Command):
+    """Kill every process of the run on this host at once, the agent and its guard too: a simulated host is lost."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +265,14 @@ class Started(Report):
 
 
 @dataclass(frozen=True)
+class Stepped(Report):
+    """A process has made its first training step."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class Output(Report):
     """Bytes that a worker wrote, as they were read: any cut, any encoding. `stream` is 1 or 2."""
 
@@ -275,6 +298,7 @@ class Exited(Report):
     restart_policy: int = 0  # see job/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
+    unsaved: int = 0  # steps since the newest one
 
 
 @dataclass(frozen=True)
@@ -303,6 +327,12 @@ class Evidence(Report):
     rss_bytes: int
     cpu_s: float
     stack: str  # every thread, the main thread last, as Python's faulthandler prints it
+    silent_s: float = 0.0  # since its last sign of life; see hangs/watch.py
+    phase: int = 0  # in which it is; see ddp/monitoring/progress.py
+    steps: int = 0  # that it said it made
+    tree_cpu_s: float = 0.0  # of it and its children
+    at_disk: bool = False  # one of them is in state D
+    traced: bool = False  # by a debugger
 
 
 @dataclass(frozen=True)
@@ -358,6 +388,10 @@ class Heartbeat(Command, Report):
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
     steps: int = 0  # of training, that they said they made
+    silent_s: float = 0.0  # since the last sign of life of that worker of the host which has shown none for longest
+    silent_in: int = 0  # its phase
+    longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
+    stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

@@ -50,7 +50,7 @@ from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_par
 from ddp.comm.objects import device_of
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
-from ddp.monitoring.progress import count_checkpoint
+from ddp.monitoring.progress import SAVE, count_checkpoint, phase
 from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
 
 __all__ = ["Checkpoint", "Restored"]
@@ -128,6 +128,7 @@ class Checkpoint:
         is_warned = self._warned.together()
         return is_warned or (every > 0 and step % every == 0)
 
+    @phase(SAVE)
     def save(
         self,
         step: int,
@@ -201,6 +202,7 @@ class Checkpoint:
         if not note.in_background:
             self._wait()
 
+    @phase(SAVE)
     def wait(self) -> None:
         """Wait until what was saved is durable. Every rank must call it; blocks.
 
@@ -219,6 +221,7 @@ class Checkpoint:
             lost = background.finish()
         self._finish_last(exchange(reason_of(lost), "what each rank saved"), lost)
 
+    @phase(SAVE)
     def load(
         self,
         path: str | PathLike[str] | None = None,
@@ -267,7 +270,7 @@ class Checkpoint:
             # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
             if given is None and (rank == 0 or mine.refused != notes[0].refused):
                 for line in mine.refused:
-                    warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=2)
+                    warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=3)
             if mine.digest != chosen.digest:
                 file = None
             elif reader != rank:

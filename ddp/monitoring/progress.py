@@ -1,9 +1,11 @@
-"""What the launcher is told of this process while it runs: three numbers in a file that both have mapped.
+"""What the launcher is told of this process while it runs: five numbers in a file that both have mapped.
 
-DTRAIN_PROGRESS_FILE names a file of 24 bytes that the launcher made, little-endian 64-bit integers: the number of
-backward passes whose gradients are in place, that of durable checkpoints, and what the failure of this process means to
-the others (`set_restart_policy`). Only this process writes to it. Without the variable, or with a file that cannot be
-mapped, nothing is told; that is never an error.
+DTRAIN_PROGRESS_FILE names a file of 40 bytes that the launcher made, little-endian 64-bit integers: the number of
+backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process means to
+the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three is
+that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
+newest checkpoint. Only this process writes to it. Without
+the variable, or with a file that cannot be mapped, nothing is told; that is never an error.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
 from ddp.torch_internals import call_after_backward
 
-__all__ = ["count_checkpoint", "count_step", "count_step_after", "set_restart_policy"]
+__all__ = ["EVALUATION", "SAVE", "count_checkpoint", "count_step", "count_step_after", "phase", "set_restart_policy"]
 
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
-_SIZE_BYTES = 24
-_STEPS, _CHECKPOINTS, _RESTART_POLICY = 0, 1, 2
+_SIZE_BYTES = 40
+_STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS = 0, 1, 2, 3, 4
+_PHASES = 3
+EVALUATION, SAVE = 1, 2  # of `phase`; 0 is all else
 
 
 @cache
@@ -53,7 +58,27 @@ def count_step() -> None:
 def count_checkpoint() -> None:
     """Count one checkpoint that is durable."""
     if (counters := _counters()) is not None:
+        counters[_SAVED_STEPS] = counters[_STEPS]
         counters[_CHECKPOINTS] += 1
+
+
+@contextmanager
+def phase(kind: int) -> Iterator[None]:
+    """Say that this process evaluates (EVALUATION), or saves or loads (SAVE), until the block ends. May be nested."""
+    counters = _counters()
+    if counters is None:
+        yield
+        return
+    outer = counters[_PHASE] % _PHASES
+    _begin_phase(counters, kind)
+    try:
+        yield
+    finally:
+        _begin_phase(counters, outer)
+
+
+def _begin_phase(counters: memoryview, kind: int) -> None:
+    counters[_PHASE] = (counters[_PHASE] // _PHASES + 1) * _PHASES + kind
 
 
 def set_restart_policy(kind: int) -> None:

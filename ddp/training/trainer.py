@@ -27,6 +27,7 @@ from ddp.checkpoint import rng
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError
+from ddp.monitoring.progress import EVALUATION, SAVE, phase
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
 from ddp.torch_internals import tree_map
@@ -262,6 +263,7 @@ class Trainer(Training):
         steps = max(1, -(-len(self.train_loader) // self.accumulate))
         return min(steps, self.steps_per_epoch or steps)
 
+    @phase(EVALUATION)
     @torch.no_grad()
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]:
         """Return the loss and the metrics over all samples, each counted once; the same on every replica.
@@ -287,6 +289,7 @@ class Trainer(Training):
         self._exchange()
         return logs
 
+    @phase(EVALUATION)
     @torch.no_grad()
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> Any:
         """Return the outputs for all samples on the CPU, in the order of the data set, on every replica.
@@ -330,6 +333,7 @@ class Trainer(Training):
         self.module.load_state_dict(weights)
         self.strategy.publish()
 
+    @phase(SAVE)
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model's `state_dict`, which plain PyTorch reads, as a whole or not at all, from the main replica.
 

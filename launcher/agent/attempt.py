@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.run_tag import RunTag, clear_folder
+from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer
@@ -24,6 +25,8 @@ from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
     Exited,
+    Heartbeat,
+    KillWorker,
     NextGeneration,
     OpenStore,
     Output,
@@ -33,6 +36,7 @@ from launcher.protocol import (
     RestartWorker,
     Started,
     StartWorker,
+    Stepped,
     StoreFailed,
     StoreOpened,
 )
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Attempt"]
 
 READ_BYTES = 1 << 16
+STEP_LOOK_S = 0.01  # between looks for the first step of a worker
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 
@@ -66,6 +71,10 @@ class Attempt:
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
+        self.signs = SignsOfLife()
+        self._reports_steps = prepared.reports_steps
+        self._unstepped: list[Worker] = []  # of which the first step is to be reported
+        self._heartbeat_s = prepared.heartbeat_s
         self._workdir = prepared.workdir
         self._grace_s = prepared.grace_s
         self._orders: dict[int, StartWorker] = {}
@@ -103,17 +112,45 @@ class Attempt:
         """A number that changes whenever a worker writes something, makes a step or saves."""
         return self._output_bytes + sum(self._before) + sum(sum(worker.progress) for worker in self.workers.values())
 
-    def look(self) -> None:
-        """Look around now and then: for workers that have failed and do not end, and for what the kernel has killed.
+    def look(self, *, counts: bool) -> None:
+        """Look around now and then: for workers that have failed and do not end, that are silent, or stopped, and for
+        what the kernel has killed.
 
-        What happened long ago is then not taken for the cause of what happens now.
+        What happened long ago is then not taken for the cause of what happens now. `counts`: the workers are to run.
         """
+        self.signs.look(self.running, time.monotonic(), pause_s=self._heartbeat_s, counts=counts)
         if self._memory is not None:
             self._memory.look()
         for worker in self.running:
             failing = worker.look(self.number, grace_s=self._grace_s)
             if failing is not None and not worker.restart_policy:  # else the others go on: its end is what counts
                 self._writer.send(failing)
+
+    def heartbeat(self, now: float) -> Heartbeat:
+        signs = self.signs
+        return Heartbeat(
+            time=now,
+            progress=self.progress,
+            saved=self.saved,
+            steps=self.steps,
+            silent_s=signs.silent_s,
+            silent_in=signs.silent_in,
+            longest_s=signs.longest_s,
+            stopped=signs.stopped,
+        )
+
+    @property
+    def pause_s(self) -> float:
+        """How long nothing is to be done."""
+        return min(self.worker_restarts.pause_s, STEP_LOOK_S if self._unstepped else float("inf"))
+
+    def report_steps(self) -> None:
+        """Report the first step of each worker, where that is wanted."""
+        for worker in [*self._unstepped]:
+            if worker.status is not None or worker.progress[0]:
+                self._unstepped.remove(worker)
+                if worker.status is None:
+                    self._writer.send(Stepped(attempt=self.number, rank=worker.rank))
 
     @property
     def saved(self) -> int:
@@ -262,6 +299,7 @@ class Attempt:
         self._writer.send(
             Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
         )
+        self._unstepped += [worker] if self._reports_steps else []
         if not self._writer.holding:
             self._watch_pipes(worker)
         if not by_exec and self._store is not None and self._fork_server.has_torch:
@@ -309,6 +347,12 @@ class Attempt:
         for worker in self.running:
             if worker.has_failed:
                 worker.signal(signal.SIGTERM, stop=True)
+
+    def kill(self, message: KillWorker) -> None:
+        """Signal one worker as somebody else would; an order of no sense is ignored."""
+        worker = self.workers.get(message.rank)
+        if worker is not None and message.attempt == self.number:
+            worker.signal(message.signum, stop=False)
 
     def ended(self, wait_statuses: Mapping[int, int]) -> None:
         """Take note of children that were reaped, by pid, and report what was ours."""
@@ -390,6 +434,7 @@ class Attempt:
             os.close(descriptor)
             return False
         self._output_bytes += len(data)
+        worker.output_bytes += len(data)
         self._writer.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
         return True
 

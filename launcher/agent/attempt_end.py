@@ -16,7 +16,9 @@ from launcher.machine.processes import Sweep
 
 __all__ = ["AttemptEnd"]
 
-FAILED_S = 10.0  # for a worker that has failed to write why, and for what it runs at exit, before a signal stops it
+# A worker that has failed has half of the grace period, and no more than this, to write why and for what it runs at
+# exit, which SIGTERM would cut short. The other half is for what it does on that signal.
+FAILED_S = 10.0
 KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
 
 
@@ -43,7 +45,8 @@ class AttemptEnd:
         self._run_tag = run_tag
         self._store_process = store_process
         self._fork_server = fork_server
-        self._stop_failed_at = time.monotonic() + FAILED_S
+        now = time.monotonic()
+        self._stop_failed_at = now + min(FAILED_S, max(0.0, kill_at - now) / 2)
         self._kill_at = kill_at
         self._killed_at: float | None = None
         self._sweep: Sweep | None = None

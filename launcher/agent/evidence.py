@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launcher.agent.attempt import Attempt
+from launcher.agent.signs_of_life import is_traced
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, spawn
@@ -50,6 +51,9 @@ class Subject:
     rank: int
     pid: int
     stack_file: Path
+    silent_s: float = 0.0
+    phase: int = 0
+    steps: int = 0
 
 
 class EvidenceRound:
@@ -70,7 +74,11 @@ class EvidenceRound:
         if attempt is None or not running:
             self._writer.send(Collected(number=order.number))
             return
-        subjects = [Subject(attempt.number, worker.rank, worker.pid, worker.files.stack) for worker in running]
+        now = time.monotonic()
+        subjects = [
+            Subject(attempt.number, worker.rank, worker.pid, worker.files.stack, *attempt.signs.of(worker, now))
+            for worker in running
+        ]
         self._collection = Collection(order.number, subjects, order.limit_s)
 
     def step(self) -> None:
@@ -164,6 +172,7 @@ class _Look:
         if not fields or fields[0] in (b"Z", b"X"):
             return None
         state = fields[0].decode()
+        tree = [stat, *(_read(pid, "stat") for pid in _descendants(subject.pid))]
         waits_in = _read(subject.pid, "wchan").decode("ascii", "replace")
         found = Evidence(
             number=number,
@@ -175,6 +184,12 @@ class _Look:
             rss_bytes=int(fields[21]) * _PAGE_BYTES,
             cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
             stack="",
+            silent_s=subject.silent_s,
+            phase=subject.phase,
+            steps=subject.steps,
+            tree_cpu_s=sum(map(_cpu_s, tree)),
+            at_disk=any(each.rpartition(b")")[2].split()[:1] == [b"D"] for each in tree),
+            traced=is_traced(subject.pid),
         )
         # One that is stopped would answer when it goes on again, which is too late.
         return cls(subject, found, answers=state not in ("T", "t") and _handles(subject))
@@ -249,6 +264,21 @@ class _Look:
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _read(pid, f"task/{thread}/children").split())
+    return found + [other for child in found for other in _descendants(child)]
+
+
+def _cpu_s(stat: bytes) -> float:
+    """Return the CPU time that a process has used, with that of children which it has waited for."""
+    fields = stat.rpartition(b")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
 
 
 def _handles(subject: Subject) -> bool:

@@ -49,6 +49,8 @@ from launcher.protocol import (
     EndAttempt,
     Heartbeat,
     Hello,
+    KillWorker,
+    LoseHost,
     Message,
     NextGeneration,
     OpenStore,
@@ -198,7 +200,7 @@ class Agent:
         if self._attempt_end is not None and self._leftovers is None:
             pauses.append(self._attempt_end.pause_s(now))
         elif self._attempt is not None and self._suspension is None:
-            pauses.append(self._attempt.worker_restarts.pause_s)
+            pauses.append(self._attempt.pause_s)
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
@@ -222,17 +224,17 @@ class Agent:
             self._attempt.report()
             if self._attempt_end is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
+                self._attempt.report_steps()
         if self._attempt_end is not None and self._leftovers is None and self._attempt_end.step(now):
             self._ended(self._attempt_end)
 
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
-            self._attempt.look()
+            self._attempt.look(counts=self._suspension is None)
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
-            made = (0, 0, 0) if attempt is None else (attempt.progress, attempt.saved, attempt.steps)
-            self._writer.send(Heartbeat(now, *made))
+            self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -289,6 +291,10 @@ class Agent:
                 attempt.restart(message)
             case NextGeneration() if attempt is not None:
                 attempt.announce(message)
+            case LoseHost():
+                self._vanish()
+            case KillWorker() if attempt is not None:
+                attempt.kill(message)
             case SignalWorkers() if attempt is not None:
                 attempt.signal(message.signum, stop=False)
             case Suspend():
@@ -299,6 +305,14 @@ class Agent:
                 self._end_attempt(message)
             case Stop():
                 self._exit(message.signum, "")
+
+    def _vanish(self) -> NoReturn:
+        for process in self._run_tag.members(ancestor=os.getpid()):
+            processes.send(process, signal.SIGKILL)
+        if os.getppid() == self._guard:
+            os.kill(self._guard, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
 
     def _prepare(self, message: Prepare) -> None:
         self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))

@@ -142,6 +142,19 @@ class Options:
         "Time without any output or training step after which the run has failed. Until the first step of ddp, "
         "no less than --start-timeout-s after the start of the workers."
     )
+    hang: str = _option(
+        "What to do about a rank for which the others wait and that does nothing, for far longer than it ever took in "
+        "this run: nothing, say so, or take it as failed (auto; at once, if it is stopped). A time is auto with that "
+        "as the least; without it, 2m.",
+        "off|report|auto|TIME",
+        default="report",
+        show_default=True,
+    )
+    chaos: str | None = _option(
+        "Make faults on purpose, and say at the end what each has cost: `kill worker every 30s`, `stop worker every "
+        "5m`, `kill host every 10m` (with --simulate), with commas; `seed 7` to hit the same ones again.",
+        "FAULT every TIME,...",
+    )
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
     interface: str | None = _option(
         "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed

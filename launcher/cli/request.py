@@ -20,6 +20,7 @@ from launcher.hosts.host import Host
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
 from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 from launcher.output.logfiles import attempts_in
+from launcher.placement.chaos_plan import parse_chaos
 from launcher.placement.ecosystems import parse_ecosystems
 from launcher.placement.job_spec import (
     CommandKind,
@@ -29,6 +30,7 @@ from launcher.placement.job_spec import (
     new_run_id,
     parse_duration,
     parse_exports,
+    parse_hang,
     parse_nproc,
 )
 from launcher.placement.roles import Roles, roles_of
@@ -161,6 +163,8 @@ def _spec(
         roles=roles,
         env_for=parse_ecosystems(options.env_for, roles),
         numa_binding=options.numa_binding or "",
+        hang=parse_hang(options.hang),
+        chaos=None if options.chaos is None else parse_chaos(options.chaos),
         keep_warm_s=_keep_warm_s(options.keep_warm),
         ssh=SshOptions(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,

@@ -23,6 +23,7 @@ class _Round:
     number: int
     waiting: set[str]
     asked: bool
+    is_look: bool
     found: dict[int, Evidence] = field(default_factory=dict)
 
 
@@ -37,13 +38,18 @@ class EvidenceRounds:
 
     @property
     def under_way(self) -> bool:
-        return self._current is not None
+        return self._current is not None and not self._current.is_look
 
-    def begin(self, hosts: Sequence[str], now: float, *, asked: bool) -> list[Command]:
-        """Ask these hosts; `asked`: somebody wants to see it."""
-        assert self._current is None
+    @property
+    def looks(self) -> bool:
+        """Whether a look for ranks that hang is under way: any other round takes its place."""
+        return self._current is not None and self._current.is_look
+
+    def begin(self, hosts: Sequence[str], now: float, *, asked: bool = False, is_look: bool = False) -> list[Command]:
+        """Ask these hosts; `asked`: somebody wants to see it; `is_look`: it may be for nothing."""
+        assert not self.under_way
         self._number += 1
-        self._current = _Round(self._number, set(hosts), asked)
+        self._current = _Round(self._number, set(hosts), asked, is_look)
         self._timers.set(Timer.EVIDENCE, now + COLLECT_S)
         return [Send(name, Collect(number=self._number, limit_s=0.75 * COLLECT_S)) for name in hosts]
 
@@ -63,11 +69,19 @@ class EvidenceRounds:
     def over(self, now: float) -> bool:
         return self._current is not None and (not self._current.waiting or self._timers.over(Timer.EVIDENCE, now))
 
+    def end_look(self) -> tuple[int, tuple[Evidence, ...]]:
+        """End a look; return its number and what was found, nothing if a host has not answered."""
+        current, self._current = self._current, None
+        assert current is not None
+        self._timers.cancel(Timer.EVIDENCE)
+        found = () if current.waiting else tuple(evidence for _, evidence in sorted(current.found.items()))
+        return current.number, found
+
     def end(self, attempt: AttemptState | None) -> list[Command]:
         """End the round, if there is one, and keep what was found."""
         current, self._current = self._current, None
         self._timers.cancel(Timer.EVIDENCE)
-        if current is None or attempt is None:
+        if current is None or attempt is None or current.is_look:
             return []
         self.unanswered = current.waiting
         if not current.found:

@@ -68,6 +68,7 @@ class FailureKind(Enum):
     HOST_LOST = "host lost"
     STORE_LOST = "store lost"
     STALLED = "stalled"  # no rank made progress
+    HUNG = "hung"  # the others waited for it, and it was killed for that
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ class Failure:
     killer: str = ""
     provoked: bool = False
     failed_ranks: tuple[int, ...] | None = None
+    injected: bool = False  # by --chaos
 
     @property
     def exit_code(self) -> int:
+        if self.kind is FailureKind.HUNG:
+            return 1  # the signal was ours
         if self.kind is FailureKind.RAISED and (self.provoked or self.status == 0):
             return 1  # it would have ended so, had it not been stopped on the way
         return 128 - self.status if self.status < 0 else self.status
@@ -205,6 +209,8 @@ def what_happened(failure: Failure, *, in_full: bool = False) -> str:
     who = f"rank {failure.rank} on {failure.host}"
     if failure.kind is FailureKind.NEVER_STARTED:
         return f"{who} {message}"
+    if failure.kind is FailureKind.HUNG:
+        return f"{who}{f' (pid {failure.pid})' if in_full else ''} hung {after}: {message}"
     if in_full:
         by_whom = _by_whom(failure)
         return f"{who} (pid {failure.pid}) {_ended(failure)}{f' ({by_whom})' if by_whom else ''} {after}"
@@ -220,8 +226,8 @@ def how_they_ended(failure: Failure, count: int) -> str:
         return _ended(failure, count)
     if failure.kind is FailureKind.RAISED:
         how = f"failed in {failure.inside}" if failure.inside else f"failed with {failure.error_type or 'an error'}"
-    elif failure.kind is FailureKind.NEVER_STARTED:
-        how = "never started"
+    elif failure.kind in (FailureKind.NEVER_STARTED, FailureKind.HUNG):
+        how = failure.kind.value
     else:
         how = f"{'was' if count == 1 else 'were'} lost"
     return f"{how}: {message}" if message else how

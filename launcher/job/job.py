@@ -44,6 +44,7 @@ from launcher.protocol import (
     Report,
     SignalWorkers,
     Started,
+    Stepped,
     StoreFailed,
     StoreOpened,
     Swept,
@@ -152,8 +153,10 @@ class Job:
                 return self._store_failed(attempt, state, message, now)
             case Started():
                 attempt.take_start(message, now)
-                self._run.started(message.rank)
+                self._run.started(message.rank, now)
                 return self._run.grow_with(None, now) if attempt.all_started else []
+            case Stepped():
+                self._run.chaos.goes_on(message.rank, now, has_stepped=True)
             case Failing():
                 return self._failing(attempt, state, message, now)
             case Exited():
@@ -209,6 +212,7 @@ class Job:
         if not had_workers or attempt.finished or not attempt.needs(state.name):
             return []
         failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now)
+        failure = self._run.chaos.name(failure, now)
         if self.phase is Phase.STOPPING and not silent:
             return []
         if silent:
@@ -222,7 +226,10 @@ class Job:
 
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
         saved = attempt.take_heartbeat(state.name, beat, now)
-        return self._run.stop(now) if saved and self._run.preempted and self._run.stopping is None else []
+        self._run.hangs.heard(state.name, beat)
+        if saved and self._run.preempted and self._run.stopping is None:
+            return self._run.stop(now)
+        return self._run.look_for_hangs(now)
 
     def _failing(self, attempt: AttemptState, state: HostState, failing: Failing, now: float) -> list[Command]:
         at = state.clock.corrected(failing.time)
@@ -236,12 +243,14 @@ class Job:
         known = attempt.failing.pop(exited.rank, None)
         at = state.clock.corrected(exited.time) if known is None else known.at
         attempt.take_exit(state.name, exited, at, now)
+        self._run.chaos.exited(exited)
         if known is not None and exited.status != 0:
             attempt.take_end(known, failure_of(state.name, exited, at, attempt=attempt.number))
         elif exited.status != 0:
             failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
             if failed_before or not exited.provoked:
-                failure = failure_of(state.name, exited, at, attempt=attempt.number)
+                failure = self._run.hangs.name(failure_of(state.name, exited, at, attempt=attempt.number))
+                failure = self._run.chaos.name(failure, now)
                 made_room = self._run.preempted and not fails_by_itself(failure)
                 if exited.restart_policy and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
                     return self._run.fail_alone(failure, exited, now)

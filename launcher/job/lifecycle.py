@@ -15,12 +15,14 @@ import signal
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
 from launcher.job.attempt import AttemptState, choose_members
+from launcher.job.chaos import Chaos
 from launcher.job.events import Command, Notice, Send
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, misfits
 from launcher.job.generations import RESILIENT, Generations
+from launcher.job.hangs import Hangs
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
@@ -48,6 +50,8 @@ class Lifecycle:
         self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
+        self.hangs = Hangs(spec.hang)
+        self.chaos = Chaos(spec.chaos, timers, now)
         self.restarts = Restarts(spec, timers)
         self.generations = Generations(spec, timers)
         self.stopping: Stopping | None = None
@@ -75,12 +79,14 @@ class Lifecycle:
         elif self.phase is Phase.ENDING and not self.fleet.busy:
             commands = self._attempt_over(now)
         elif self.stopping is None and self.evidence.over(now):
-            commands = self.evidence.end(self.attempt)
+            commands = self._looked(now) if self.evidence.looks else self.evidence.end(self.attempt)
         if self.phase is Phase.RUNNING:
             if news := self.generations.due(self.current, now):
                 commands += [Send(name, news) for name in self.fleet.workers_of(self.current.members)]
             if not self.generations.untold:
                 commands += self.restarts.due(self.current, now)
+            if self.current.all_started and not self.restarts.under_way:
+                commands += self.chaos.due(self.current, now)
         if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self.stopping.advance(now)
             if self.stopping.done and self.phase is Phase.STOPPING:
@@ -137,6 +143,8 @@ class Lifecycle:
         )  # fmt: skip
         self.restarts.begin()
         self.generations.begin()
+        self.hangs.begin()
+        self.chaos.attempt_begins(self.attempt, now)
         self._enter(Phase.OPENING_STORE)
         # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
         fixed = last is None and not spec.elastic
@@ -202,6 +210,8 @@ class Lifecycle:
         commands = self.evidence.end(attempt)
         self._enter(Phase.EVIDENCE_ROUND)
         self.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
+        if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
+            return commands
         return [*commands, *self.ask_for_evidence(now, asked=False)]
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
@@ -216,8 +226,9 @@ class Lifecycle:
             self.generations.begin_next(failure, now)
         return [*commands, *(self.stop(now) if attempt.finished else [])]
 
-    def started(self, rank: int) -> None:
+    def started(self, rank: int, now: float) -> None:
         """Take the start of a worker, perhaps again."""
+        self.chaos.goes_on(rank, now, has_stepped=False)
         self.restarts.started(rank)
         self.generations.started(rank)
 
@@ -231,6 +242,28 @@ class Lifecycle:
     def ask_for_evidence(self, now: float, *, asked: bool) -> list[Command]:
         """Ask where the ranks stand; `asked`: the user wants to see it."""
         return self.evidence.begin(self.fleet.workers_of(self.current.members), now, asked=asked)
+
+    def look_for_hangs(self, now: float) -> list[Command]:
+        """Look where all ranks are, if some may hang; not while a process is started, for which others may wait."""
+        attempt = self.attempt
+        if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
+            return []
+        is_busy = self.restarts.under_way or self.evidence.under_way or self.evidence.looks
+        if is_busy or not self.hangs.wants_look(now):
+            return []
+        return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
+
+    def _looked(self, now: float) -> list[Command]:
+        """Act on ranks that hang, if the look that is over shows any."""
+        number, found = self.evidence.end_look()
+        if self.phase is not Phase.RUNNING or not found or (blame := self.hangs.blame(found, now)) is None:
+            return []
+        if blame.hung:
+            return self.hangs.take(self.current, blame, number)
+        if not self.hangs.policy.acts:
+            return []
+        message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"
+        return self.fail(self.current.failure(FailureKind.STALLED, "", message, now), now)
 
     def _end_attempt_when_known(self, now: float) -> list[Command]:
         """End the attempt once its evidence is there, and something that is no mere consequence of something else."""
@@ -309,6 +342,7 @@ class Lifecycle:
             signum=self.signum,
             no_restart_reason=self._no_restart_reason,
             worker_restarts=self.restarts.count,
+            faults=self.chaos.costs,
             preempted=self.preempted,
             began=self._began,
             now=now,

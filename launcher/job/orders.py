@@ -63,6 +63,7 @@ def prepare(
         target=command.target,
         workers=_likely_workers(spec, host),
         start_method=spec.start_method,
+        reports_steps=spec.chaos is not None,
         keep_warm_s=spec.keep_warm_s,
     )
 

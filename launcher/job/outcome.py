@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from launcher.errors import DtrainError
 from launcher.job.attempt import AttemptState
+from launcher.job.chaos import FaultCost
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
@@ -44,6 +45,7 @@ class Outcome:
     duration_s: float
     preempted: bool = False  # it ended to make room, and is to be started again
     left_out: tuple[Failure, ...] = ()  # processes of the last attempt that the others went on without
+    faults: tuple[FaultCost, ...] = ()  # of --chaos
     worker_restarts: int = 0  # of single processes, in all attempts
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
@@ -66,6 +68,7 @@ def build_outcome(
     signum: int | None,
     no_restart_reason: str,
     worker_restarts: int,
+    faults: Sequence[FaultCost] = (),
     preempted: bool,
     began: float,
     now: float,
@@ -98,6 +101,7 @@ def build_outcome(
         preempted=preempted,
         left_out=tuple(left_out),
         worker_restarts=worker_restarts,
+        faults=tuple(faults),
         evidence=() if attempt is None else attempt.evidence,
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),

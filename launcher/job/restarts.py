@@ -41,7 +41,8 @@ _FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argpars
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """An attempt that has failed; `free`: through a host that the job can do without, which costs no restart.
+    """An attempt that has failed; `free`: through a host that the job can do without, or by --chaos, which costs no
+    restart.
 
     With a `rank`, a process that failed while the attempt went on; `may_follow`: it is resilient, and failed as one
     does that has lost a peer.
@@ -73,7 +74,7 @@ class RestartDecision:
 
 
 def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> FailedAttempt:
-    free = spec.elastic and cause.kind is FailureKind.HOST_LOST
+    free = cause.injected or (spec.elastic and cause.kind is FailureKind.HOST_LOST)
     return FailedAttempt(cause, ran_s, saved, free)
 
 
@@ -104,7 +105,9 @@ def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
         return RestartDecision(None, restarts if spec.max_restarts else "")
     if last.cause.attempt == spec.first_attempt and counts and _is_futile(last.cause):
         return RestartDecision(None, "not tried again: a restart cannot fix that")
-    past = [other for other in past if other.rank == last.rank]
+    if last.cause.injected:
+        return RestartDecision(BACK_OFF_S[0])
+    past = [other for other in past if other.rank == last.rank and not other.cause.injected]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1
@@ -159,7 +162,7 @@ class Restarts:
         """Decide on a process that has failed by itself while the attempt runs, and tell the user; None: it ends it."""
         rank = exited.rank
         self._starting.discard(rank)
-        made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=False, rank=rank)
+        made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=failure.injected, rank=rank)
         looks_so = looks_like_consequence(failure)
         made = replace(made, may_follow=looks_so and exited.restart_policy == RESILIENT)
         decision = judge(self._spec, [*self.past, made])
@@ -172,7 +175,8 @@ class Restarts:
             self._timers.set((Timer.RESTART, rank), now + wait_s)
             self._waiting.append(rank)
             number = f"restart {_restarts_used(self.past)} of {self._spec.max_restarts}"
-            return [Notice(starts_again(failure, "it follows from another failure" if follows else number, wait_s))]
+            why_free = "by --chaos, no restart is counted" if failure.injected else "it follows from another failure"
+            return [Notice(starts_again(failure, why_free if follows else number, wait_s))]
         if exited.restart_policy != WITHOUT_IT:
             self._last = (decision.reason, [failure])
             return None

@@ -29,6 +29,7 @@ class Timer(Enum):
     ROOT = auto()  # for what a lost connection is the consequence of
     EVIDENCE = auto()  # for answers to the question where the ranks stand
     STALL = auto()  # since the last progress
+    CHAOS = auto()  # the next fault on purpose, by its number in the plan
     RESTART = auto()  # of one worker, by rank
     GENERATION = auto()  # for the workers to be told of it
     STOP = auto()  # for all hosts to be out

@@ -11,12 +11,15 @@ One object. Every key is always there; what does not apply is null, an empty lis
     cause           the first failure that was no consequence of another:
                     {kind, host, rank, pid, exit_status, signal, killer, error_type, message, where, inside, attempt,
                     after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
-                    "store lost", "stalled". exit_status is null and signal a name for what a signal killed. where:
-                    "file:line in function" of the user's own code; inside: the function that raised below it
+                    "store lost", "stalled", "hung". exit_status is null and signal a name for what a signal
+                    killed. where: "file:line in function" of the user's own code; inside: the function that raised
+                    below it
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
     worker_restarts how often one process alone was started again
+    faults          of --chaos: [{action, target, at_s, detection_s, recovery_s, steps_lost}]; at_s after the begin of
+                    the run, the next two after the fault, null if it did not come to that
     stopped         workers that dtrain stopped
     attempts        how many were made
     no_restart_reason
@@ -45,11 +48,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import DtrainError
+from launcher.hangs.positions import groups
 from launcher.hosts.folding import StartError
+from launcher.job.chaos import FaultCost
 from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import log_folder
-from launcher.output.stacks import groups
 
 __all__ = ["write_error_json", "write_usage_error_json"]
 
@@ -91,6 +95,7 @@ def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | Non
         },
         "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
         "worker_restarts": outcome.worker_restarts,
+        "faults": [_of_fault(fault) for fault in outcome.faults],
         "stopped": outcome.stopped,
         "attempts": outcome.attempts,
         "no_restart_reason": outcome.no_restart_reason,
@@ -106,6 +111,10 @@ def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | Non
         "log_folder": None if folder is None else str(folder),
         "evidence_file": None if folder is None or evidence_file is None else str(evidence_file),
     }
+
+
+def _of_fault(fault: FaultCost) -> dict[str, Any]:
+    return {name: round(v, 3) if isinstance(v, float) else v for name, v in dataclasses.asdict(fault).items()}
 
 
 def _ended(outcome: Outcome) -> str:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.hangs.positions import groups
 from launcher.job.failure import (
     Failure,
     FailureKind,
@@ -21,8 +22,8 @@ from launcher.job.failure import (
 )
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import STREAM_NAMES, log_folder
-from launcher.output.stacks import groups, odd_one_out, one_line
-from launcher.output.text import count, printable
+from launcher.output.stacks import odd_one_out, one_line
+from launcher.output.text import count, printable, table
 
 __all__ = ["report"]
 
@@ -33,6 +34,7 @@ GROUPS = 5
 SECONDARY = 3
 HOSTS = 4
 PROCESSES = 6
+FAULTS = 20
 
 
 def report(
@@ -47,6 +49,13 @@ def report(
     `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's
     stream (1 or 2); `evidence_file` holds the stacks of the last attempt, where it was written.
     """
+    text = _text(outcome, folder, tail, evidence_file)
+    return "\n".join([text, *_faults(outcome)])
+
+
+def _text(
+    outcome: Outcome, folder: Path | None, tail: Callable[[int, int], list[str]], evidence_file: Path | None
+) -> str:
     if outcome.error is not None:
         return "\n".join([str(outcome.error), *_scan(outcome)])
     if outcome.preempted:
@@ -68,6 +77,29 @@ def report(
     if restarts := outcome.attempts - 1 + outcome.worker_restarts:
         success += f", {count(restarts, 'restart')}"
     return "\n".join(["; ".join([success, *scan[:1]]), *scan[1:]])
+
+
+def _faults(outcome: Outcome) -> list[str]:
+    """Say what each fault of --chaos has cost."""
+    if not outcome.faults:
+        return []
+    rows = [
+        {
+            "fault": f"{fault.action} {fault.target}",
+            "at": _seconds(fault.at_s),
+            "noticed after": _seconds(fault.detection_s),
+            "training again after": _seconds(fault.recovery_s),
+            "steps lost": "-" if fault.steps_lost is None else str(fault.steps_lost),
+        }
+        for fault in outcome.faults[:FAULTS]
+    ]
+    more = len(outcome.faults) - len(rows)
+    rest = [f"and {count(more, 'more fault')}; --error-json has all of them"] if more else []
+    return [f"--chaos made {count(len(outcome.faults), 'fault')}:", *table(rows), *rest]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
 
 
 def _who_succeeded(outcome: Outcome) -> str:

@@ -1,82 +1,14 @@
-"""Where the ranks are, read from the evidence of their hosts: in one line a group, and in full. Pure.
-
-A stack is text as Python's faulthandler prints it (3.10 to 3.14), or py-spy, or it is the kernel's own.
-"""
+"""What is said of where the ranks are: in one line a group, and in full. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
+from launcher.hangs.positions import Group, groups, odd_ranks, state_in_words
 from launcher.output.text import ranges
 from launcher.protocol import Evidence
 
-__all__ = [
-    "Group",
-    "RankPosition",
-    "groups",
-    "odd_one_out",
-    "odd_ranks",
-    "one_line",
-    "rank_position",
-    "write_out",
-]
-
-
-@dataclass(frozen=True)
-class RankPosition:
-    """Where one rank is; all but `state` is empty if its stack could not be read."""
-
-    where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
-    call: str  # "torch.utils.cpp_extension.load": what that line called of a library, where that is not `inside`
-    inside: str  # the innermost function of all, where that is another
-    state: str  # of the process, in words
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks at one place. `note` says what is known of them where it is not a line of code."""
-
-    ranks: tuple[int, ...]
-    where: str
-    call: str
-    inside: str
-    note: str
-
-
-@dataclass(frozen=True)
-class _Frame:
-    file: str
-    line: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
-def rank_position(evidence: Evidence) -> RankPosition:
-    """Return where a rank is."""
-    frames = _main_thread(evidence.stack)
-    state = _state(evidence)
-    if not frames:
-        return RankPosition("", "", "", state)
-    own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
-    at, inside = frames[own], frames[0].function
-    return RankPosition(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
-
-
-def groups(evidence: Sequence[Evidence]) -> list[Group]:
-    """Return the ranks by where they are, the largest group first."""
-    found: dict[tuple[str, str, str, str], list[int]] = {}
-    for each in sorted(evidence, key=lambda each: each.rank):
-        place = rank_position(each)
-        # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
-        note = place.state if not place.where or each.state in ("T", "t") else ""
-        found.setdefault((place.where, place.call, place.inside, note), []).append(each.rank)
-    all_groups = [Group(tuple(ranks), *place) for place, ranks in found.items()]
-    return sorted(all_groups, key=lambda group: (-len(group.ranks), group.ranks))
+__all__ = ["odd_one_out", "one_line", "write_out"]
 
 
 def one_line(group: Group) -> str:
@@ -102,16 +34,10 @@ def write_out(evidence: Sequence[Evidence]) -> str:
     parts = ["\n".join(summary) or "no rank could be asked"]
     for each in sorted(evidence, key=lambda each: each.rank):
         used = f"{_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
-        header = f"rank {each.rank} (pid {each.pid}): {_state(each)}, {used}"
+        header = f"rank {each.rank} (pid {each.pid}): {state_in_words(each)}, {used}"
         stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
         parts.append(f"{header}\n{stack}")
     return "\n\n".join(parts) + "\n"
-
-
-_COMMUNICATION = re.compile(
-    "reduce|gather|scatter|broadcast|barrier|all_to_all|send|recv|wait|synchronize"
-    "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
-)
 
 
 def odd_one_out(evidence: Sequence[Evidence]) -> str:
@@ -123,120 +49,5 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
     return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {who} first"
 
 
-def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """Return the ranks that are outside of any communication while most are in one: why a job hangs, likely.
-
-    torch's own DistributedDataParallel communicates inside of backward, in C++: where most are there, it counts.
-    """
-    # One that somebody stopped waits for nothing, wherever it is.
-    stacks = {each.rank: [] if each.state in ("T", "t") else _main_thread(each.stack) for each in evidence}
-    for is_waiting in (_communicates, lambda frames: _communicates(frames) or _runs_backward(frames)):
-        waiting = {rank for rank, frames in stacks.items() if is_waiting(frames)}
-        if 2 * len(waiting) >= len(stacks):
-            return tuple(sorted(stacks.keys() - waiting))
-    return ()
-
-
-def _communicates(frames: Sequence[_Frame]) -> bool:
-    return any(
-        ("/torch/distributed/" in frame.file or "/torch/cuda/" in frame.file or frame.file.startswith(_DDP))
-        and _COMMUNICATION.search(frame.function)
-        for frame in frames
-    )
-
-
-def _runs_backward(frames: Sequence[_Frame]) -> bool:
-    return any("/torch/autograd/" in frame.file and "backward" in frame.function for frame in frames)
-
-
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a device or a network disk; cannot be killed",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "I": "idle",
-    "Z": "ended",
-    "X": "ended",
-}
-
-
-def _state(evidence: Evidence) -> str:
-    words = _STATES.get(evidence.state, "unknown")
-    waits = f", waits in {evidence.waits_in}" if evidence.waits_in else ""
-    return f"state {evidence.state or '?'} ({words}){waits}"
-
-
 def _size(number: int) -> str:
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"
-
-
-_ROOT = Path(__file__).parents[2]
-_DDP = f"{_ROOT}/ddp/"
-_NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[^/]*/")
-_FOLDER = rf"(?:.*/(?:(?:site|dist)-packages|lib(?:64)?/python\d[^/]*)|{re.escape(str(_ROOT))})"  # of modules
-_MODULE = re.compile(rf"{_FOLDER}/(.*?)(?:/__init__)?\.py")
-_PASSES_ON = re.compile(r"_(?!_)|(?:wrapper|wrapped|inner|decorate_context)$")  # a call that somebody else made
-# `Current thread 0x... [name] (most recent call first):`, and without a number where only one thread can be shown.
-_FAULTHANDLER_THREAD = re.compile(r"(?:(?:Current t|T)hread 0x[0-9a-f]+.*|Stack) \(most recent call first\):")
-_FAULTHANDLER_FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d+|\?\?\?) in (.*)')
-_PY_SPY_THREAD = re.compile(r'Thread (?:\d+|0x[0-9A-Fa-f]+)(?:/\d+)? \([^)]*\)(?:: "(.*)")?')
-_PY_SPY_FRAME = re.compile(r"    (.*) \((.*?)(?::(\d+))?\)")
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-
-
-def _main_thread(stack: str) -> list[_Frame]:
-    """Return the frames of the main thread, the innermost first; none if it is not known which that is.
-
-    faulthandler lists the newest thread first, so the main thread is last, unless there are over 100 and it breaks
-    off with `...`. py-spy gives names.
-    """
-    threads: list[tuple[str, list[str]]] = []
-    is_whole = True
-    for line in stack.splitlines():
-        if line.startswith("  "):  # a frame, read below if it is one of the main thread: most are not
-            if threads:
-                threads[-1][1].append(line)
-        elif header := _PY_SPY_THREAD.fullmatch(line):
-            threads.append((header[1] or "", []))
-        elif _FAULTHANDLER_THREAD.fullmatch(line):
-            threads.append(("", []))
-        elif line == "...":
-            is_whole = False
-    lines = next((lines for name, lines in threads if name == "MainThread"), None)
-    if lines is None:
-        lines = threads[-1][1] if threads and is_whole and not any(name for name, _ in threads) else []
-    return [frame for line in lines if (frame := _frame(line)) is not None]
-
-
-def _frame(line: str) -> _Frame | None:
-    if found := _FAULTHANDLER_FRAME.fullmatch(line):
-        return _Frame(_unescaped(found[1] or "???"), found[2], _unescaped(found[3]))
-    if found := _PY_SPY_FRAME.fullmatch(line):
-        return _Frame(found[2], found[3] or "???", found[1])
-    return None
-
-
-def _unescaped(text: str) -> str:
-    """Return a name that faulthandler printed in ASCII as it was; half of a surrogate pair stays as it is."""
-
-    def character(match: re.Match[str]) -> str:
-        number = int(match[1] or match[2] or match[3], 16)
-        return match[0] if 0xD800 <= number < 0xE000 or number > 0x10FFFF else chr(number)
-
-    return _ESCAPED.sub(character, text)
-
-
-def _call(frames: Sequence[_Frame]) -> str:
-    """Return the outermost of a library's frames that tells what was called, as `module.function`."""
-    for frame in reversed(frames):
-        module = _MODULE.fullmatch(frame.file)
-        if module is not None and not _PASSES_ON.match(frame.function):
-            name = module[1].replace("/", ".")
-            return f"the import of {name}" if frame.function == "<module>" else f"{name}.{frame.function}"
-    return ""
-
-
-def _is_own(frame: _Frame) -> bool:
-    return not frame.file.startswith(_NOT_OWN) and not _LIBRARY.search(frame.file) and frame.file != "???"

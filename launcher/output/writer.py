@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.hangs.positions import groups
 from launcher.output.console import Console
 from launcher.output.filter import OutputFilter
 from launcher.output.logfiles import LogFiles
-from launcher.output.stacks import groups, one_line, write_out
+from launcher.output.stacks import one_line, write_out
 from launcher.output.text import printable
 from launcher.protocol import Evidence
 

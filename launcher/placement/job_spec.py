@@ -11,7 +11,9 @@ from enum import Enum
 from pathlib import Path
 
 from launcher.errors import UsageError
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
+from launcher.placement.chaos_plan import ChaosPlan
 from launcher.placement.roles import Roles
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "new_run_id",
     "parse_duration",
     "parse_exports",
+    "parse_hang",
     "parse_nnodes",
     "parse_nproc",
 ]
@@ -106,6 +109,8 @@ class JobSpec:
     grow: bool = False
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float | None = None
+    hang: HangPolicy = field(default_factory=HangPolicy)
+    chaos: ChaosPlan | None = None  # faults on purpose
     master_addr: str | None = None
     master_port: int | None = None
     interfaces: tuple[str, ...] = ()
@@ -163,6 +168,7 @@ class JobSpec:
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
         self._check_keep_warm()
+        self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
         if self.min_hosts > len(self.hosts):
@@ -176,6 +182,13 @@ class JobSpec:
             raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+    def _check_chaos(self) -> None:
+        for fault in () if self.chaos is None else self.chaos.faults:
+            if fault.target == "host" and any(host.kind is not HostKind.SIMULATED for host in self.hosts):
+                raise UsageError("--chaos kills hosts only where they are simulated: add --simulate, or kill workers")
+            if fault.action == "stop" and not self.hang.acts:
+                raise UsageError("--chaos stops a worker, which nothing would end: add --hang auto")
 
     def _check_keep_warm(self) -> None:
         if not self.keep_warm_s:
@@ -198,6 +211,19 @@ def parse_duration(text: str, option: str) -> float:
     if match is None:
         raise UsageError(f"{option} is {text!r}; write a time such as 90s, 10m or 1h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_hang(text: str) -> HangPolicy:
+    """Read `--hang`: off, report, auto or the least time. Raises UsageError."""
+    if text in ("off", "report", "auto"):
+        return HangPolicy(watches=text != "off", acts=text == "auto")
+    try:
+        quiet_s = parse_duration(text, "--hang")
+    except UsageError:
+        raise UsageError(f"--hang is {text!r}; write off, report, auto, or a time such as 30s or 10m") from None
+    if not 1 <= quiet_s <= MAX_WAIT_S:
+        raise UsageError(f"--hang is {text}; it must be 1 second or more, {_AT_MOST}")
+    return HangPolicy(acts=True, quiet_s=quiet_s)
 
 
 def parse_nnodes(text: str | None) -> tuple[int, int] | None:

@@ -40,6 +40,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int | None: st.none() | st.integers(0, 999),
     str | None: st.none() | TEXT,
     list[str]: st.lists(TEXT, max_size=4),
+    list[float]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     list[int]: st.lists(st.integers(0, 999), max_size=4),
     dict[str, str]: st.dictionaries(TEXT, TEXT, max_size=4),
     dict[str, str] | None: st.none() | st.dictionaries(TEXT, TEXT, max_size=4),

@@ -6,7 +6,7 @@ run tag, dies with its agent, and has nothing inherited but its three standard s
 Beside what its order says, a worker has these variables:
 
     TORCHELASTIC_ERROR_FILE  where it may write why it failed
-    DTRAIN_PROGRESS_FILE     24 bytes for it to map and write to; see ddp/monitoring/progress.py
+    DTRAIN_PROGRESS_FILE     40 bytes for it to map and write to; see ddp/monitoring/progress.py
     DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or, if
                              it takes the place of one that failed, that of the newest one
     DTRAIN_GENERATION_PIPE   a FIFO from which it may read the numbers of newer ones: 8 bytes each, little-endian, and
@@ -39,7 +39,7 @@ __all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "StateFile", "Worker", "spawn
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
-_PROGRESS = struct.Struct("<QQQ")  # steps, saved checkpoints, restart_policy; see ddp/monitoring/progress.py
+_PROGRESS = struct.Struct("<QQQQQ")  # in this order, and why: ddp/monitoring/progress.py
 _ALONE = (1, 2, 3)  # its failure does not end the attempt: the others go on, or wait for its successor
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
@@ -191,11 +191,12 @@ class Worker:
         self.killer = ""
         self.status: int | None = None
         self.reported = False
+        self.output_bytes = 0  # that were read of it
         self.ended = 0.0
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
         self._stopped = False  # after it had failed
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy), 0)
+        os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0), 0)
         self._generations = GenerationPipe(files.generations)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
@@ -233,11 +234,21 @@ class Worker:
         restart_policy = self._said()[2]
         return restart_policy if restart_policy in _ALONE else 0
 
-    def _said(self) -> tuple[int, int, int]:
+    @property
+    def phase(self) -> int:
+        """A number that changes when it begins or ends a phase; its remainder by three is that phase."""
+        return self._said()[3]
+
+    @property
+    def unsaved(self) -> int:
+        """How many steps it made since its newest checkpoint."""
+        return max(0, self._said()[0] - self._said()[4])
+
+    def _said(self) -> tuple[int, int, int, int, int]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved, policy = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0, 0, 0)
-        return steps, saved, policy
+        steps, saved, policy, phase, saved_at = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 5
+        return steps, saved, policy, phase, saved_at
 
     def tell_generation(self, number: int) -> None:
         """Tell it the number of the attempt's newest composition; whether it reads that is its own affair."""
@@ -306,6 +317,7 @@ class Worker:
             restart_policy=self.restart_policy,
             steps=steps,
             saved=saved,
+            unsaved=self.unsaved,
         )
 
     def close(self) -> None:

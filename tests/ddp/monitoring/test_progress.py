@@ -1,5 +1,5 @@
-"""A launcher can read from 24 bytes how many steps a worker has done, how many checkpoints it has saved, and whether
-the others can do without it."""
+"""A launcher can read from 40 bytes how many steps a worker has done, how many checkpoints it has saved, whether
+the others can do without it, and whether it evaluates or saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group_of_one() -> Iterator[None]:
 @pytest.fixture
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "progress"
-    path.write_bytes(bytes(24))
+    path.write_bytes(bytes(40))
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(path))
     progress._counters.cache_clear()
     yield path
@@ -35,7 +35,7 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _read(path: Path) -> tuple[int, int]:
-    steps, checkpoints, _ = struct.unpack("<QQQ", path.read_bytes())
+    steps, checkpoints, *_ = struct.unpack("<QQQQQ", path.read_bytes())
     return steps, checkpoints
 
 
@@ -59,9 +59,27 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
 def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
     for kind in (1, 2, 3, 0):
         progress.set_restart_policy(kind)
-        assert struct.unpack("<QQQ", counters.read_bytes()) == (0, 0, kind)
+        assert struct.unpack("<QQQQQ", counters.read_bytes()) == (0, 0, kind, 0, 0)
     with pytest.raises(ValueError, match=r"set_restart_policy\(4\)"):
         progress.set_restart_policy(4)
+
+
+def test_the_fourth_number_changes_with_each_phase_and_says_which_it_is(counters: Path) -> None:
+    def number() -> int:
+        return int(struct.unpack("<QQQQQ", counters.read_bytes())[3])
+
+    seen = [number()]
+    with progress.phase(progress.EVALUATION):
+        seen.append(number())
+        with progress.phase(progress.SAVE):
+            seen.append(number())
+        seen.append(number())
+    seen.append(number())
+    assert [each % 3 for each in seen] == [0, 1, 2, 1, 0]
+    assert len({*seen}) == 5
+    with pytest.raises(KeyError), progress.phase(progress.SAVE):
+        raise KeyError
+    assert number() % 3 == 0
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "folder", "unwritable"])
@@ -83,8 +101,8 @@ def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monke
 
 
 def test_another_process_sees_a_step_at_once(counters: Path) -> None:
-    read = "import struct, sys; print(struct.unpack('<QQQ', open(sys.argv[1], 'rb').read()))"
+    read = "import struct, sys; print(struct.unpack('<QQQQQ', open(sys.argv[1], 'rb').read()))"
     for step in range(1, 3):
         progress.count_step()
         said = subprocess.run([sys.executable, "-c", read, counters], check=True, capture_output=True, text=True)
-        assert said.stdout == f"({step}, 0, 0)\n"
+        assert said.stdout == f"({step}, 0, 0, 0, 0)\n"

@@ -232,6 +232,22 @@ def test_stubborn_workers_have_their_grace_period_and_no_more(agent: AgentProces
     assert [m.status for m in agent.seen if isinstance(m, Exited)] == [-signal.SIGKILL]
 
 
+def test_a_worker_that_has_failed_and_goes_on_has_half_of_the_grace_period_after_the_signal(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    agent.prepare(grace_s=8)
+    agent.start(
+        "import os, signal, threading, time\n"
+        f"def save(*_):\n    open({str(tmp_path / 'saved')!r}, 'w').close()\n    os._exit(4)\n"
+        "signal.signal(signal.SIGTERM, save)\nimport atexit\natexit.register(time.sleep, 600)\nraise ValueError"
+    )
+    agent.expect(Failing)
+    agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
+    assert agent.expect(Exited).error["type"] == "ValueError"
+    assert (tmp_path / "saved").exists(), "it was not killed before"
+    agent.expect(Swept)
+
+
 def test_a_worker_that_has_failed_and_goes_on_is_stopped_before_the_grace_period_is_over(agent: AgentProcess) -> None:
     agent.prepare(grace_s=600)
     agent.start("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError")
@@ -771,11 +787,11 @@ def test_a_worker_s_own_folder_among_its_files_is_removed(agent: AgentProcess) -
 
 
 def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: AgentProcess, tmp_path: Path) -> None:
-    """24 bytes, so that a program in any language can map them."""
+    """40 bytes, so that a program in any language can map them."""
     agent.prepare()
     agent.start("import os\nprint(os.environ['DTRAIN_PROGRESS_FILE'], flush=True)\nimport time; time.sleep(600)")
     path = Path(agent.expect(Output).data.decode().strip())
-    assert path.read_bytes() == struct.pack("<QQQ", 0, 0, 0)
+    assert path.read_bytes() == struct.pack("<QQQQQ", 0, 0, 0, 0, 0)
     assert path.parent == temp_folder_of(agent)
     agent.stop()
 

@@ -19,7 +19,7 @@ from testbed.require import require
 
 from launcher.agent import evidence as evidence_module
 from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
-from launcher.output.stacks import rank_position
+from launcher.hangs.positions import rank_position
 from launcher.protocol import Evidence
 
 BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"

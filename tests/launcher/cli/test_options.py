@@ -10,7 +10,19 @@ from launcher.cli.request import read_request
 from launcher.placement.job_spec import JobSpec
 
 # What request.py reads before the job has it.
-READ = {"command", "hosts", "workdir", "python", "export", "log_dir", "run_id", "env_for", "numa_binding"}
+READ = {
+    "hang",
+    "chaos",
+    "command",
+    "hosts",
+    "workdir",
+    "python",
+    "export",
+    "log_dir",
+    "run_id",
+    "env_for",
+    "numa_binding",
+}
 
 
 def _typed(*words: str) -> Options:

@@ -21,6 +21,7 @@ import pytest
 
 from launcher import __version__
 from launcher.agent.lease import Lease, Limits
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
 from launcher.job.events import (
@@ -61,6 +62,7 @@ from launcher.protocol import (
     Failing,
     Heartbeat,
     Hello,
+    KillWorker,
     NextGeneration,
     OpenStore,
     Prepare,
@@ -103,6 +105,8 @@ class Worker:
     met: int = 0
     alive: bool = True
     hangs: bool = False
+    is_stopped: bool = False  # by a signal, for a while
+    was_stopped: bool = False
     failing: Failing | None = None
 
 
@@ -226,7 +230,7 @@ class World:
         self.clock_error = 0.0
         self.suspended = False
         self.spins = 0
-        self.steps = 0
+        self.steps = self.kills = 0
         self._plan()
 
     def _spec(self) -> JobSpec:
@@ -251,6 +255,7 @@ class World:
             grow=elastic and chance.random() < 0.5,
             heartbeat_timeout_s=chance.choice([10.0, 30.0]),
             stall_timeout_s=chance.choice([None, None, 15.0]),
+            hang=HangPolicy(acts=chance.random() < 0.5),
         )
 
     def _plan(self) -> None:
@@ -376,6 +381,7 @@ class World:
         if isinstance(message, OpenStore):
             self.check_begin(message.attempt)
         of_an_attempt = OpenStore | StartWorker | RestartWorker | NextGeneration | EndAttempt | Collect | SignalWorkers
+        of_an_attempt |= KillWorker
         if isinstance(message, of_an_attempt):
             assert key in self.enlisted, f"told to an agent that takes no part: {command}"
         elif isinstance(message, Prepare) and message.lost_agents:
@@ -541,6 +547,8 @@ class World:
         elif isinstance(message, NextGeneration):
             if not agent.ending and agent.attempt == message.attempt:
                 self.announce(agent, message.number)
+        elif isinstance(message, KillWorker):
+            self.kill_worker(agent, message)
         elif isinstance(message, Suspend):
             if not message.suspended:
                 self.go_on(agent)
@@ -608,7 +616,8 @@ class World:
         if not agent.node.frozen:
             if not self.is_stuck():
                 agent.progress += 1
-            self.report(agent, Heartbeat(self.now + agent.node.clock, agent.progress))
+            stopped = [w.rank for w in agent.node.workers if w.alive and w.is_stopped and w.agent is agent]
+            self.report(agent, Heartbeat(self.now + agent.node.clock, agent.progress, stopped=stopped))
         self.later(self.beat_s, self.beat, agent)
 
     def is_stuck(self) -> bool:
@@ -650,7 +659,8 @@ class World:
             return
         for worker in agent.node.workers:
             if worker.alive:
-                evidence = Evidence(message.number, worker.attempt, worker.rank, 1, "S", "", 1, 0.0, "")
+                state, pid = "T" if worker.is_stopped else "S", 100 + worker.rank
+                evidence = Evidence(message.number, worker.attempt, worker.rank, pid, state, "", 1, 0.0, "", steps=9)
                 self.report(agent, evidence)
         self.report(agent, Collected(message.number))
 
@@ -736,6 +746,8 @@ class World:
             at = chance.choice([chance.uniform(0, 0.5), chance.uniform(0, self.life_s)])
             if self.spec.stall_timeout_s is not None and chance.random() < 0.2:
                 self.later(at, self.hang, worker)
+            elif chance.random() < 0.2:
+                self.later(at, self.halt, agent, worker)
             else:
                 self.later(at, self.fail, agent, worker)
         self.later(self.life_s + chance.random(), self.finish, agent, worker)
@@ -782,6 +794,29 @@ class World:
     def hang(self, worker: Worker) -> None:
         worker.hangs = worker.alive
         self.disturbed(0.0)
+
+    def halt(self, agent: Agent, worker: Worker) -> None:
+        """Let a signal stop a worker; if nobody kills it, it goes on after a while."""
+        if worker.alive and not worker.hangs and worker.failing is None:
+            worker.hangs = worker.is_stopped = worker.was_stopped = True
+            self.disturbed(20.0)
+            self.later(20.0, self.unhalt, agent, worker)
+
+    def unhalt(self, agent: Agent, worker: Worker) -> None:
+        if worker.alive:
+            worker.hangs = worker.is_stopped = False
+            self.later(1.0, self.finish, agent, worker)
+
+    def kill_worker(self, agent: Agent, order: KillWorker) -> None:
+        for worker in agent.node.workers:
+            if worker.alive and worker.agent is agent and (worker.attempt, worker.rank) == (order.attempt, order.rank):
+                assert worker.failing is None
+                self.kills += 1
+                worker.alive = worker.is_stopped = False
+                self.root(FailureKind.HUNG, agent.node, worker.rank, worker.attempt)
+                self.failed.add((worker.attempt, worker.rank))
+                self.exited(agent, worker, -9, provoked=False)
+                self.peers_notice(worker.attempt)
 
     def fail(
         self, agent: Agent, worker: Worker, status: int | None = None, error: dict[str, str] | None = None
@@ -1142,7 +1177,7 @@ class World:
             and root.kind is not FailureKind.HOST_LOST
         ]
         if cause.kind is FailureKind.STALLED:
-            assert any(w.hangs for n in self.nodes.values() for w in n.workers) or any(
+            assert any(w.hangs or w.was_stopped for n in self.nodes.values() for w in n.workers) or any(
                 root.kind is FailureKind.HOST_LOST for root in roots
             )
             return
@@ -1265,7 +1300,18 @@ def test_the_worlds_are_of_every_kind() -> None:
     errors = {"StartError", "StoreError", "HostError"}
     kinds = {"HOST_LOST", "STORE_LOST", "RAISED", "EXITED", "KILLED", "STALLED"}
     wanted = {"well", "signal", "left", "unchecked", "no_restart_reason", "1 attempts", "2 attempts", "3 attempts"}
-    wanted |= {*kinds, *errors, "left_out", "alone and well", "without", "loop", "met twice", "free"}
+    wanted |= {
+        *kinds,
+        *errors,
+        "HUNG",
+        "killed and well",
+        "left_out",
+        "alone and well",
+        "without",
+        "loop",
+        "met twice",
+        "free",
+    }
     for seed in range(1200):
         world = simulate(seed)
         outcome, past = world.job.outcome, world.job._run.restarts.past
@@ -1277,6 +1323,8 @@ def test_the_worlds_are_of_every_kind() -> None:
         wanted -= {name for name in ("left", "unchecked", "no_restart_reason", "left_out") if getattr(outcome, name)}
         if outcome.worker_restarts and not outcome.exit_code:
             wanted.discard("alone and well")
+        if world.kills and world.resilient and not outcome.exit_code:
+            wanted.discard("killed and well")
         if world.resilient and world.generation > 1 and not outcome.exit_code:
             wanted.discard("met twice")
         if any(one.rank is not None and is_free(one, past) for one in past):

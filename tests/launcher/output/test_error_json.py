@@ -61,6 +61,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         },
         "left_out": [],
         "worker_restarts": 0,
+        "faults": [],
         "stopped": 1,
         "attempts": 3,
         "no_restart_reason": "all were used",

@@ -10,6 +10,7 @@ import pytest
 from testbed.outcomes import STOOD, evidence, failure, outcome
 
 from launcher.hosts.folding import StartError
+from launcher.job.chaos import FaultCost
 from launcher.job.failure import FailureKind, group_secondary_failures, plain_message
 from launcher.job.outcome import Outcome
 from launcher.output.report import SCREEN_LINES, report
@@ -360,3 +361,25 @@ def test_run_that_never_started_says_why_and_counts_no_hosts() -> None:
     ]
     found = dataclasses.replace(end, left=(("beta", ("pid 9 (python, state D)",)),))
     assert lines(found)[2:] == ["1 process left on 1 host", "still there on beta: pid 9 (python, state D)"]
+
+
+def test_a_rank_that_hung_is_named_with_what_it_did() -> None:
+    cause = failure(
+        kind=FailureKind.HUNG, status=-9, message="no sign of life for 130 s at t.py:8 in load", ran_s=200.0
+    )
+    lines = report(outcome(cause), folder=None, tail=lambda *_: []).splitlines()
+    assert lines[0] == "rank 1 on sim1 (pid 812) hung after 200.0 s: no sign of life for 130 s at t.py:8 in load"
+
+
+def test_each_fault_on_purpose_has_a_line_with_its_cost() -> None:
+    faults = (
+        FaultCost("kill", "rank 1 on sim0", 30.0, detection_s=0.051, recovery_s=0.44, steps_lost=0),
+        FaultCost("stop", "rank 2 on sim1", 60.0, detection_s=1.9),
+    )
+    lines = report(outcome(None, exit_code=0, faults=faults), folder=None, tail=lambda *_: []).splitlines()
+    assert lines[1] == "--chaos made 2 faults:"
+    assert [line.split("  ")[0].strip() for line in lines[-2:]] == ["kill rank 1 on sim0", "stop rank 2 on sim1"]
+    assert lines[-2].split()[5:] == ["30.00", "s", "0.05", "s", "0.44", "s", "0"]
+    assert lines[-1].split()[5:] == ["60.00", "s", "1.90", "s", "-", "-"]
+    many = report(outcome(None, exit_code=0, faults=25 * faults[:1]), folder=None, tail=lambda *_: []).splitlines()
+    assert many[-1] == "and 5 more faults; --error-json has all of them"

@@ -7,7 +7,8 @@ import threading
 import pytest
 from testbed import REPOSITORY
 
-from launcher.output.stacks import groups, odd_one_out, odd_ranks, one_line, rank_position, write_out
+from launcher.hangs.positions import groups, odd_ranks, rank_position
+from launcher.output.stacks import odd_one_out, one_line, write_out
 from launcher.protocol import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"

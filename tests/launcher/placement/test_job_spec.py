@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import UsageError
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import (
     CommandKind,
@@ -14,6 +15,7 @@ from launcher.placement.job_spec import (
     new_run_id,
     parse_duration,
     parse_exports,
+    parse_hang,
     parse_nproc,
 )
 
@@ -188,3 +190,14 @@ def test_a_duration_is_read(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--keep-warm is .*; write a time such as 90s, 10m or 1h"):
         parse_duration(text, "--keep-warm")
+
+
+def test_what_is_done_about_a_hang_is_a_word_or_a_time() -> None:
+    assert parse_hang("off") == HangPolicy(watches=False)
+    assert parse_hang("report") == HangPolicy(acts=False)
+    assert parse_hang("auto") == HangPolicy(acts=True)
+    assert parse_hang("10m") == HangPolicy(acts=True, quiet_s=600)
+    with pytest.raises(UsageError, match=r"--hang is 'soon'; write off, report, auto, or a time such as 30s or 10m"):
+        parse_hang("soon")
+    with pytest.raises(UsageError, match=r"--hang is 0s; it must be 1 second or more"):
+        parse_hang("0s")

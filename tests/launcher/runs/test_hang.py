@@ -186,3 +186,112 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
 def _stopped() -> list[psutil.Process]:
     ours = [p for p in marked({os.environ[MARK]}) if "RANK" in p.environ()]
     return [p for p in ours if p.status() == psutil.STATUS_STOPPED]
+
+
+# ---- --hang ----------------------------------------------------------------------------------------------------
+
+RESILIENT = """\
+import os, signal, sys, time
+import torch
+import ddp
+world = ddp.init()
+torch.manual_seed(1)
+net = torch.nn.Linear(6, 3)
+model = ddp.DistributedDataParallel(net)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+state = ddp.State(model=model, optimizer=optimizer, step=0)
+
+def load():
+    if state.step == 40 and world.rank == 1 and not os.path.exists("hung") and sys.argv[1] != "well":
+        open("hung", "w").write(str(time.monotonic()))
+        if sys.argv[1] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    time.sleep(0.05)
+    torch.manual_seed(10 * state.step + world.rank)
+    return torch.randn(4, 6)
+
+@ddp.resilient
+def train(state):
+    while state.step < 60:
+        model(load()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+
+train(state)
+print("result", *[f"{value.double().sum().item():.17g}" for value in net.parameters()], flush=True)
+"""
+SLEEP = RESILIENT[: RESILIENT.index("time.sleep(600)")].count("\n") + 1
+
+
+def results(stdout: str) -> set[str]:
+    found = re.findall(r"^\[\S+\] result (.*)$", stdout, re.MULTILINE)
+    assert len(found) == 3, stdout
+    return set(found)
+
+
+@pytest.mark.parametrize("how", ["stop", "sleep"])
+def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_differs(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RESILIENT)
+    options = ("--nproc-per-node", "3", "--max-restarts", "1")
+    well = run_dtrain("run", *options, script, "well", cwd=tmp_path)
+    result = run_dtrain("run", *options, "--hang", "auto" if how == "stop" else "2s", script, how, cwd=tmp_path)
+    assert (well.returncode, result.returncode) == (0, 0), result.stderr
+    if how == "stop":
+        assert "a signal has stopped it, and nobody lets it go on, while 2 other ranks run" in result.stderr
+    else:
+        assert f"at {script}:{SLEEP} in load, while 2 other ranks wait for it; taken as failed" in result.stderr
+    assert re.search(r"rank 1 on \S+ hung after .*only this worker restarts \(restart 1 of 1\)", result.stderr)
+    assert results(result.stdout) == results(well.stdout)
+    assert len(results(well.stdout)) == 1
+
+
+def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RESILIENT)
+    with started_dtrain("run", "--nproc-per-node", "3", script, "stop", cwd=tmp_path) as process:
+        assert process.stderr is not None
+        said = b""
+        while b"hangs: " not in said:
+            said = process.stderr.readline()
+            assert said
+        took_s = time.monotonic() - float((tmp_path / "hung").read_text())
+        print(f"named {took_s:.2f} s after the SIGSTOP")
+        assert re.search(rb"rank 1 on \S+ \(pid \d+\) hangs: a signal has stopped it.*--hang auto", said)
+        (stopped,) = _stopped()
+        stopped.send_signal(signal.SIGCONT)
+        stopped.kill()  # it would sleep
+        process.communicate(timeout=60)
+        assert process.returncode == 137
+
+
+SILENT = """\
+import os, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+
+def step(number):
+    if number == 100 and dist.get_rank() == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(600)
+    dist.all_reduce(torch.ones(4))
+
+for number in range(120):
+    time.sleep(0.2)
+    step(number)
+    print("step", number, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SILENT)
+    options = ("--nproc-per-node", "3", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")
+    result = run_dtrain("run", *options, script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"rank 2 on \S+ hung after .* at {script}:8 in step, while 2 other ranks wait", result.stderr)
+    assert "attempt 1 begins" in result.stderr

@@ -1,0 +1,96 @@
+"""What can be seen of workers from outside, at each heartbeat: how long each has been silent, and who is stopped.
+
+A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or output. Only those
+workers are watched that have made a step, or, without ddp, have written something at OUTPUTS looks: before that, a
+silence is a start. What it means is for the controller to say (launcher/hangs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from launcher.agent.workers.worker import Worker
+from launcher.machine import processes
+
+__all__ = ["PHASES", "SignsOfLife", "is_traced"]
+
+OUTPUTS = 10
+PHASES = 3  # see ddp/monitoring/progress.py
+LATE = 3.0  # times the pause between two looks: then this process was held up, and perhaps the workers too
+
+
+class _Signs:
+    """Of one worker. `since` is the time of the newest one."""
+
+    def __init__(self, now: float) -> None:
+        self.seen: object = None
+        self.since = now
+        self.phase = 0
+        self.steps = 0
+        self.outputs = -1  # looks at which there was new output, or anything; the first one finds what was before
+        self.is_stopped = False
+
+    @property
+    def is_watched(self) -> bool:
+        return self.steps > 0 or self.outputs >= OUTPUTS
+
+
+class SignsOfLife:
+    """Of the workers of one attempt. `longest_s` has by phase the longest silence that has ended."""
+
+    def __init__(self) -> None:
+        self.longest_s = [0.0] * PHASES
+        self.silent_s = 0.0
+        self.silent_in = 0
+        self.stopped: list[int] = []
+        self._signs: dict[int, _Signs] = {}  # by the worker's number
+        self._looked_at: float | None = None
+
+    def look(self, workers: Iterable[Worker], now: float, *, pause_s: float, counts: bool = True) -> None:
+        """Look at the workers that run; the time since the last look does not count if they were to be at rest."""
+        since, self._looked_at = self._looked_at or now, now
+        rested_s = now - since if not counts else max(0.0, now - since - LATE * pause_s)
+        before, self._signs = self._signs, {}
+        self.stopped = []
+        for worker in workers:
+            signs = self._signs[worker.number] = before.get(worker.number) or _Signs(now)
+            signs.since += rested_s
+            self._read(worker, signs, now)
+            was_stopped, signs.is_stopped = signs.is_stopped, counts and signs.is_watched and _is_stopped(worker.pid)
+            if was_stopped and signs.is_stopped:
+                self.stopped.append(worker.rank)
+        watched = [signs for signs in self._signs.values() if signs.is_watched]
+        oldest = min(watched, key=lambda signs: signs.since, default=None)
+        self.silent_s, self.silent_in = (0.0, 0) if oldest is None else (now - oldest.since, oldest.phase)
+
+    def of(self, worker: Worker, now: float) -> tuple[float, int, int]:
+        """Return how long a worker has been silent, its phase and its steps."""
+        signs = self._signs.get(worker.number)
+        if signs is None:
+            return 0.0, 0, 0
+        return max(0.0, now - signs.since), signs.phase, signs.steps
+
+    def _read(self, worker: Worker, signs: _Signs, now: float) -> None:
+        steps, saved = worker.progress
+        seen = (steps, saved, worker.phase, worker.output_bytes)
+        if seen != signs.seen:
+            if signs.is_watched:
+                self.longest_s[signs.phase] = max(self.longest_s[signs.phase], now - signs.since)
+            signs.seen, signs.since, signs.steps = seen, now, steps
+            signs.outputs += 1
+        signs.phase = worker.phase % PHASES
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, and no debugger has it."""
+    process = processes.find(pid)
+    return process is not None and process.state == "T" and not is_traced(pid)
+
+
+def is_traced(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            status = file.read()
+    except OSError:  # ended meanwhile
+        return False
+    return b"\nTracerPid:\t0\n" not in status

@@ -1,0 +1,146 @@
+"""Which rank hangs: how long a silence is too long, learned from the run itself, and who is to blame. Pure.
+
+A sign of life is a step, a checkpoint, the begin or end of a phase, or output. A silence that is too long begins
+nothing but looks at all ranks. A rank is blamed only if
+
+- the others wait for it: half of the ranks at least are in some communication, and it is not (positions.py), and
+- two looks one after another find it idle: it and its children use no CPU time, none waits for a disk, and its line
+  stays the same. A rank that works is left alone for BUSY times as long, 30 minutes by default, which is how long torch
+  itself waits in a collective. The same goes for a save, whose storage may be slow and out of sight (FUSE), and for the
+  first evaluation, and
+- its own silence is longer than FACTOR times the longest of that phase that any rank has come back from, and than
+  `quiet_s`: storage clients wait up to a minute (botocore, NFS) before they try again, twice that is the default, and
+- none of those that do not wait has a debugger attached.
+
+A process that somebody stopped (SIGSTOP) needs none of this, if two heartbeats have found it so and others still run:
+who stops the whole run, by hand or with Ctrl-Z, means it.
+
+Only ranks that have made STEPS steps are looked at; where no rank has, those of a script without ddp, all of them, once
+some have shown OUTPUTS signs. What comes before takes as long as it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.hangs.positions import main_thread, odd_ranks
+from launcher.protocol import Evidence, Heartbeat
+
+__all__ = ["Blame", "HangPolicy", "HangWatch"]
+
+QUIET_S = 120.0
+FACTOR = 10.0
+BUSY = 15.0
+STEPS = 3  # after which the next ones may be expected to take as long
+LOOK_S = (
+    2.0  # between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that
+)
+RARER = 4.0
+STOPPED = ("T",)  # state of a process that a signal has stopped, as in /proc/PID/stat
+IDLE_CPU_S, IDLE_SHARE = 0.03, 0.01  # CPU time between two looks: what answering them takes, and background threads
+_STEP, _SAVE = 0, 2  # phases; see ddp/monitoring/progress.py
+
+
+@dataclass(frozen=True)
+class HangPolicy:
+    """What is done about a hang: nothing, tell the user, or take the rank as failed.
+
+    `quiet_s`: a silence that is shorter is never too long.
+    """
+
+    watches: bool = True
+    acts: bool = False
+    quiet_s: float = QUIET_S
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Ranks that hang, and the newest look at all; of none, all wait for each other and have for `silent_s`."""
+
+    hung: tuple[Evidence, ...]
+    looked_at: tuple[Evidence, ...]
+    silent_s: float
+    waiting: int = 0  # so many wait for them
+
+    @property
+    def is_stopped(self) -> bool:
+        return any(_is_stopped(each) for each in self.hung)
+
+
+class HangWatch:
+    """Of a run: what was learned in an attempt holds for those after it."""
+
+    def __init__(self, policy: HangPolicy) -> None:
+        self._policy = policy
+        self._longest_s: dict[int, float] = {}  # of the silences of each phase that have ended
+        self._suspects: dict[str, Heartbeat] = {}  # the newest of each host with ranks that may hang
+        self._before: tuple[float, dict[int, Evidence]] | None = None  # the look before
+        self._next_look = 0.0
+        self._rarer = 1.0
+
+    def begin(self) -> None:
+        """Begin anew, with an attempt."""
+        self._suspects, self._before = {}, None
+
+    def heard(self, host: str, beat: Heartbeat) -> None:
+        for phase, longest_s in enumerate(beat.longest_s):
+            self._longest_s[phase] = max(longest_s, self._longest_s.get(phase, 0.0))
+        if beat.stopped or beat.silent_s >= self._limit_s(beat.silent_in, is_idle=True):
+            self._suspects[host] = beat
+        else:
+            self._suspects.pop(host, None)
+
+    def wants_look(self, now: float) -> bool:
+        """Whether all ranks are to be looked at: some are stopped, or silent for too long."""
+        if not self._suspects:
+            self._before, self._rarer = None, 1.0
+            return False
+        is_first = self._before is None and any(beat.stopped for beat in self._suspects.values())
+        return is_first or now >= self._next_look
+
+    def looked(self, evidence: Sequence[Evidence], now: float) -> Blame | None:
+        """Take a look at all ranks; return who hangs, once that is certain."""
+        before, self._before = self._before, (now, {each.rank: each for each in evidence})
+        self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4) * self._rarer
+        self._rarer = min(RARER, 1.5 * self._rarer)
+        known = [each for each in evidence if each.steps >= STEPS] or list(evidence)
+        stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
+        if stopped and any(not _is_stopped(each) and not each.traced for each in known):
+            silent_s = min(each.silent_s for each in stopped)
+            return Blame(stopped, tuple(evidence), silent_s, waiting=len(known) - len(stopped))
+        if before is None:
+            return None
+        odd = odd_ranks(known)
+        suspects = [each for each in known if each.rank in odd] or known
+        for each in suspects:
+            is_idle = _is_idle(each, before[1].get(each.rank), now - before[0])
+            limit_s = self._limit_s(each.phase, is_idle=is_idle and bool(odd))
+            if each.traced or _is_stopped(each) or each.silent_s < limit_s or not (odd or is_idle):
+                return None
+        silent_s = min((each.silent_s for each in suspects), default=0.0)
+        hung = tuple(suspects) if odd else ()
+        return Blame(hung, tuple(evidence), silent_s, waiting=len(known) - len(hung)) if known else None
+
+    @property
+    def _stopped_ranks(self) -> set[int]:
+        return {rank for beat in self._suspects.values() for rank in beat.stopped}
+
+    def _limit_s(self, phase: int, *, is_idle: bool) -> float:
+        longest_s = self._longest_s.get(phase, 0.0)
+        is_known = phase == _STEP or (phase != _SAVE and longest_s > 0)
+        least_s = self._policy.quiet_s * (1.0 if is_idle and is_known else BUSY)
+        return max(least_s, FACTOR * longest_s)
+
+
+def _is_stopped(evidence: Evidence) -> bool:
+    return evidence.state in STOPPED and not evidence.traced
+
+
+def _is_idle(now: Evidence, before: Evidence | None, elapsed_s: float) -> bool:
+    """Whether a rank has done nothing between two looks, as far as can be seen."""
+    if before is None or before.pid != now.pid:
+        return False
+    used_s = abs(now.tree_cpu_s - before.tree_cpu_s)  # less, if a child has ended
+    moved = main_thread(now.stack) != main_thread(before.stack)
+    return not (moved or now.at_disk or before.at_disk) and used_s <= IDLE_CPU_S + IDLE_SHARE * elapsed_s

@@ -1,0 +1,155 @@
+"""Faults on purpose (`--chaos`): when, whom they hit, and what each of them costs. Pure.
+
+One fault is under way at a time, and until training goes on the time to the next ones stands still. It goes on when
+each process that was started for it has made a step, or, in a run in which none has counted steps before, is started.
+What a fault ends costs no restart of --max-restarts. Lost are finished steps that have to be made again: none where the
+others live on, else those since the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass, replace
+
+from launcher.job.attempt import AttemptState
+from launcher.job.events import Command, Notice, Send
+from launcher.job.failure import Failure, FailureKind
+from launcher.job.timers import Timer, Timers
+from launcher.placement.chaos_plan import ChaosPlan, Fault
+from launcher.protocol import Exited, KillWorker, LoseHost
+
+__all__ = ["Chaos", "FaultCost"]
+
+
+@dataclass(frozen=True)
+class FaultCost:
+    """One fault. Times are seconds after the fault, None if it did not come to that; `at_s` after the run's begin."""
+
+    action: str
+    target: str  # "rank 3 on sim1", "host sim1"
+    at_s: float
+    detection_s: float | None = None
+    recovery_s: float | None = None
+    steps_lost: int | None = None
+
+
+@dataclass
+class _UnderWay:
+    host: str
+    rank: int | None
+    at: float
+    is_detected: bool = False
+    lacking: frozenset[int] = frozenset()  # ranks that have to go on
+
+
+class Chaos:
+    """`costs` has the faults so far, in order."""
+
+    def __init__(self, plan: ChaosPlan | None, timers: Timers, began: float) -> None:
+        self.costs: list[FaultCost] = []
+        self._plan = plan
+        self._timers = timers
+        self._began = began
+        self._random = random.Random(None if plan is None else plan.seed)
+        self._is_announced = False
+        self._under_way: _UnderWay | None = None
+        self._stepping: set[int] = set()  # ranks that have ever counted a step
+        self._unsaved: dict[int, tuple[int, int, int]] = {}  # by rank that has ended: steps, saves, steps since
+
+    @property
+    def seed(self) -> int:
+        return 0 if self._plan is None else self._plan.seed
+
+    def due(self, attempt: AttemptState, now: float) -> list[Command]:
+        """Make the faults that are due; to be called while all workers of an attempt run and none is to be started."""
+        if self._plan is None or self._under_way is not None or attempt.ended:
+            return []
+        commands: list[Command] = []
+        if not self._is_announced:
+            self._is_announced = True
+            commands.append(Notice(f"--chaos: the faults begin, with seed {self._plan.seed}"))
+            for number, fault in enumerate(self._plan.faults):
+                self._timers.set((Timer.CHAOS, number), now + fault.every_s)
+        for number, fault in enumerate(self._plan.faults):
+            if self._timers.over((Timer.CHAOS, number), now):
+                self._timers.set((Timer.CHAOS, number), now + fault.every_s)
+                return [*commands, *self._make(fault, attempt, now)]
+        return commands
+
+    def _make(self, fault: Fault, attempt: AttemptState, now: float) -> list[Command]:
+        if fault.target == "host":
+            host = self._random.choice(attempt.members)
+            rank, what, order = None, f"host {host}", Send(host, LoseHost())
+        else:
+            worker = self._random.choice(attempt.placement.workers)
+            host, rank, what = worker.host, worker.rank, f"rank {worker.rank} on {worker.host}"
+            signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
+            order = Send(host, KillWorker(rank=worker.rank, attempt=attempt.number, signum=signum))
+        self._under_way = _UnderWay(host, rank, now)
+        self._unsaved = {}
+        self.costs.append(FaultCost(fault.action, what, now - self._began))
+        return [Notice(f"--chaos: {fault.action} {what}"), order]
+
+    def name(self, failure: Failure, now: float) -> Failure:
+        """Return a failure, marked as one that was made if it is that of the fault under way."""
+        fault = self._under_way
+        if fault is None or fault.is_detected:
+            return failure
+        is_host = failure.kind is FailureKind.HOST_LOST and fault.rank is None
+        if failure.host != fault.host or not (is_host or (fault.rank is not None and failure.rank == fault.rank)):
+            return failure
+        fault.is_detected = True
+        fault.lacking = frozenset() if failure.rank is None else frozenset({failure.rank})
+        self._note(detection_s=now - fault.at)
+        return replace(failure, injected=True, killer="--chaos")
+
+    def exited(self, exited: Exited) -> None:
+        """Take the end of a worker, whose steps may be lost."""
+        fault = self._under_way
+        self._unsaved[exited.rank] = (exited.steps, exited.saved, exited.unsaved)
+        if fault is not None and not fault.is_detected and exited.rank == fault.rank and exited.status == 0:
+            self._under_way = None  # it had ended before
+
+    def attempt_begins(self, attempt: AttemptState, now: float) -> None:
+        """All processes start again."""
+        if (fault := self._under_way) is None:
+            return
+        if fault.is_detected:
+            fault.lacking = frozenset(range(attempt.world_size))
+            self._note(steps_lost=self._lost())
+        else:  # something else was quicker
+            self._end(fault, now)
+
+    def _lost(self) -> int | None:
+        """Return how many steps were made since the newest checkpoint, as the first rank knows it that saved one."""
+        if not any(steps for steps, _, _ in self._unsaved.values()):
+            return None
+        saved = (unsaved for _, (_, saves, unsaved) in sorted(self._unsaved.items()) if saves)
+        return next(saved, max(steps for steps, _, _ in self._unsaved.values()))
+
+    def goes_on(self, rank: int, now: float, *, has_stepped: bool) -> None:
+        """Take the start of a process, or its first step."""
+        if has_stepped:
+            self._stepping.add(rank)
+        fault = self._under_way
+        if fault is None or not fault.is_detected or (rank in self._stepping and not has_stepped):
+            return
+        if rank not in fault.lacking:
+            return
+        fault.lacking -= {rank}
+        if not fault.lacking:
+            self._end(fault, now)
+            lost = self.costs[-1].steps_lost
+            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and self._stepping else lost)
+
+    def _end(self, fault: _UnderWay, now: float) -> None:
+        """Let the time to the next faults go on."""
+        assert self._plan is not None
+        self._under_way = None
+        for number in range(len(self._plan.faults)):
+            name = (Timer.CHAOS, number)
+            self._timers.set(name, self._timers.at(name) + now - fault.at)
+
+    def _note(self, **known: float | int | None) -> None:
+        self.costs[-1] = replace(self.costs[-1], **known)  # type: ignore[arg-type]  # each has its field's type

@@ -1,0 +1,89 @@
+"""What is done about ranks that hang: tell the user, or kill them, so that they fail as any other does. Pure.
+
+Who hangs is known in hangs/watch.py. A rank that is killed for it is replaced alone, or ends the attempt, as its
+restart policy says (restarts.py); its failure then has a kind of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from launcher.hangs.positions import rank_position
+from launcher.hangs.watch import Blame, HangPolicy, HangWatch
+from launcher.job.attempt import AttemptState
+from launcher.job.events import Command, Notice, SaveEvidence, Send
+from launcher.job.failure import Failure, FailureKind
+from launcher.protocol import Evidence, Heartbeat, KillWorker
+
+__all__ = ["Hangs"]
+
+
+class Hangs:
+    """`policy` is the user's; `watch` has what was seen so far."""
+
+    def __init__(self, policy: HangPolicy) -> None:
+        self.policy = policy
+        self._watch = HangWatch(policy)
+        self._killed: dict[int, tuple[str, str]] = {}  # by pid: what it did, and where
+        self._told: set[int] = set()  # pids
+
+    def begin(self) -> None:
+        """Begin anew, with an attempt."""
+        self._watch.begin()
+        self._killed, self._told = {}, set()
+
+    def heard(self, host: str, beat: Heartbeat) -> None:
+        self._watch.heard(host, beat)
+
+    def wants_look(self, now: float) -> bool:
+        """Whether all ranks are to be looked at; not while one that is killed has not ended."""
+        return self.policy.watches and not self._killed and self._watch.wants_look(now)
+
+    def blame(self, evidence: tuple[Evidence, ...], now: float) -> Blame | None:
+        return self._watch.looked(evidence, now)
+
+    def take(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:
+        """Act on ranks that hang, or tell the user once; `number` is that of the look."""
+        if not self.policy.acts:
+            news = [each for each in blame.hung if each.pid not in self._told]
+            self._told.update(each.pid for each in news)
+            advice = "dtrain leaves that to you; with --hang auto it would take such a rank as failed"
+            said = [Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}") for each in news]
+            return [*said, SaveEvidence(attempt.number, number, blame.looked_at, asked=True)] if news else []
+        attempt.evidence = blame.looked_at
+        commands: list[Command] = [SaveEvidence(attempt.number, number, blame.looked_at, asked=False)]
+        for each in blame.hung:
+            self._killed[each.pid] = (_what(each, blame), rank_position(each).where)
+            order = KillWorker(rank=each.rank, attempt=attempt.number, signum=signal.SIGKILL)
+            commands += [
+                Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; taken as failed"),
+                Send(attempt.placement.workers[each.rank].host, order),
+            ]
+        return commands
+
+    def name(self, failure: Failure) -> Failure:
+        """Return the failure of a worker, of another kind if it was killed since it hung."""
+        if failure.pid not in self._killed:
+            return failure
+        what, where = self._killed.pop(failure.pid)
+        if failure.status != -signal.SIGKILL:  # it has ended by itself before
+            return failure
+        return replace(failure, kind=FailureKind.HUNG, message=what, where=where)
+
+
+def _who(attempt: AttemptState, evidence: Evidence) -> str:
+    return f"rank {evidence.rank} on {attempt.placement.workers[evidence.rank].host} (pid {evidence.pid})"
+
+
+def _what(evidence: Evidence, blame: Blame) -> str:
+    others = f"{blame.waiting} other rank{'' if blame.waiting == 1 else 's'}"
+    if blame.is_stopped:
+        return (
+            f"a signal has stopped it, and nobody lets it go on, while {others} run{'s' if blame.waiting == 1 else ''}"
+        )
+    position = rank_position(evidence)
+    inside = f", inside {position.inside}" if position.inside else ""
+    at = f" at {position.where}{inside}" if position.where else f" ({position.state})"
+    wait = "waits" if blame.waiting == 1 else "wait"
+    return f"no sign of life for {evidence.silent_s:.0f} s{at}, while {others} {wait} for it"

@@ -1,0 +1,135 @@
+"""Faults on purpose: when they come, whom they hit, what they cost, and that no restart is counted for them."""
+
+import signal
+from typing import Any
+
+import pytest
+from testbed.job_drive import Drive, messages, notices, told
+
+from launcher.hosts.host import Host, HostKind
+from launcher.job.events import Command, Lost
+from launcher.job.failure import FailureKind
+from launcher.job.job import Phase
+from launcher.placement.chaos_plan import parse_chaos
+from launcher.protocol import EndAttempt, KillWorker, LoseHost, RestartWorker, Started, Stepped, StoreOpened
+
+
+def running(text: str, **options: Any) -> Drive:
+    drive = Drive("a", "b", chaos=parse_chaos(text), **options)
+    drive.run()
+    for rank in range(4):
+        drive.say(drive.host_of(rank), Stepped(0, rank))
+    return drive
+
+
+def fault(drive: Drive, after_s: float) -> KillWorker:
+    (order,) = messages(drive.wait(after_s, heard="ab"), KillWorker)
+    return order
+
+
+def ends(drive: Drive, order: KillWorker, **changes: Any) -> list[Command]:
+    host = drive.host_of(order.rank)
+    return drive.say(host, drive.exited(host, order.rank, -order.signum, **changes))
+
+
+def test_a_killed_worker_is_replaced_and_its_cost_known() -> None:
+    drive = running("kill worker every 30s, seed 1")
+    assert "--chaos: the faults begin, with seed 1" in notices(drive.commands)
+    assert messages(drive.wait(29, heard="ab"), KillWorker) == []
+    order = fault(drive, 1)
+    assert (order.attempt, order.signum) == (0, signal.SIGKILL)
+    drive.wait(0.5)
+    commands = ends(drive, order, restart_policy=3, steps=50)
+    assert notices(commands)[0].endswith("only this worker restarts (by --chaos, no restart is counted)")
+    assert [restart.rank for restart in messages(commands, RestartWorker)] == [order.rank]
+    host = drive.host_of(order.rank)
+    drive.say(host, Started(0, order.rank, 999, drive.time(host)), after_s=1)
+    drive.say(host, Stepped(0, order.rank), after_s=1)
+    drive.wait(100, heard="ab")  # the next one, which is not over at the end
+    drive.end_well()
+    first, second = drive.outcome.faults
+    assert (first.action, first.target) == ("kill", f"rank {order.rank} on {host}")
+    assert (first.detection_s, first.recovery_s, first.steps_lost) == (0.5, 2.5, 0)
+    assert (second.at_s - first.at_s, second.recovery_s) == (32.5, None), "time stands still until training goes on"
+
+
+def test_the_seed_decides_whom_they_hit() -> None:
+    def hit(seed: int) -> list[int]:
+        drive = running(f"kill worker every 10s, seed {seed}")
+        ranks = []
+        for _ in range(8):
+            order = fault(drive, 10)
+            ranks.append(order.rank)
+            ends(drive, order, restart_policy=3, steps=50)
+            host = drive.host_of(order.rank)
+            drive.say(host, Started(0, order.rank, 999, drive.time(host)), Stepped(0, order.rank))
+        return ranks
+
+    assert hit(7) == hit(7)
+    assert hit(7) != hit(8)
+
+
+@pytest.mark.parametrize(("saves", "lost"), [({0: (2, 7), 1: (1, 30)}, 7), ({}, 57)])
+def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
+    saves: dict[int, tuple[int, int]], lost: int
+) -> None:
+    drive = running("kill worker every 30s, seed 1", max_restarts=0)
+    order = fault(drive, 30)
+
+    def exited(rank: int) -> dict[str, int]:
+        saved, unsaved = saves.get(rank, (0, 57))
+        return {"steps": 57, "saved": saved, "unsaved": unsaved}
+
+    ends(drive, order, **exited(order.rank))
+    assert told(drive.collected(), EndAttempt) == ["a", "b"]
+    for rank in {*range(4)} - {order.rank}:
+        host = drive.host_of(rank)
+        drive.say(host, drive.exited(host, rank, -15, provoked=True, **exited(rank)))
+    drive.swept()
+    assert drive.number == 1, "no restart was needed"
+    drive.begin()
+    for rank in range(4):
+        assert drive.job.outcome is None
+        drive.say(drive.host_of(rank), Stepped(1, rank), after_s=1)
+    drive.end_well()
+    (cost,) = drive.outcome.faults
+    assert (cost.steps_lost, cost.recovery_s) == (lost, 4.0)
+    assert drive.outcome.exit_code == 0
+
+
+def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
+    hosts = tuple(Host(name, HostKind.SIMULATED, part=part, parts=2) for part, name in enumerate("ab"))
+    drive = running("kill host every 10s, seed 4", hosts=hosts)
+    commands = drive.wait(10, heard="ab")
+    (host,) = told(commands, LoseHost)
+    link = drive.job.fleet.states[host].link
+    drive.event(Lost(host, link, "its agent ended with status -9"), after_s=0.25)
+    drive.collected("b" if host == "a" else "a")
+    failure = drive.job.attempt.failures[0]
+    assert (failure.kind, failure.host, failure.injected) == (FailureKind.HOST_LOST, host, True)
+    assert drive.job.phase is Phase.ENDING
+    drive.stop_all()
+
+
+def test_nobody_is_hit_once_a_worker_has_finished() -> None:
+    drive = running("kill worker every 30s")
+    drive.say("a", drive.exited("a", 0))
+    assert messages(drive.wait(100, heard="ab"), KillWorker) == []
+
+
+def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for() -> None:
+    drive = running("kill worker every 30s")
+    order = fault(drive, 30)
+    host = drive.host_of(order.rank)
+    drive.say(host, drive.exited(host, order.rank))
+    drive.end_well()
+    assert drive.outcome.exit_code == 0
+    assert [cost.detection_s for cost in drive.outcome.faults] == [None]
+
+
+def test_before_all_workers_run_nothing_is_made() -> None:
+    drive = Drive("a", "b", chaos=parse_chaos("kill worker every 1s"))
+    drive.join()
+    drive.check()
+    drive.say("a", StoreOpened(0, "10.0.0.9", 29500))
+    assert messages(drive.wait(20, heard="ab"), KillWorker) == []

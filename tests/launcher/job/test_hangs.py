@@ -1,0 +1,139 @@
+"""What the job does about a rank that hangs: nothing, tell the user once, or have it killed and take that as failed."""
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from testbed.job_drive import Drive, messages, notices, told
+
+from launcher.hangs.watch import HangPolicy
+from launcher.job.events import Command, SaveEvidence, Signalled
+from launcher.job.failure import FailureKind
+from launcher.job.job import Phase
+from launcher.protocol import Collect, Collected, EndAttempt, Evidence, Heartbeat, KillWorker, RestartWorker, Stop
+
+AUTO, REPORT, OFF = HangPolicy(acts=True), HangPolicy(), HangPolicy(watches=False)
+
+
+def running(policy: HangPolicy, **options: Any) -> Drive:
+    drive = Drive("a", "b", hang=policy, **options)
+    drive.run()
+    return drive
+
+
+def beat(drive: Drive, host: str, *, stopped: tuple[int, ...] = ()) -> list[Command]:
+    return drive.say(host, Heartbeat(drive.time(host), steps=50, longest_s=[0.5, 0.0, 0.0], stopped=[*stopped]))
+
+
+def seen(drive: Drive, *, stopped: tuple[int, ...]) -> list[Command]:
+    """Let the hosts answer the newest look."""
+    number = messages(drive.commands, Collect)[-1].number
+    commands = []
+    for rank in range(4):
+        state = "T" if rank in stopped else "S"
+        found = Evidence(number, drive.number, rank, 100 + rank, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
+        commands += drive.say(drive.host_of(rank), found)
+    return [*commands, *drive.say("a", Collected(number)), *drive.say("b", Collected(number))]
+
+
+def hang(drive: Drive) -> list[Command]:
+    beat(drive, "a")
+    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    return seen(drive, stopped=(3,))
+
+
+def killed(drive: Drive, *, restart_policy: int = 0) -> list[Command]:
+    return drive.say("b", drive.exited("b", 3, -signal.SIGKILL, restart_policy=restart_policy, steps=25))
+
+
+def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
+    drive = running(AUTO, max_restarts=1)
+    commands = hang(drive)
+    (order,) = messages(commands, KillWorker)
+    assert (order.rank, order.attempt, order.signum, told(commands, KillWorker)) == (3, 0, signal.SIGKILL, ["b"])
+    (keep,) = [command for command in commands if isinstance(command, SaveEvidence)]
+    assert (len(keep.evidence), keep.asked) == (4, False)
+    assert beat(drive, "b", stopped=(3,)) == [], "one at a time"
+    commands = killed(drive, restart_policy=3)
+    (said,) = notices(commands)
+    assert said.startswith("rank 3 on b hung after 1.0 s: a signal has stopped it")
+    assert said.endswith("only this worker restarts (restart 1 of 1)")
+    assert [order.rank for order in messages(commands, RestartWorker)] == [3]
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
+    drive = running(AUTO)
+    hang(drive)
+    commands = killed(drive)
+    assert told(commands, Collect) == [], "all were looked at before"
+    assert told(commands, Stop) == ["a", "b"]
+    drive.stop_all()
+    cause = drive.outcome.cause
+    assert (cause.kind, cause.rank, drive.outcome.exit_code) == (FailureKind.HUNG, 3, 1)
+    assert [each.rank for each in drive.outcome.evidence] == [0, 1, 2, 3]
+
+
+def test_with_restarts_left_the_attempt_is_made_again() -> None:
+    drive = running(AUTO, max_restarts=1)
+    hang(drive)
+    assert told(killed(drive), EndAttempt) == ["a", "b"]
+
+
+def test_the_user_is_told_once() -> None:
+    drive = running(REPORT)
+    commands = hang(drive)
+    (said,) = notices(commands)
+    assert said.startswith("rank 3 on b (pid 103) hangs: a signal has stopped it")
+    assert "--hang auto" in said
+    assert [c.asked for c in commands if isinstance(c, SaveEvidence)] == [True]
+    drive.wait(60, heard="ab")
+    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    assert notices(seen(drive, stopped=(3,))) == []
+    drive.end_well()
+    assert drive.outcome.exit_code == 0
+
+
+def test_nobody_looks_if_that_was_asked_for() -> None:
+    drive = running(OFF)
+    assert beat(drive, "b", stopped=(3,)) == []
+
+
+@pytest.mark.parametrize("stopped", [(), (0, 1, 2, 3)])
+def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> None:
+    drive = running(AUTO)
+    beat(drive, "b", stopped=(3,))
+    assert seen(drive, stopped=stopped) == []
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
+    drive = running(AUTO)
+    beat(drive, "b", stopped=(3,))
+    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    (shown,) = [c for c in seen(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
+    assert shown.asked
+    drive.wait(60, heard="ab")
+    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    assert told(drive.say("a", drive.exited("a", 0, 1)), Collect) == ["a", "b"]
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
+
+
+def test_a_host_that_does_not_answer_blames_nobody() -> None:
+    drive = running(AUTO)
+    beat(drive, "b", stopped=(3,))
+    number = messages(drive.commands, Collect)[-1].number
+    for rank in (2, 3):
+        found = Evidence(number, 0, rank, 100 + rank, "T" if rank == 3 else "S", "", 1, 0.0, "", steps=25)
+        drive.say("b", found)
+    drive.say("b", Collected(number))
+    assert messages(drive.wait(5, heard="ab"), KillWorker) == []
+
+
+def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
+    drive = running(AUTO)
+    hang(drive)
+    drive.say("b", replace(drive.exited("b", 3, 7)))
+    drive.stop_all()
+    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.EXITED, 7)
