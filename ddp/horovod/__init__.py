@@ -15,13 +15,9 @@ that line: Horovod need not be installed, and its own functions would not know o
 has connected. Start the script with `dtrain run` instead of `horovodrun`.
 """
 
+from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
 from ddp.errors import MissingNameError
-from ddp.horovod.broadcast_state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from ddp.horovod.broadcast_state import allgather_object, broadcast_parameters
 from ddp.horovod.calls import Average, Handle, Max, Min, Product, Sum, is_initialized
 from ddp.horovod.collectives import (
     Compression,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.comm.call_check import Call, check_same_call, host_side
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import device_of
@@ -31,7 +32,7 @@ from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.calls import Average, Call, Sum, check_same_call, host_side, own_group
+from ddp.horovod.calls import Average, Sum, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import finish, waiting_for_peers

@@ -19,13 +19,13 @@ from torch import nn
 
 from ddp.checkpoint import rng
 from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
 from ddp.comm.codec import encode
 from ddp.comm.objects import ControlGroups
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
-from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
 from ddp.resilience.rank_page import RankPage
 from ddp.world import communicating
 
