@@ -14,6 +14,7 @@ from ddp.comm.call_check import Call, check_same_call, no_rank
 from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.objects import device_of, member_group
 from ddp.errors import ArgumentError
+from ddp.generation.pending_group import is_pending, left_out
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["READABLE", "broadcast_all", "broadcast_object", "broadcast_optimizer_state", "written"]
@@ -31,6 +32,9 @@ def broadcast_optimizer_state(
     what cannot be sent.
     """
     link = member_group(group, "ddp.horovod.broadcast_optimizer_state")
+    if is_pending(link):
+        left_out.append(optimizer)
+        return
     counts = [len(param_group["params"]) for param_group in optimizer.param_groups]
     facts = f"from rank {root_rank}, {type(optimizer).__name__} with {counts} parameters in its groups"
     check_same_call(Call("broadcast_optimizer_state", None, facts, problem=no_rank(root_rank, link)), link)

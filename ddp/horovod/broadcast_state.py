@@ -18,6 +18,7 @@ from ddp.comm.call_check import Call, check_same_call, no_rank
 from ddp.comm.layout import Entry, check_same_layout
 from ddp.comm.objects import gather_values
 from ddp.errors import ArgumentError
+from ddp.generation.pending_group import is_pending, left_out
 from ddp.horovod.calls import own_group
 from ddp.monitoring.stall_report import waiting_for_peers
 
@@ -42,6 +43,9 @@ def broadcast_parameters(
         named = _named_tensors(params)
     except ArgumentError as error:
         problem = str(error)
+    if is_pending(link):
+        left_out.extend(tensor for _, tensor in named)
+        return
     check_same_call(
         Call("broadcast_parameters", None, f"from rank {root_rank}", problem=problem or no_rank(root_rank, link)), link
     )

@@ -23,6 +23,7 @@ class LocalSteps(Strategy):
     """
 
     name = "local_sgd"
+    comes_back = True
 
     def __init__(
         self,
