@@ -97,7 +97,7 @@ _ONE_BY_ONE = "call the function without this suffix or prefix for each tensor, 
 _INSTEAD = {
     "Adasum": "use op=hvd.Average, with the learning rate scaled by the number of ranks if you like",
     "SyncBatchNorm": "convert the module with torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)",
-    "elastic": "start with `dtrain run --max-restarts N`, and save and restore with ddp.Checkpoint",
+    "elastic": "use ddp.State and ddp.resilient, and start with `dtrain run --max-restarts N`",
     "is_homogeneous": "compare what hvd.allgather_object(hvd.local_size()) returns",
     "join": "wrap the module in ddp.DistributedDataParallel and use its join()",
     "run": "start the script with `dtrain run`",

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp.checkpoint import rng
 from ddp.comm.broadcast_objects import broadcast_object
-from ddp.comm.objects import ControlGroups
 from ddp.errors import CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
@@ -87,9 +87,16 @@ class Commits:
     def obstacle(self) -> str:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
         known: list[Any] = [part.wrapper for part in self._models.values()]
-        known += [part.optimizer for part in self._optimizers]
-        others = [each for each in communicating() if not any(each is one for one in known)]
-        if names := sorted({type(each).__name__ for each in others if not isinstance(each, ControlGroups)}):
+        known += [part.optimizer for part in self._optimizers if is_distributed(part.optimizer)]
+        wrapped = [each for each in communicating() if isinstance(each, nn.Module | torch.optim.Optimizer)]
+        others = [each for each in wrapped if not any(each is one for one in known)]
+        if any(each is part.optimizer for each in others for part in self._optimizers):
+            return (
+                "central storage in a resilient function: all ranks step one copy of the parameters together, which a "
+                'rank that is lost leaves half stepped. Take strategy "all_reduce", or no ddp.resilient: then all '
+                "start again after a failure, from a ddp.Checkpoint"
+            )
+        if names := sorted({type(each).__name__ for each in others}):
             return (
                 f"{', '.join(names)}: in a resilient function only what its ddp.State holds may have been wrapped "
                 "before: give it to the State, or make it inside of the function"

@@ -66,7 +66,8 @@ def resilient(function: F) -> F:
     The new process runs the script from its beginning: what stands before the function must make no collectives but
     those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and
     `broadcast_optimizer_state` of `ddp.horovod`; else ReplacementError, and all ranks start again. `Checkpoint.load`
-    and these broadcasts restore nothing there: the state comes from the others. torch's own DistributedDataParallel is
+    and these broadcasts restore nothing there: the state comes from the others. (Inside of the function, `load` would
+    take all ranks back to the file.) torch's own DistributedDataParallel is
     to be made inside of the function, around the module that the State holds. The function may make
     any collectives in the default group, also those of torch, and none in another one. Only the first such function of
     a script can be gone on with, so let it have the loop over the epochs in it. Call it on every rank; it blocks at its

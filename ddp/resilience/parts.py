@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.broadcast_objects import broadcast_optimizer_state
@@ -66,6 +67,7 @@ class ModelPart(Part):
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel | None) -> None:
         self.module, self.wrapper = module, wrapper
+        self._handle: RemovableHandle | None = None
         self.plan: dict[str, Any] | None = None  # of its buckets, in the group that has failed
 
     @property
@@ -111,7 +113,9 @@ class ModelPart(Part):
         if (reducer := self.reducer) is not None:
             reducer.before_last_bucket = call
         elif self.wrapper is None:
-            self.module.register_forward_hook(lambda *_: call() if torch.is_grad_enabled() else None)
+            if self._handle is not None:
+                self._handle.remove()
+            self._handle = self.module.register_forward_hook(_AfterForward(call))
 
     def interrupted(self) -> None:
         """Keep what the group that has failed knew."""
@@ -128,6 +132,24 @@ class ModelPart(Part):
     def share(self, root: int, group: dist.ProcessGroup) -> None:
         tensors = [tensor.detach() for tensor in (*self.module.parameters(), *self.module.buffers())]
         broadcast_tensors(group, tensors, root)
+
+
+class _AfterForward:
+    """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._call()
+
+    def __reduce__(self) -> tuple[type[_AfterForward], tuple[Callable[[], None]]]:
+        return _AfterForward, (_do_nothing,)
+
+
+def _do_nothing() -> None:
+    """Stand in for the call in a copy."""
 
 
 class OptimizerPart(Part):
@@ -170,10 +192,15 @@ class OptimizerPart(Part):
         if self.keeps_tensors and not self._has_stepped:
             parameters = [parameter.detach() for parameter in self.parameters]
             if len(self._values) != len(parameters):
+                self._states = []
                 self._values = [torch.empty_like(each) for each in parameters]
             foreach_copy(self._values, parameters)
             state = self.optimizer.state
-            self._states = [copied(state[each]) if each in state else None for each in self.parameters]
+            before = self._states or [None] * len(parameters)
+            self._states = [
+                _refreshed(old, state[each]) if each in state else None
+                for old, each in zip(before, self.parameters, strict=True)
+            ]
         self._has_stepped = True
 
     def keep(self) -> None:
@@ -268,6 +295,23 @@ def accompany(model: nn.Module, part: Part) -> None:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if type(value) in ATOMS else copied(value) for name, value in group.items() if name != "params"}
+
+
+def _refreshed(copy_: dict[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter's state, in the memory of one that was made before."""
+    if copy_ is None or copy_.keys() != state.keys():
+        return {name: copied(value) for name, value in state.items()}
+    for name, value in state.items():
+        old = copy_[name]
+        if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and _is_alike(value, old):
+            old.copy_(value)
+        else:
+            copy_[name] = copied(value)
+    return copy_
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _check_no_workers() -> None:

@@ -83,7 +83,7 @@ class Trainer(Training):
       them, and have their own.
     - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
     - `resilient`: the first `fit` of a script goes on after a process of it has failed, as `ddp.resilient` says: under
-      `dtrain run`, on the CPU, with "all_reduce" or "local_sgd". Elsewhere, and with what `ddp.resilient` refuses, a
+      `dtrain run`, on the CPU, with "all_reduce". Elsewhere, and with what `ddp.resilient` refuses, a
       failure ends the attempt. See `ddp.callbacks.Callback` for what callbacks see of it.
 
     Override `train_step` for a loss that needs more than outputs and targets. It may call the one here, once a batch,

@@ -113,7 +113,7 @@ def adversarial() -> list[Any]:
                 step(x, y)
                 state.step += 1
                 state.commit()
-                if state.step % 3 == 0:
+                if checkpoint.due(state.step, every=3):
                     fail(state, "save")
                     checkpoint.save(state.step, model=generator, optimizer=optimizers[0], done=state.step)
                     fail(state, "saved")
@@ -202,6 +202,32 @@ def local() -> list[Any]:
     return [*net.state_dict().values()]
 
 
-found = {"adversarial": adversarial, "torch": torchs, "horovod": horovods, "local": local}[sys.argv[1]]()
+def foreign() -> list[Any]:
+    """A model that is broadcast before the function, and that the State does not hold."""
+    net, teacher = network(6, 16, 3), network(6, 8, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.05))
+    hvd.broadcast_parameters(teacher.state_dict())
+    state = ddp.State(model=net, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        fail(state, "forward")
+        (net(x) - teacher(x).detach()).square().mean().backward()
+        optimizer.step()
+
+    ddp.resilient(loop)(state, step)
+    return []
+
+
+def central() -> list[Any]:
+    net = network(6, 16, 3)
+    model, optimizer = ddp.strategy("central_storage").prepare(net, torch.optim.SGD(net.parameters(), 0.05))
+    ddp.resilient(loop)(ddp.State(model=model, optimizer=optimizer, epoch=0, step=0), print)
+    return []
+
+
+kinds = {"adversarial": adversarial, "torch": torchs, "horovod": horovods, "local": local, "central": central,
+         "foreign": foreign}  # fmt: skip
+found = kinds[sys.argv[1]]()
 sums = [f"{torch.as_tensor(value).double().sum().item():.17g}" for value in found]
 print("result", *sums, torch.rand(1).item(), flush=True)

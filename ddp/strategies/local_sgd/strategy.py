@@ -23,7 +23,6 @@ class LocalSteps(Strategy):
     """
 
     name = "local_sgd"
-    comes_back = True
 
     def __init__(
         self,

@@ -34,3 +34,17 @@ def test_replicas_that_step_by_themselves_go_on_equal(tmp_path: Path) -> None:
     assert result.returncode == 0, result  # its ranks compare their weights at the end
     assert result.stderr.count("only this worker restarts") == 2, result.stderr
     assert said(result, "result").keys() == {0, 1}
+
+
+def test_central_storage_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    result = run(SCRIPT, tmp_path, "central", restarts=0)
+    assert result.returncode == 1
+    assert "UnsupportedError: central storage in a resilient function" in result.stderr
+    assert 'Take strategy "all_reduce"' in result.stderr
+
+
+def test_a_model_that_was_broadcast_and_would_not_come_back_lets_all_start_again(tmp_path: Path) -> None:
+    result = run(SCRIPT, tmp_path, "foreign", "1.4.forward", restarts=3)
+    assert result.returncode == 0, result
+    assert "a Tensor was broadcast before the resilient function, and its ddp.State does not hold it" in result.stderr
+    assert "attempt 1 begins" in result.stderr
