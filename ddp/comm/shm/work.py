@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.shm.engine import Engine, Operation
+from ddp.errors import CollectiveError
 
 __all__ = ["DoneWork", "ShmWork"]
 
@@ -90,6 +91,9 @@ class ShmWork(dist.Work):
         return self._future
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
-        if isinstance(self._operation.error, Exception):
-            raise self._operation.error
+        error = self._operation.error
+        if isinstance(error, CollectiveError):  # what arrives is the name of its class and its text
+            raise CollectiveError(str(error), rank=error.rank, what=error.what, failed_ranks=error.failed_ranks or ())
+        if isinstance(error, Exception):
+            raise error
         return [*self._operation.results]
