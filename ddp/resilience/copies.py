@@ -36,8 +36,12 @@ _Known = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
 def _copied(value: Any, before: _Known, now: _Known) -> Any:
     kind = type(value)
     if kind is dict:
+        if ATOMS.issuperset(map(type, value.values())):
+            return value.copy()
         return {key: item if type(item) in ATOMS else _copied(item, before, now) for key, item in value.items()}
     if kind is list:
+        if ATOMS.issuperset(map(type, value)):
+            return value.copy()
         return [item if type(item) in ATOMS else _copied(item, before, now) for item in value]
     if kind is tuple:
         return value if ATOMS.issuperset(map(type, value)) else tuple(_copied(item, before, now) for item in value)
