@@ -60,6 +60,11 @@ class Callback:
     means over the epoch so far, exchanged at its first step and at every `log_every`-th; between these they stay. A
     hook that writes files or prints asks `self.trainer.strategy.is_main` first; one that communicates must do so on
     every replica. An exception ends the training on all replicas, with an error that names the callback.
+
+    After the failure of a process in a resilient `fit` (see `ddp.Trainer`), callbacks of every replica see what they
+    see in a run that is resumed: `close`, `load_state_dict` with what `state_dict` gave at the newest commit,
+    `on_fit_begin`, `on_epoch_begin`, and `on_step_end` of the last step, or what followed it, once more. What is not in
+    `state_dict` stays as it is, and begins anew in the new process; a state that cannot be sent lets all start again.
     """
 
     trainer: Training
@@ -169,6 +174,10 @@ class CallbackList:
 
     def states(self) -> dict[str, Any]:
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+
+    def forget_failure(self) -> None:
+        """It was of a step that another replica has failed in."""
+        self._failure = None
 
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Restore those that `states` has; one that is new starts afresh."""

@@ -174,6 +174,7 @@ class ModelCheckpoint(Callback):
         return {"best": None if self._monitor is None else self._monitor.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._saved = None  # not known to all replicas
         if self._monitor is not None:
             self._monitor.best = state["best"]
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Position:
         return "hashed" if self.shuffle and self.seed else "torch"
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        return {**asdict(self), "order": self.order}
+        return {**vars(self), "order": self.order}  # asdict() takes five times as long
 
     def going_on(self, state: Mapping[str, int | bool | str], what: str) -> tuple[int, int]:
         """Return the epoch and the position of a saved state, at most `length`.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp.errors import ReplacementError
 
-__all__ = ["is_pending", "make_pending_group"]
+__all__ = ["is_pending", "left_out", "make_pending_group"]
 
 _NAME = "pending"
 _COLLECTIVES = (
@@ -23,6 +23,7 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 _ProcessGroup: Any = dist.ProcessGroup
+left_out: list[Any] = []  # tensors and optimizers that were to come over it: they come with the others' state instead
 
 
 class _PendingGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any

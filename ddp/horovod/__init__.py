@@ -15,13 +15,9 @@ that line: Horovod need not be installed, and its own functions would not know o
 has connected. Start the script with `dtrain run` instead of `horovodrun`.
 """
 
+from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
 from ddp.errors import MissingNameError
-from ddp.horovod.broadcast_state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from ddp.horovod.broadcast_state import allgather_object, broadcast_parameters
 from ddp.horovod.calls import Average, Handle, Max, Min, Product, Sum, is_initialized
 from ddp.horovod.collectives import (
     Compression,
@@ -101,7 +97,7 @@ _ONE_BY_ONE = "call the function without this suffix or prefix for each tensor, 
 _INSTEAD = {
     "Adasum": "use op=hvd.Average, with the learning rate scaled by the number of ranks if you like",
     "SyncBatchNorm": "convert the module with torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)",
-    "elastic": "start with `dtrain run --max-restarts N`, and save and restore with ddp.Checkpoint",
+    "elastic": "use ddp.State and ddp.resilient, and start with `dtrain run --max-restarts N`",
     "is_homogeneous": "compare what hvd.allgather_object(hvd.local_size()) returns",
     "join": "wrap the module in ddp.DistributedDataParallel and use its join()",
     "run": "start the script with `dtrain run`",

@@ -1,47 +1,37 @@
-"""Calls of collectives: compared between the ranks before data travels, started, and waited for by a handle.
-
-The comparison is 16 bytes a rank; where the calls differ, all ranks get the error. `collectives` calls what is here.
-"""
+"""Calls of collectives: compared between the ranks, started, and waited for by a handle. For `collectives`."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.comm.objects import control_group, device_of, gather_values, member_group
+from ddp.comm.call_check import Call, CallCheck, host_side, no_rank, title
+from ddp.comm.objects import member_group
 from ddp.comm.small_sum import reduce_options
 from ddp.compression.compressors import Half
-from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
 from ddp.torch_internals import allgather_flat
 
 __all__ = [
     "Average",
-    "Call",
     "Handle",
     "Max",
     "Min",
     "Product",
     "Sum",
-    "check_same_call",
     "exchange_rows",
     "form_of",
-    "host_side",
     "is_initialized",
-    "no_rank",
     "own_group",
     "reduction_problem",
     "start_allgather",
     "start_allreduce",
     "start_broadcast",
-    "title",
 ]
 
 Average, Sum, Min, Max, Product = "average", "sum", "min", "max", "product"
@@ -60,98 +50,9 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one rank calls: `facts` must agree between the ranks, `number` need not; a `problem` is all ranks' error."""
-
-    kind: str
-    name: str | None
-    facts: str
-    number: int = 0
-    problem: str = ""
-
-    def __str__(self) -> str:
-        text = title(self.kind, self.name) + (f" ({self.facts})" if self.facts else "")
-        return f"{text}: {self.problem}" if self.problem else text
-
-
-class CallCheck:
-    """The comparison of a call with those of the other ranks; under way if `is_async`, and then it holds `group`.
-
-    Raises as `settle` does.
-    """
-
-    def __init__(self, call: Call, group: dist.ProcessGroup, *, is_async: bool = False) -> None:
-        self.report = report_of(group)
-        self.what = str(call)
-        self._problem = call.problem
-        self._group: dist.ProcessGroup | None = group
-        self._numbers = [call.number]
-        if group.size() > 1:
-            self._control = host_side(group)
-            digest = int.from_bytes(hashlib.blake2b(self.what.encode(), digest_size=8).digest(), "little", signed=True)
-            self._mine = torch.tensor([digest, call.number], device="cpu")  # int64
-            self._every = torch.empty(2 * group.size(), dtype=torch.int64, device="cpu")
-            self._work: dist.Work = allgather_flat(self._control, self._every, self._mine)
-        if call.problem or not is_async:
-            self.settle()
-
-    def is_completed(self) -> bool:
-        return self._group is None or self._group.size() == 1 or self._work.is_completed()
-
-    def settle(self) -> list[int]:
-        """Wait for the others; return their numbers. Raises ArgumentError on every rank if the calls differ."""
-        if self._group is None:
-            return self._numbers
-        group, self._group = self._group, None
-        if group.size() > 1:
-            self.report.wait(self._work, self.what)
-            self.report.step += 1
-            every = self._every.tolist()
-            self._numbers = every[1::2]
-            if len(set(every[::2])) > 1:
-                raise _calls_differ(gather_values(self.what, group=self._control))
-        if self._problem:
-            raise ArgumentError(self.what)
-        return self._numbers
-
-
-def host_side(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group by which the ranks of `group` exchange what is in host memory. Blocks in the first call, if at all."""
-    device = device_of(group)
-    if device.type == "cpu":
-        return group
-    with report_of(group).waiting("connection of the ranks"):
-        return control_group(group, device)
-
-
-def check_same_call(call: Call, group: dist.ProcessGroup | None) -> list[int]:
-    """Wait until every rank has made the same call; return their numbers, by rank. See `CallCheck.settle`."""
-    return CallCheck(call, own_group(group, call.kind)).settle()
-
-
-def _calls_differ(told: Sequence[str]) -> ArgumentError:
-    texts: dict[str, list[int]] = {}
-    for rank_, text in enumerate(told):
-        texts.setdefault(text, []).append(rank_)
-    usual = max(texts, key=lambda text: (len(texts[text]), -texts[text][0]))
-    lines = [
-        f"rank {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} called {text}"
-        for text, ranks in sorted(texts.items(), key=lambda item: (item[0] == usual, item[1]))
-    ]
-    return ArgumentError(
-        f"the ranks do not make the same call: {'; '.join(lines)}. Call the same collective, by the same name, with "
-        "the same dtype, shape and settings on every rank, in the same order"
-    )
-
-
 def own_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     """Return the group that `what` works on; default: all. Raises NotInitializedError, ArgumentError if not in it."""
     return member_group(group, f"ddp.horovod.{what}")
-
-
-def title(kind: str, name: str | None) -> str:
-    return kind if name is None else f"{kind} {name!r}"
 
 
 def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
@@ -280,11 +181,6 @@ def _name_problem(name: object) -> str:
     if name is None or isinstance(name, str):
         return ""
     return f"name={name!r} is no text (Horovod's average=True and False are op='average' and 'sum' here)"
-
-
-def no_rank(root: int, link: dist.ProcessGroup) -> str:
-    """Why `root` is no rank of the group, or nothing."""
-    return "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -24,16 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp import world
+from ddp.comm.call_check import Call, check_same_call, title
 from ddp.compression.compressors import Half
 from ddp.errors import UnsupportedError
 from ddp.horovod.calls import (
     Average,
-    Call,
     Handle,
     Min,
     Product,
     Sum,
-    check_same_call,
     exchange_rows,
     form_of,
     is_initialized,
@@ -42,7 +41,6 @@ from ddp.horovod.calls import (
     start_allgather,
     start_allreduce,
     start_broadcast,
-    title,
 )
 
 

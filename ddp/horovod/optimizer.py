@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.comm.call_check import Call, check_same_call, host_side
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import device_of
@@ -31,14 +32,15 @@ from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
-from ddp.horovod.calls import Average, Call, Sum, check_same_call, host_side, own_group
+from ddp.generation.pending_group import is_pending
+from ddp.horovod.calls import Average, Sum, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.torch_internals import gradient_hooks, not_split_off, parameters_of, timeout_of
 from ddp.world import before_leaving
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "average_over", "is_distributed", "reducer_of"]
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
 _Named = tuple[str, nn.Parameter]
@@ -110,6 +112,22 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
     return optimizer
 
 
+def average_over(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Average over the ranks of `group` from now on, if `optimizer` is distributed. All of them call it; blocks."""
+    if (engine := _engines.get(optimizer)) is not None:
+        engine.average_over(group)
+
+
+def reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
+    """What averages the gradients of `optimizer`; None if nothing does."""
+    engine = _engines.get(optimizer)
+    return None if engine is None else engine.reducer
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    return optimizer in _engines
+
+
 _METHODS = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad", "add_param_group")
 
 
@@ -177,6 +195,8 @@ class _Engine:
         self._compressor: Compressor | None = None
         self._device = checked_device(self._named())
         self._link: dist.ProcessGroup | None = link
+        if is_pending(link):  # `average_over` comes later
+            return
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
             self._number, self._link = _group_beside(link)
@@ -245,6 +265,19 @@ class _Engine:
         )
         if self._compressor is not None:
             reducer.use_hook(checked_hook(self._compressor, self._hook))
+
+    def average_over(self, group: dist.ProcessGroup) -> None:
+        if self._link is group:
+            return
+        self.close()
+        self._link, self._number, self._counts = group, 0, Counts()
+        if self._settings.compression is not None:
+            self._compressor, self._hook = make_compression(self._settings.compression, group)
+        self.attach(frozenset())
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return self._reducer
 
     def close(self) -> None:
         """Let go of the group and of the parameters; the optimizer stays usable, for this rank alone."""

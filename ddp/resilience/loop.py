@@ -25,14 +25,21 @@ from ddp.resilience.commits import Commits
 from ddp.resilience.state import State
 from ddp.world import break_connections, current_generation, refuse, rejoin
 
-__all__ = ["resilient"]
+__all__ = ["can_go_on", "is_replacement", "resilient"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _ORDINARY, _RESILIENT = 0, 3  # restart policies
 _ANNOUNCED_S = 60.0  # a lost peer is announced within this time, or was not lost
-_LOST_CONNECTION = ("gloo/transport", "onnection closed", "onnection reset", "roken pipe", "ocket closed")
+_LOST_CONNECTION = (
+    "CollectiveError:",
+    "gloo/transport",
+    "onnection closed",
+    "onnection reset",
+    "roken pipe",
+    "ocket closed",
+)
 
 
 def resilient(function: F) -> F:
@@ -57,15 +64,20 @@ def resilient(function: F) -> F:
     of this rank, so it is raised.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
-    those of `ddp.init()` and `ddp.DistributedDataParallel`; else ReplacementError, and all ranks start again.
-    `Checkpoint.load` restores nothing there and returns None: the state comes from the others. The function may make
+    those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and
+    `broadcast_optimizer_state` of `ddp.horovod`; else ReplacementError, and all ranks start again. `Checkpoint.load`
+    and these broadcasts restore nothing there: the state comes from the others. (Inside of the function, `load` would
+    take all ranks back to the file.) torch's own DistributedDataParallel is
+    to be made inside of the function, around the module that the State holds. The function may make
     any collectives in the default group, also those of torch, and none in another one. Only the first such function of
     a script can be gone on with, so let it have the loop over the epochs in it. Call it on every rank; it blocks at its
     end until all are there.
 
     Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices, it
     just runs the function: a failure ends the attempt. UnsupportedError for what a replaced rank would not have:
-    wrapped models that the State does not hold, LocalSGD, compression="auto", communication hooks of your own.
+    wrapped models that the State does not hold, central storage, compression="auto", communication hooks of your own.
+    Replicas that step by themselves (`ddp.LocalSGD`, made before the function) go on with what one of them had.
+    `ddp.Trainer.fit` is such a function by itself.
 
     The pattern is that of Horovod's elastic mode (`hvd.elastic.run`, `State.commit`); here a commit copies nothing
     large, and the failed rank alone is replaced.
@@ -82,6 +94,17 @@ def resilient(function: F) -> F:
     return cast(F, run)
 
 
+def can_go_on() -> bool:
+    """Whether a failure in a resilient function that is called now would be gone on with."""
+    is_able = current_generation() is not None and dist.get_world_size() > 1
+    return is_able and not _loop_of_process().calls
+
+
+def is_replacement() -> bool:
+    """Whether this process takes a failed one's place, and gets its state when it enters the resilient function."""
+    return current_generation() == -1
+
+
 class _Loop:
     """Of this process. The thread of the announcements calls `_announced`, the main thread the rest."""
 
@@ -89,7 +112,7 @@ class _Loop:
         # To which this process belongs; -1 if it has not joined one yet.
         self._generation = -1 if (joined := current_generation()) is None else joined
         self._joining = self._generation  # or has joined
-        self._calls = 0
+        self.calls = 0
         self._is_inside = self._has_left = False
         self._announcements = Announcements(self._announced)
 
@@ -97,7 +120,7 @@ class _Loop:
         if self._is_inside:
             raise ArgumentError("a resilient function was called inside of one: decorate the outer one alone")
         self._is_inside, self._has_left = True, False
-        self._calls += 1
+        self.calls += 1
         try:
             with stall_report.without_questions():
                 result = self._run(commits, call)
@@ -150,7 +173,7 @@ class _Loop:
 
     def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
         """Return which rank has the state of the newest commit, and its number. All ranks come to the same."""
-        mine = {"call": self._calls, "parts": [*commits.parts], "commit": commits.number, "is_dirty": commits.is_dirty}
+        mine = {"call": self.calls, "parts": [*commits.parts], "commit": commits.number, "is_dirty": commits.is_dirty}
         told = gather_values(mine, group=group)
         newest = max((each["commit"] for each in told if each["commit"] is not None), default=None)
         if newest is None:

@@ -9,8 +9,11 @@ from torch import nn
 
 from ddp.checkpoint.state import Stateful, given_parts, wrapper_of
 from ddp.comm.codec import encode
+from ddp.data.replica_loader import ReplicaLoader
+from ddp.data.sampler import DistributedSampler
 from ddp.errors import ArgumentError
 from ddp.resilience.commits import Commits
+from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
 
 __all__ = ["State"]
 
@@ -20,15 +23,22 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 class State:
     """What all replicas of a training have in common, for `ddp.resilient`.
 
-    `model` (in its wrapper), `optimizer`, `scheduler`, `scaler` and `sampler` are as in `ddp.Checkpoint.save`; `values`
-    are the script's own, such as `epoch=0`: None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts
-    of them. They are attributes: `state.epoch += 1`.
+    `model` (in its wrapper), `optimizer`, `scheduler`, `scaler` and `sampler` are as in `ddp.Checkpoint.save`. Further
+    ones, of any of these kinds, have keywords of their own: `generator=`, `generator_optimizer=`. Other keywords are
+    objects with `state_dict()` and `load_state_dict()`, or values of the script's own, such as `epoch=0`: None,
+    numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them. All are attributes:
+    `state.epoch += 1`.
 
     `commit()` says that a step is done. After a failure every rank goes on from the newest step that any of them has
     committed, with the values, the place in the data, the learning rates, the buffers and the random numbers of then.
     What it does not take care of, such as a running loss in a local variable, begins anew with the function. A rank's
     own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
     of one rank, as they are.
+
+    A commit copies nothing large, but tensors in the `state_dict()` of other objects that have changed. With several
+    optimizers, each copies its parameters and its state before its step, so that a failure between two of their steps
+    costs one commit as well. Modules that no optimizer steps, such as averages of weights, should change only between
+    the optimizer's step and the commit.
     """
 
     def __init__(
@@ -39,28 +49,41 @@ class State:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         sampler: Stateful | None = None,
-        **values: Any,
+        **others: Any,
     ) -> None:
         """Communicates nothing. Raises ArgumentError for what has no state, or a value that cannot be sent."""
-        others = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        objects: dict[str, Any] = {name: given for name, given in named.items() if given is not None}
+        given_parts(**objects)
         own = vars(self)
         own["values"] = {}
-        for name, value in values.items():
+        own["objects"] = objects
+        for name, value in others.items():
             setattr(self, name, value)
-        own["commits"] = Commits(given_parts(model=model, **others), wrapper_of(model), self.values)
+        parts = {name: _part(name, given) for name, given in objects.items()}
+        owners = [each for each in objects.values() if hasattr(each, "own_state")]
+        own["commits"] = Commits(parts, self.values, owners[0] if owners else None)
 
     values: dict[str, Any]
+    objects: dict[str, Any]  # what is no value
     commits: Commits
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return vars(self)["values"][name]
-        except KeyError:
-            raise AttributeError(f"this State has no value {name!r}: give it to State({name}=...)") from None
+        for found in (vars(self).get("values", {}), vars(self).get("objects", {})):
+            if name in found:
+                return found[name]
+        raise AttributeError(f"this State has no value {name!r}: give it to State({name}=...)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(State, name) or name in State.__annotations__:
             raise ArgumentError(f"{name} is a name of ddp.State itself: choose another one for the value")
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            if "commits" in vars(self):
+                raise ArgumentError(f"{name}={type(value).__name__} has a state: give it to State({name}=...)")
+            self.objects[name] = value
+            return
+        if name in self.objects:
+            raise ArgumentError(f"{name} is a {type(self.objects[name]).__name__} of this State: make a new State")
         if type(value) not in _ATOMS:
             encode(value)  # raises for what cannot be sent
         self.values[name] = value
@@ -68,9 +91,19 @@ class State:
     def commit(self) -> None:
         """Say that the step is done: it will not be made again, nor lost.
 
-        Call it on every rank after each step of the optimizer, with no collective between the two. Communicates
-        nothing. A DistributedSampler whose `advance` nobody has called is advanced by what it has handed out; where a
-        DataLoader may have workers, which draw ahead, ArgumentError says to call it; so must who draws ahead in a
-        thread. CollectiveError after a backward pass that failed.
+        Call it on every rank after each step of the optimizer, with no collective between the two; with several
+        optimizers, after the last one's. Communicates nothing. A DistributedSampler whose `advance` nobody has called
+        is advanced by what it has handed out; where a DataLoader may have workers, which draw ahead, ArgumentError says
+        to call it; so must who draws ahead in a thread. CollectiveError after a backward pass that failed.
         """
         self.commits.take()
+
+
+def _part(name: str, given: Any) -> Part:
+    if isinstance(given, nn.Module):
+        return ModelPart(given_parts(model=given)["model"], wrapper_of(given))  # type: ignore[arg-type]  # a module
+    if name == "optimizer" or isinstance(given, torch.optim.Optimizer):
+        return OptimizerPart(name, given)
+    if name == "sampler" or isinstance(given, DistributedSampler | ReplicaLoader):
+        return SamplerPart(given)
+    return StatefulPart(name, given)

@@ -19,6 +19,7 @@ class AllReduce(Strategy):
     """`ddp.DistributedDataParallel` around the model; the optimizer stays as it is."""
 
     name = "all_reduce"
+    comes_back = True
 
     def __init__(self, *, communication: str = "auto", **options: Any) -> None:
         super().__init__(join(communication))

@@ -134,6 +134,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     has_servers: ClassVar[bool] = False
     collective: bool = True  # whether the workers have a process group, which `ddp.Checkpoint` needs
+    comes_back: ClassVar[bool] = False  # whether a process that takes a failed one's place can join (`ddp.resilient`)
     averages_in_step: bool = False  # whether gradients are averaged by `optimizer.step()`, not by `backward()`
     role: str = "worker"
 

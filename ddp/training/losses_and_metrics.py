@@ -315,6 +315,9 @@ class Totals:
     def numbers(self) -> dict[str, list[float]]:
         return {name: [float(total), float(count)] for name, (total, count) in self._of.items()}
 
+    def set(self, numbers: Mapping[str, list[float]]) -> None:
+        self._of = {name: list(pair) for name, pair in numbers.items()}
+
     def spread(self, place: int, count: int) -> dict[str, list[list[float]]]:
         """The numbers as lists of `count`, at this replica's place: added up, they have those of each replica."""
         return {

@@ -28,10 +28,13 @@ from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError
 from ddp.monitoring.progress import EVALUATION, SAVE, phase
+from ddp.resilience.loop import is_replacement, resilient
+from ddp.resilience.state import State
 from ddp.strategies.strategy import Strategy
 from ddp.strategies.strategy import strategy as make_strategy
 from ddp.torch_internals import tree_map
 from ddp.training import export as files
+from ddp.training.fit_state import state_of
 from ddp.training.losses_and_metrics import (
     Loss,
     Metric,
@@ -80,6 +83,9 @@ class Trainer(Training):
     - `log_every`: steps between two exchanges of the logs of steps. Replicas without a process group do not exchange
       them, and have their own.
     - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
+    - `resilient`: the first `fit` of a script goes on after a process of it has failed, as `ddp.resilient` says: under
+      `dtrain run`, on the CPU, with "all_reduce". Elsewhere, and with what `ddp.resilient` refuses, a
+      failure ends the attempt. See `ddp.callbacks.Callback` for what callbacks see of it.
 
     Override `train_step` for a loss that needs more than outputs and targets. It may call the one here, once a batch,
     and add a term of its own to what that returns.
@@ -99,6 +105,7 @@ class Trainer(Training):
         max_grad_norm: float | None = None,
         log_every: int = 10,
         seed: int | None = None,
+        resilient: bool = True,
     ) -> None:
         if precision not in _DTYPES:
             raise ArgumentError(f"precision={precision!r}; it must be one of {', '.join(map(repr, _DTYPES))}")
@@ -122,6 +129,9 @@ class Trainer(Training):
         self.logs = {}
         self._totals = Totals(["loss", *self.metrics])
         self._asks_to_stop = self._is_stopped = False  # this replica; all of them
+        self._resilient = resilient
+        self._state: State | None = None  # in a fit that goes on after a failure
+        self._is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
 
     def fit(
         self,
@@ -148,22 +158,40 @@ class Trainer(Training):
         self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
         if self.seed is not None and not self.step:
             rng.seed_torch(self.seed + self.strategy.replica)
-        self._asks_to_stop = self._is_stopped = False
-        with self.callbacks.closing():
-            self.callbacks.call("on_restore")
+        self._asks_to_stop = self._is_stopped = self._is_ending_step = False
+        self._state = state_of(self, loader) if self._resilient else None
+        with self.callbacks.closing() as closes:
+            if self._state is None or not is_replacement():
+                self.callbacks.call("on_restore")
             if self.strategy.goes_on:
                 self.epoch = max(self.epoch, loader.catch_up())
+            closes.pop_all()  # by what follows
+
+        def run(_: State | None) -> None:
+            self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
+            self._fit(loader, held_out)
+
+        if self._state is None:
+            run(None)
+        else:
+            resilient(run)(self._state)
+            self._state = None
+        return self.history
+
+    def _fit(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
+        with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
             self._exchange()
             while self.epoch < self.epochs and not self._is_stopped:
-                self._fit_epoch(loader, held_out)
+                self._fit_epoch(loader, validation)
             self.callbacks.call("on_fit_end")
             self._exchange()
-        return self.history
 
     def _fit_epoch(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
         epoch = self.epoch
         self.callbacks.call("on_epoch_begin", epoch)
+        if self._is_ending_step:
+            self._end_step()
         if not (self.epoch_step and loader.epoch > epoch):  # else its last step was done before a restart
             loader.set_epoch(epoch)
             self._train(loader)
@@ -174,7 +202,11 @@ class Trainer(Training):
         self.epoch, self.epoch_step, self.logs = epoch + 1, 0, {}
         self._totals = Totals(["loss", *self.metrics])
         self.callbacks.call("on_epoch_end", epoch, logs)
+        if self._state is not None:
+            self._state.commits.sending()
         self._exchange()
+        if self._state is not None:
+            self._state.commit()
 
     def _follow(self, validation: Any, global_batch_size: int | None) -> History:
         """What an evaluator does: evaluate each new state of the parameters, until the training ends."""
@@ -201,11 +233,18 @@ class Trainer(Training):
             if part.ends_step:
                 self._optimize()
                 self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
-                if self.epoch_step == 1 or self.step % self.log_every == 0:
-                    self.logs = self._exchange(together=self.strategy.collective)
-                self.callbacks.call("on_step_end", self.step, self.logs)
+                self._is_ending_step = True
+                if self._state is not None:
+                    self._state.commit()
+                self._end_step()
                 if self._is_over():
                     return
+
+    def _end_step(self) -> None:
+        if self.epoch_step == 1 or self.step % self.log_every == 0:
+            self.logs = self._exchange(together=self.strategy.collective)
+        self.callbacks.call("on_step_end", self.step, self.logs)
+        self._is_ending_step = False
 
     def train_step(self, batch: Any) -> Tensor:
         """Return this replica's part of the loss of a global batch, to be differentiated, as `strategy.mean` does.

@@ -117,9 +117,13 @@ class WeightedMeans:
         if usual > 0 and not self._is_settled:
             self.load(_power_of_two(usual))
 
-    def load(self, unit: float) -> None:
+    def place(self) -> tuple[float, bool]:
+        """What `load` takes."""
+        return self.unit, self._is_settled
+
+    def load(self, unit: float, is_settled: bool = True) -> None:
         """Go on with the unit of a training that is resumed: what compression still owes is counted in it."""
-        self.unit, self._is_settled = unit, unit > 0
+        self.unit, self._is_settled = unit, is_settled and unit > 0
 
 
 def _labels(batch: Any) -> Tensor | None:

@@ -25,13 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 import ddp.horovod as hvd
+from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
 from ddp.horovod import collectives
-from ddp.horovod.broadcast_state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from ddp.horovod.broadcast_state import allgather_object, broadcast_parameters
 from ddp.horovod.optimizer import DistributedOptimizer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.shm.engine import Engine, Operation
+from ddp.errors import CollectiveError
 
 __all__ = ["DoneWork", "ShmWork"]
 
@@ -81,15 +82,18 @@ class ShmWork(dist.Work):
         return self._operation.source
 
     def get_future(self) -> Any:
-        """A future of the tensors that the operation writes."""
+        """A future of the tensors that the operation writes; its error is a RuntimeError with that of the operation."""
         if self._future is None:
-            self._future = torch.futures.Future()
-            self._engine.when_done(self._operation, self._complete)
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            # What set_exception() sets is a value to torch's reducer, which takes it for tensors: SIGSEGV (torch 2.13).
+            self._future = done.then(self._outcome)
+            self._engine.when_done(self._operation, lambda: done.set_result(None))
         return self._future
 
-    def _complete(self) -> None:
-        assert self._future is not None
-        if isinstance(self._operation.error, Exception):
-            self._future.set_exception(self._operation.error)
-        else:
-            self._future.set_result([*self._operation.results])
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        error = self._operation.error
+        if isinstance(error, CollectiveError):  # what arrives is the name of its class and its text
+            raise CollectiveError(str(error), rank=error.rank, what=error.what, failed_ranks=error.failed_ranks or ())
+        if isinstance(error, Exception):
+            raise error
+        return [*self._operation.results]

@@ -28,6 +28,7 @@ from ddp.comm.objects import gather_values
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
+from ddp.resilience.parts import Part, accompany
 from ddp.strategies.local_sgd.rank_state import RankState, average, compare
 from ddp.torch_internals import call_after_backward, is_in_join
 
@@ -63,6 +64,9 @@ class LocalSGD:
     the own steps begin waits for the next averaged gradients (after `close()`), in checkpoints too.
 
     Not while ranks step by themselves: `join()` and weights of `backward()` (UnsupportedError).
+
+    In a resilient function (`ddp.resilient`), make it before the function. After a failure all ranks go on with what
+    one of those that are left had: what the others did by themselves since the last average is lost.
 
     Memory: with an outer optimizer, a copy of the trained parameters and one more for its momentum. Every `sync` also
     compares the ranks' settings, starting points and momenta, so that none drifts away unnoticed.
@@ -105,6 +109,8 @@ class LocalSGD:
             optimizer.register_step_post_hook(_Attached(self._after_optimizer_step)),
         ]
         self._watch_gradients(model)
+        self._part = _AveragingPart(self)
+        accompany(wrapper.module, self._part)
         # Parameters outlive their wrapper, and their hooks would keep this object alive.
         self._finalizer = weakref.finalize(model, _remove, self._hooks, self._gradient_hooks)
 
@@ -304,6 +310,7 @@ class LocalSGD:
                 average(group, [tensor for name, tensor in named if len({state.values[name] for state in states}) > 1])
                 self._step_outside(model)
             self._step, self._own_steps, self._anchors = max(state.step for state in states), 0, {}
+            self._part.changed()
             everybody_waits = not is_waiting or all(state.is_waiting for state in states)
 
     def _step_outside(self, model: Any) -> None:
@@ -320,6 +327,33 @@ class LocalSGD:
                 ahead = gradient.add(velocity, alpha=settings.outer_momentum)
                 gradient = ahead if settings.nesterov else velocity
             parameter.copy_(anchor.sub_(gradient, alpha=settings.outer_lr))
+
+
+class _AveragingPart(Part):
+    """What a resilient function needs of a LocalSGD: how far the round is, and where it began."""
+
+    def __init__(self, local: LocalSGD) -> None:
+        self._local = weakref.ref(local)
+        self._kept = 0, 0
+
+    def keep(self) -> None:
+        if (local := self._local()) is not None:
+            is_complete = local._round.is_complete
+            self._kept = local._step + is_complete, local._own_steps + (is_complete and local._round.is_own)
+
+    def roll_back(self) -> None:
+        if (local := self._local()) is not None:
+            local._step, local._own_steps = self._kept
+            local._round = _Round()
+
+    def to_send(self) -> Any:
+        local = self._local()
+        return None if local is None else (self._kept, local._anchors, local._momenta)
+
+    def receive(self, sent: Any) -> None:
+        if (local := self._local()) is not None:
+            self._kept, local._anchors, local._momenta = sent
+            self.roll_back()
 
 
 @dataclass(frozen=True)

@@ -65,16 +65,22 @@ def compare(states: Sequence[RankState]) -> None:
 
 
 def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers."""
+    """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers.
+
+    Each is written when all have come, so that a rank that is lost meanwhile leaves all of them as they were.
+    """
     floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     with waiting_for_peers("broadcast of rank 0's integers", group):
         broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
+    come = []
     for chunk in cut_into_chunks(floating):
         # Divided before the sum, float16 does not overflow in it.
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
         with waiting_for_peers("averaging of the replicas", group):
             real = torch.view_as_real(flat) if flat.is_complex() else flat
             finish(dist.all_reduce(real, group=group, async_op=True), device=flat.device)
+        come.append((chunk, flat))
+    for chunk, flat in come:
         for tensor, mean in zip(chunk, torch.split(flat, [t.numel() for t in chunk]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
 

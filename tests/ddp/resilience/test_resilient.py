@@ -1,12 +1,13 @@
 """A rank fails in training under dtrain: it alone is replaced, and the run ends with the bits of an undisturbed one."""
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from testbed.processes import Result, run_dtrain
+from testbed.processes import Result
+from testbed.resilient import run as run_script
+from testbed.resilient import said
 
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_script.py"
 
@@ -14,14 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_script.py"
 def run(
     folder: Path, ranks: int, *failures: str, restarts: int = 9, backend: str = "", script: Path = SCRIPT
 ) -> Result:
-    options = ("--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
-    return run_dtrain("run", *options, script, *failures, cwd=folder, env={"DTRAIN_BACKEND": backend})
-
-
-def said(result: Result, word: str) -> dict[int, str]:
-    """What each rank printed last after `word`."""
-    lines = re.findall(rf"^\[\S+:(\d+)\] {word} (.*)$", result.stdout, re.MULTILINE)
-    return {int(rank): text for rank, text in lines}
+    return run_script(script, folder, *failures, ranks=ranks, restarts=restarts, backend=backend)
 
 
 Results = dict[int, str]
@@ -91,7 +85,10 @@ def test_a_model_that_the_state_does_not_hold_is_refused(tmp_path: Path) -> None
     other = "other = ddp.DistributedDataParallel(nn.Linear(2, 2))\nentered = 0\n"
     result = run(tmp_path, 2, restarts=0, script=changed(tmp_path, ("entered = 0\n", other)))
     assert result.returncode == 1
-    assert "UnsupportedError: DistributedDataParallel: in a resilient function only the model" in result.stderr
+    assert (
+        "UnsupportedError: DistributedDataParallel: in a resilient function only what its ddp.State holds"
+        in result.stderr
+    )
 
 
 def test_a_model_that_is_left_behind_is_an_error_and_never_trains_alone(tmp_path: Path) -> None:

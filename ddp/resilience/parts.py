@@ -1,0 +1,323 @@
+"""What a State holds: each kind's way back to the newest commit, and to a rank that was not there.
+
+Made by `ddp.resilience.state`, called by `ddp.resilience.commits`. `accompany` is for what belongs to a model and is
+given to no State, such as `ddp.LocalSGD`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from ddp.comm.broadcast import broadcast_tensors
+from ddp.comm.broadcast_objects import broadcast_optimizer_state
+from ddp.comm.codec import encode
+from ddp.data.sampler import DistributedSampler
+from ddp.data_parallel.reducer import Reducer
+from ddp.data_parallel.wrapper import DistributedDataParallel
+from ddp.errors import ArgumentError, ReplacementError
+from ddp.horovod.optimizer import average_over, reducer_of
+from ddp.resilience.copies import ATOMS, Copies, copied
+from ddp.torch_internals import foreach_copy
+
+__all__ = ["ModelPart", "OptimizerPart", "Part", "SamplerPart", "StatefulPart", "accompany"]
+
+_companions: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
+
+
+class Part:
+    """One of a State. What it does not override does nothing.
+
+    Who changes a model outside of an optimizer's step, on all ranks at once, calls `changed()` of its part then.
+    """
+
+    changed: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it has changed since the newest commit, and cannot be put back."""
+        return False
+
+    def keep(self) -> None:
+        """Note the present state as that of a commit."""
+
+    def roll_back(self) -> None:
+        """Undo what this rank has done since the newest commit."""
+
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        """Give all ranks the tensors of rank `root`, which stands at the commit. Every rank calls it; blocks."""
+
+    def to_send(self) -> Any:
+        """What the other ranks get besides, of the commit: a plain value (`ddp.comm.codec`)."""
+
+    def receive(self, sent: Any) -> None:
+        """Take what another rank's part has sent."""
+
+
+class ModelPart(Part):
+    """A module, whose parameters an optimizer changes, and whose buffers the page of the rank has."""
+
+    def __init__(self, module: nn.Module, wrapper: DistributedDataParallel | None) -> None:
+        self.module, self.wrapper = module, wrapper
+        self._handle: RemovableHandle | None = None
+        self.plan: dict[str, Any] | None = None  # of its buckets, in the group that has failed
+
+    @property
+    def companion(self) -> Part | None:
+        return _companions.get(self.module)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return None if self.wrapper is None else self.wrapper.gradient_reducer
+
+    def is_trained(self, given: set[int]) -> bool:
+        """Whether it changes in a step, and not between the step and the commit; `given` as in `obstacle`."""
+        return any(id(parameter) in given for parameter in self.module.parameters())
+
+    def obstacle(self, given: set[int]) -> str:
+        """What of it would not come back, in words; `given` are the ids of the parameters that optimizers have."""
+        for name, parameter in () if isinstance(self.module, AveragedModel) else self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in given:
+                return (
+                    f"{name} is trained, but not by an optimizer of this State, so nobody sees when it changes: give "
+                    "State the optimizers of all parameters, or freeze it"
+                )
+        wrapper, reducer = self.wrapper, self.reducer
+        if wrapper is None:
+            return ""
+        why = {
+            'compression="auto"': wrapper.decides_compression,
+            "a communication hook of your own": reducer is not None and reducer.has_users_hook,
+            "LocalSGD": wrapper.steps_alone and self.companion is None,
+        }
+        for what, is_so in why.items():
+            if is_so:
+                return f"{what} in a resilient function: a rank that is replaced would not have it"
+        return ""
+
+    def attach(self, group: dist.ProcessGroup) -> None:
+        """Average over the ranks of `group`, from now on."""
+        if self.wrapper is not None and getattr(self.wrapper, "process_group", None) is not group:
+            self.wrapper.average_over(group)  # it has let another one go
+
+    def call_before_sending(self, call: Callable[[], None]) -> None:
+        """Have `call()` before the last gradients of a step leave; where nobody knows when, after each forward."""
+        if (reducer := self.reducer) is not None:
+            reducer.before_last_bucket = call
+        elif self.wrapper is None:
+            if self._handle is not None:
+                self._handle.remove()
+            self._handle = self.module.register_forward_hook(_AfterForward(call))
+
+    def interrupted(self) -> None:
+        """Keep what the group that has failed knew."""
+        reducer = self.reducer
+        if reducer is not None and reducer.has_users_hook:
+            raise ReplacementError("a communication hook of your own does not come back: all start again")
+        if reducer is not None and not reducer.is_first:
+            self.plan = reducer.plan_state()
+
+    def load_plan(self, plan: dict[str, Any] | None) -> None:
+        if plan is not None and (reducer := self.reducer) is not None:
+            reducer.load_plan_state(plan)
+
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        tensors = [tensor.detach() for tensor in (*self.module.parameters(), *self.module.buffers())]
+        broadcast_tensors(group, tensors, root)
+
+
+class _AfterForward:
+    """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._call()
+
+    def __reduce__(self) -> tuple[type[_AfterForward], tuple[Callable[[], None]]]:
+        return _AfterForward, (_do_nothing,)
+
+
+def _do_nothing() -> None:
+    """Stand in for the call in a copy."""
+
+
+class OptimizerPart(Part):
+    """Its settings are copied at a commit; what it changes in a step, only if it `keeps_tensors`.
+
+    Else a rank that has begun its step without committing is dirty, and gets the state of one that is not.
+    """
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise ArgumentError(
+                f"{name}={type(optimizer).__name__} has no register_step_pre_hook(), so nobody sees when it changes "
+                "the parameters: use one that is a torch.optim.Optimizer"
+            )
+        self.optimizer = optimizer
+        self.keeps_tensors = False
+        self._has_stepped = False
+        self._groups: list[dict[str, Any]] = []
+        self._values: list[torch.Tensor] = []  # of the parameters before the first step since the commit
+        self._states: list[dict[str, Any] | None] = []
+        optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def is_dirty(self) -> bool:
+        return self._has_stepped and not self.keeps_tensors
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return reducer_of(self.optimizer)
+
+    def attach(self, group: dist.ProcessGroup) -> None:
+        """Average over the ranks of `group`, from now on, if it is one of `ddp.horovod`."""
+        average_over(self.optimizer, group)
+
+    def _before_step(self, *_: object) -> None:
+        if self.keeps_tensors and not self._has_stepped:
+            parameters = [parameter.detach() for parameter in self.parameters]
+            if len(self._values) != len(parameters):
+                self._states = []
+                self._values = [torch.empty_like(each) for each in parameters]
+            foreach_copy(self._values, parameters)
+            state = self.optimizer.state
+            before = self._states or [None] * len(parameters)
+            self._states = [
+                _refreshed(old, state[each]) if each in state else None
+                for old, each in zip(before, self.parameters, strict=True)
+            ]
+        self._has_stepped = True
+
+    def keep(self) -> None:
+        self._groups = [_settings(group) for group in self.optimizer.param_groups]
+        self._has_stepped = False
+
+    def roll_back(self) -> None:
+        for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group |= {name: copied(value) for name, value in settings.items()}
+        if not self._has_stepped:
+            return
+        foreach_copy([parameter.detach() for parameter in self.parameters], self._values)
+        for parameter, state in zip(self.parameters, self._states, strict=True):
+            if state is None:
+                self.optimizer.state.pop(parameter, None)
+            else:
+                self.optimizer.state[parameter] = copied(state)
+
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        broadcast_optimizer_state(self.optimizer, root, group=group)
+
+
+class StatefulPart(Part):
+    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; copied as far as it changes."""
+
+    def __init__(self, name: str, stateful: Any) -> None:
+        try:
+            encode(stateful.state_dict())
+        except ArgumentError as error:
+            raise ArgumentError(f"{name}={type(stateful).__name__} has a state that cannot be sent: {error}") from error
+        self._stateful = stateful
+        self._copies = Copies()
+        self._kept: Any = None
+
+    def keep(self) -> None:
+        self._kept = self._copies.of(self._stateful.state_dict())
+
+    def roll_back(self) -> None:
+        self.receive(copied(self._kept))
+
+    def to_send(self) -> Any:
+        return self._kept
+
+    def receive(self, sent: Any) -> None:
+        scaler = self._stateful
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+            scaler.scale(torch.zeros(()))  # makes its scale, without which it has no state
+            scaler.update(scaler.get_scale())  # it forgets which optimizers stepped
+        self._stateful.load_state_dict(sent)
+
+
+class SamplerPart(Part):
+    """The place in the data. A DistributedSampler is advanced by what it has handed out, unless the script does so."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self._position: dict[str, Any] = {}
+        self._counted = 0, 0  # where the sampler began, and samples trained on since then, at the newest commit
+
+    def keep(self) -> None:
+        self.count()
+        self._position = dict(self.sampler.state_dict())
+
+    def to_send(self) -> Any:
+        return self._position
+
+    def receive(self, sent: Any) -> None:
+        self._position = sent
+
+    def begin(self, before_rest: Callable[[], None] | None) -> None:
+        """Stand at the commit; have `before_rest()` when an epoch goes on in its middle."""
+        self.sampler.load_state_dict(self._position)
+        if isinstance(self.sampler, DistributedSampler) and before_rest is not None:
+            # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
+            self.sampler.before_rest(before_rest)
+
+    def count(self) -> None:
+        sampler = self.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return
+        place, trained = self._counted
+        if sampler.trained == (trained if sampler.places == place else 0) and sampler.drawn > sampler.trained:
+            _check_no_workers()
+            sampler.advance(sampler.drawn - sampler.trained)
+        self._counted = sampler.places, sampler.trained
+
+
+def accompany(model: nn.Module, part: Part) -> None:
+    """Let `part` come back with `model`, which is not the wrapper; for other packages of ddp."""
+    _companions[model] = part
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if type(value) in ATOMS else copied(value) for name, value in group.items() if name != "params"}
+
+
+def _refreshed(copy_: dict[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter's state, in the memory of one that was made before."""
+    if copy_ is None or copy_.keys() != state.keys():
+        return {name: copied(value) for name, value in state.items()}
+    for name, value in state.items():
+        old = copy_[name]
+        if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and _is_alike(value, old):
+            old.copy_(value)
+        else:
+            copy_[name] = copied(value)
+    return copy_
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _check_no_workers() -> None:
+    if multiprocessing.active_children():
+        raise ArgumentError(
+            "this process has children by multiprocessing, perhaps the workers of a DataLoader, which draw samples "
+            "ahead, so nobody knows how many this step has trained on: call sampler.advance(len(batch)) before "
+            "state.commit()"
+        )

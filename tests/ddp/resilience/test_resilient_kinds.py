@@ -1,0 +1,50 @@
+"""What else works in a resilient function: several models, torch's wrapper, Horovod's style, LocalSGD, checkpoints."""
+
+from pathlib import Path
+
+import pytest
+from testbed.resilient import run, said
+
+SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_kinds.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "failures"),
+    [
+        ("adversarial", ("1.2.critic", "0.4.generator", "1.7.backward", "0.9.save", "0.12.saved")),
+        ("torch", ("1.2.forward", "0.4.backward", "1.9.step", "0.11.commit")),
+        ("horovod", ("1.2.forward1", "0.4.backward", "1.9.step")),
+    ],
+)
+def test_failures_change_no_bit(tmp_path: Path, kind: str, failures: tuple[str, ...]) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    expected = said(run(SCRIPT, undisturbed, kind), "result")
+    result = run(SCRIPT, disturbed, kind, *failures, restarts=len(failures))
+    assert result.returncode == 0, result
+    assert {each.name for each in disturbed.iterdir()} >= {*failures}, "each rank failed where it was to"
+    assert result.stderr.count("only this worker restarts") == len(failures), result.stderr
+    assert said(result, "result") == expected
+    assert expected.keys() == {0, 1}
+
+
+def test_replicas_that_step_by_themselves_go_on_equal(tmp_path: Path) -> None:
+    result = run(SCRIPT, tmp_path, "local", "1.4.backward", "0.7.forward", restarts=2)
+    assert result.returncode == 0, result  # its ranks compare their weights at the end
+    assert result.stderr.count("only this worker restarts") == 2, result.stderr
+    assert said(result, "result").keys() == {0, 1}
+
+
+def test_central_storage_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    result = run(SCRIPT, tmp_path, "central", restarts=0)
+    assert result.returncode == 1
+    assert "UnsupportedError: central storage in a resilient function" in result.stderr
+    assert 'Take strategy "all_reduce"' in result.stderr
+
+
+def test_a_model_that_was_broadcast_and_would_not_come_back_lets_all_start_again(tmp_path: Path) -> None:
+    result = run(SCRIPT, tmp_path, "foreign", "1.4.forward", restarts=3)
+    assert result.returncode == 0, result
+    assert "a Tensor was broadcast before the resilient function, and its ddp.State does not hold it" in result.stderr
+    assert "attempt 1 begins" in result.stderr
