@@ -3,11 +3,12 @@
     python scripts/bench/checkpoint.py [--mb 400] [--rounds 5] [--folder FOLDER] [--without-launcher]
 
 Two processes hold a model and the state of AdamW, --mb in all. In each round they save in the background, save in the
-foreground, and rank 0 makes a plain copy of the state, in random order: a clone of every tensor, or, on CUDA, a copy to
-pinned host memory. They run under dtrain, whose agent owns the memory of a save in the background; --without-launcher
-is for that of the process itself. The first round is shown alone: it gets the memory. A time is that until both processes go on. "until durable" includes the wait for the disk. Then
-both load the file, which is not in the page cache: what they read by system calls (rchar) and from the disk
-(read_bytes) of /proc/self/io, over both processes, is compared with its size. The folder should be on a real disk.
+foreground, and rank 0 makes a plain copy of the state, in random order: a clone of every tensor, or, on CUDA, a copy
+to pinned host memory. They run under dtrain, whose agent owns the memory of a save in the background; --without-
+launcher is for that of the process itself. The first round is shown alone: it gets the memory. A time is that until
+both processes go on. "until durable" includes the wait for the disk. Then both load the file, which is not in the page
+cache: what they read by system calls (rchar) and from the disk (read_bytes) of /proc/self/io, over both processes, is
+compared with its size. The folder should be on a real disk.
 """
 
 from __future__ import annotations
