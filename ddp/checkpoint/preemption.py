@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddp.comm.objects import control_group, device_of
 from ddp.comm.small_sum import reduce_options
 from ddp.monitoring.stall_report import finish, waiting_for_peers
+from ddp.world import before_leaving
 
 __all__ = ["Warned"]
 
@@ -38,6 +39,10 @@ class Warned:
         self._heard += 1
         if callable(self._before):
             self._before(signum, frame)
+
+    def _begin_anew(self) -> None:
+        """With the next group: a rank that is new there does not know what the others have acted on."""
+        self._most, self._acted = None, 0
 
     @property
     def has_acted(self) -> bool:
@@ -64,6 +69,7 @@ class Warned:
             world = dist.group.WORLD
             assert world is not None
             control = control_group(world, device_of(world))
+            before_leaving(self, Warned._begin_anew)
             self._most = control.allreduce([heard], reduce_options(dist.ReduceOp.MAX)), heard
         warned = most > self._acted
         self._acted = max(most, self._acted)
