@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Lock", "make_durably", "remove_unfinished", "replacing"]
+__all__ = ["Lock", "leave_to_parent", "make_durably", "remove_unfinished", "replacing"]
 
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
-_locked: set[int] = set()  # descriptors of temporary files that this process writes
+_locked: set[int] = set()  # descriptors of files that this process alone uses
 
 
 @contextlib.contextmanager
@@ -99,6 +99,11 @@ def make_durably(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for parent in missing:
         _fsync_folder(parent.parent)
+
+
+def leave_to_parent(descriptor: int) -> None:
+    """Let processes that are forked from now on have no part in an open file and its lock."""
+    _locked.add(descriptor)
 
 
 def _let_go() -> None:

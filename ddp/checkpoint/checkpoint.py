@@ -15,21 +15,18 @@ none waits for another that has given up.
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.checkpoint import background, rng
+from ddp.checkpoint import background, kept_copy, rng
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.agreement import (
     SaveNote,
@@ -42,33 +39,18 @@ from ddp.checkpoint.agreement import (
     require_agreement,
     require_equal_replicas,
 )
+from ddp.checkpoint.copy_memory import CopyMemory, is_on_host, needed_bytes
 from ddp.checkpoint.folder_owner import FolderOwner
-from ddp.checkpoint.host_copy import HostCopy
-from ddp.checkpoint.host_memory import HostMemory
+from ddp.checkpoint.host_copy import HostCopy, HostMemory
+from ddp.checkpoint.loading import LoadNote, Restored, find, identity, open_again, restore, send
 from ddp.checkpoint.preemption import Warned
-from ddp.checkpoint.state import Stateful, check_plain, given_parts, restore_parts, wrapper_of
-from ddp.comm.objects import device_of
+from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
-from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
+from ddp.monitoring.stall_report import at_files
 
 __all__ = ["Checkpoint", "Restored"]
-
-_CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU.
-
-    `world_size` is 0 where another program's checkpoint was converted.
-    """
-
-    step: int
-    values: dict[str, Any]
-    path: Path
-    world_size: int
 
 
 class Checkpoint:
@@ -95,6 +77,12 @@ class Checkpoint:
     the thread is raised on every rank by their next `save`, `load` or `wait`. When SIGUSR1 has said that the job's time
     is nearly up (`due`), and with `in_background=False`, which needs no memory for a copy, `save` returns when the file
     is durable. A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one.
+
+    Under `dtrain run`, the copy lies in memory of rank 0's host that outlives the process and is kept until the run
+    ends (once more the state's size where that is on devices, whose copy is there when they have finished it). If the
+    process is killed before the file is durable, the file is still written; at the end of a run it has 10 s for that.
+    `load` in a later attempt takes that copy, without reading a file, while the host lives. Where there is little
+    memory, a line on stderr says so, and saves go on without it.
     """
 
     def __init__(
@@ -117,6 +105,7 @@ class Checkpoint:
         self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
         self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
+        self._loaded = ""  # name of the file that was loaded, which may still be on its way from a copy in memory
 
     def due(self, step: int, *, every: int) -> bool:
         """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
@@ -164,6 +153,8 @@ class Checkpoint:
         note = SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
         # In the foreground only what lies on torch_xla's devices is copied: a file would ask for such a device again.
         copies = HostCopy(self._memory, device_types=None if note.in_background else {"xla"})
+        memory: CopyMemory | None = None
+        is_copied = False
         try:
             parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
@@ -174,12 +165,16 @@ class Checkpoint:
             check_plain(values)
             if rank == 0 and lost is None:
                 with at_files():
+                    memory = CopyMemory.of_host() if note.in_background else None
                     self._check_folder(step)
                     content = {name: part.state_dict() for name, part in parts.items()}
                     for name, part_state in content.items():
                         check_plain(part_state, name)
                     content["values"] = values
-                    content = copies.of(content)
+                    if memory is not None and not memory.has_room(needed_bytes(content)):
+                        memory = None
+                    if memory is None or not is_on_host(content):
+                        content, is_copied = copies.of(content), True
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"
@@ -196,8 +191,12 @@ class Checkpoint:
             values = content.pop("values")
             random_states = [note.random for note in notes]
             content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
+            if reduction is not None:
+                content["reduction"] = copies.of(reduction) if is_copied and note.in_background else reduction
             with at_files():
-                background.run(partial(self._begin, step, content, reduction, copies if note.in_background else None))
+                write = partial(self._write, step, partial(checkpoint_file.write, self.folder, step, content))
+                begin = partial(self._begin, step, content, copies, memory, is_copied=is_copied)
+                background.run(begin if note.in_background else write)
         self._is_uncounted = rank != 0
         if not note.in_background:
             self._wait()
@@ -255,14 +254,15 @@ class Checkpoint:
         given = None if path is None else Path(path)
         with contextlib.ExitStack() as open_files:
             # Ranks that see one and the same folder have it read by the first of them.
-            seen = exchange(checkpoint_file.identity(self.folder if given is None else given), "places before loading")
+            seen = exchange(identity(self.folder if given is None else given), "places before loading")
             reader = rank if seen[rank] is None else seen.index(seen[rank])
             with at_files():
-                found, file = self._find(open_files, given) if reader == rank else (_LoadNote(()), None)
-            told = [_LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
+                nothing = LoadNote(()), None
+                found, file = nothing if reader != rank else find(open_files, self.folder, given, self._broken)
+            told = [LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
             notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
             mine = notes[rank]
-            chosen = max(notes, key=lambda note: note.step)  # the first of several
+            chosen = max(notes, key=lambda note: (note.step, note.is_kept))  # the first of several
             if chosen.step < 0:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
                     raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
@@ -274,46 +274,63 @@ class Checkpoint:
             if mine.digest != chosen.digest:
                 file = None
             elif reader != rank:
-                file = _open_again(open_files, given or self.folder / Path(mine.path).name, mine.inode)
+                there = kept_copy.copy_path() if mine.is_kept else given or self.folder / Path(mine.path).name
+                file = None if there is None else open_again(open_files, there, mine.inode)
             lacks = exchange(file is None, "who lacks the checkpoint")
             if any(lacks):
                 source = next(at for at, note in enumerate(notes) if note == chosen and not lacks[at])
-                received = _send(source, file, chosen.size, is_wanted=lacks[rank])
+                received = send(source, file, chosen.size, is_wanted=lacks[rank])
                 file = received or file
             problem: Exception | None = None
             restored = None
             try:
                 assert file is not None
-                if lacks[rank]:
+                if lacks[rank] and not chosen.is_kept:
                     with at_files():
                         checkpoint_file.verify(file)
                 parts = given_parts(
                     model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler
                 )
-                restored = _restore(file, parts, model, Path(chosen.path), rank, world_size)
+                restored = restore(file, parts, model, Path(chosen.path), rank, world_size)
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
         raise_together(exchange(reason_of(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
+        self._loaded = Path(chosen.path).name
         return restored
 
-    def _begin(self, step: int, content: dict[str, Any], reduction: object, copies: HostCopy | None) -> None:
-        """Write on rank 0, with `copies` in the background. What it raises is kept until the ranks meet again."""
-        if reduction is not None:
-            content["reduction"] = reduction if copies is None else copies.of(reduction)
-        if copies is None:
-            self._write(step, content)
-        else:
-            background.start(partial(self._write, step, content, copies))
+    def _begin(
+        self, step: int, content: dict[str, Any], copies: HostCopy, memory: CopyMemory | None, *, is_copied: bool
+    ) -> None:
+        """Copy on rank 0 what is not copied yet, and start to write. Errors are kept until the ranks meet again."""
+        path = checkpoint_file.path_of(self.folder.absolute(), step)
+        note = None
+        if memory is not None and not is_copied:
+            try:
+                note = memory.keep(step, path, content)
+            except Exception:  # no memory after all, or what torch.save refuses, which `write` meets again
+                memory = None
+                content = copies.of(content)
 
-    def _write(self, step: int, content: Mapping[str, Any], copies: HostCopy | None = None) -> None:
+        def write() -> None:
+            nonlocal note
+            copies.wait()
+            if memory is not None and note is None:
+                note = memory.keep(step, path, content)
+            if memory is None or note is None:
+                checkpoint_file.write(self.folder, step, content)
+            else:
+                memory.write_file(note)
+
+        background.start(partial(self._write, step, write))
+
+    def _write(self, step: int, write: Callable[[], object]) -> None:
         """Write and prune, perhaps in a thread: nothing else uses what this changes until it is finished."""
         try:
-            if copies is not None:
-                copies.wait()
-            path = checkpoint_file.write(self.folder, step, content)
-            self._broken.discard(path.name)
+            write()
+            name = checkpoint_file.path_of(self.folder, step).name
+            self._broken.discard(name)
             assert self._known is not None
-            self._known.add(path.name)
+            self._known.add(name)
             checkpoint_file.prune(self.folder, self.keep, self._broken)
         except Exception as error:
             raise CheckpointError(str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))) from error
@@ -346,96 +363,4 @@ class Checkpoint:
                 "of this one. load() first to go on from there, use another folder, or move that file away"
             )
         if self._known is None:
-            self._known = {path.name for _, path in there}
-
-    def _find(self, open_files: contextlib.ExitStack, path: Path | None) -> tuple[_LoadNote, BinaryIO | None]:
-        """Open the newest whole file that this rank sees, and say what was passed over on the way."""
-        refused: list[str] = []
-        try:
-            candidates = checkpoint_file.newest_first(self.folder) if path is None else [(None, path)]
-        except OSError as error:
-            return _LoadNote((f"{self.folder.absolute()}: cannot be read: {error.strerror}",)), None
-        for named_step, candidate in candidates:
-            try:
-                file = open_files.enter_context(open(candidate, "rb"))  # noqa: SIM115  # what that stack is for
-                trailer = checkpoint_file.verify(file)
-                if named_step not in (None, trailer.step):
-                    raise CheckpointError(f"was saved as step {trailer.step} and has another name now")
-            except (OSError, CheckpointError) as error:
-                reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-                refused.append(f"{candidate.absolute()}: {reason}")
-                if path is None:
-                    self._broken.add(candidate.name)
-            else:
-                note = _LoadNote(
-                    tuple(refused),
-                    trailer.step,
-                    str(candidate.absolute()),
-                    trailer.length + checkpoint_file.TRAILER_BYTES,
-                    trailer.digest,
-                    os.fstat(file.fileno()).st_ino,
-                )
-                return note, file
-        return _LoadNote(tuple(refused)), None
-
-
-@dataclass(frozen=True)
-class _LoadNote:
-    """The files that a rank has passed over, and the newest whole one that it sees; its step is -1 if there is none."""
-
-    refused: tuple[str, ...]
-    step: int = -1
-    path: str = ""
-    size: int = 0
-    digest: bytes = b""
-    inode: int = 0
-
-
-def _restore(
-    file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
-) -> Restored:
-    with at_files():
-        state = checkpoint_file.read(file)
-    restore_parts(state, parts)
-    wrapper = wrapper_of(model)
-    if wrapper is not None and "reduction" in state:
-        wrapper.load_reduction_state(state["reduction"])
-    random_states = state["random"]
-    if len(random_states) == world_size:
-        rng.restore(random_states[rank])
-    elif random_states:  # another program's checkpoint has none
-        rng.reseed(random_states[0], rank)
-    return Restored(state["step"], state["values"], path, state["world_size"])
-
-
-def _open_again(open_files: contextlib.ExitStack, path: Path, inode: int) -> BinaryIO | None:
-    """Open the file that another rank of this host has verified; None if it is not there or another one by now."""
-    try:
-        file = open_files.enter_context(open(path, "rb"))  # noqa: SIM115  # what that stack is for
-        return file if os.fstat(file.fileno()).st_ino == inode else None
-    except OSError:
-        return None
-
-
-def _send(source: int, file: BinaryIO | None, size: int, *, is_wanted: bool) -> BinaryIO | None:
-    """Send the file of rank `source`, of `size` bytes, to all, and return it where it `is_wanted`.
-
-    Every rank must call it; blocks.
-    """
-    rank, _ = place()
-    device = device_of()
-    received = io.BytesIO() if is_wanted else None
-    if file is not None:
-        file.seek(0)
-    for begin in range(0, size, _CHUNK_BYTES):
-        buffer = bytearray(min(size - begin, _CHUNK_BYTES))
-        if rank == source and file is not None:
-            buffer[:] = file.read(len(buffer))
-        chunk = torch.frombuffer(buffer, dtype=torch.uint8)
-        moved = chunk.to(device)
-        with waiting_for_peers("broadcast of a checkpoint"):
-            finish(dist.broadcast(moved, src=source, async_op=True), device=moved.device)
-        if received is not None:
-            chunk.copy_(moved)
-            received.write(buffer)
-    return received
+            self._known = {*(path.name for _, path in there), self._loaded}

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import socket
-import struct
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,17 +22,25 @@ import torch
 
 from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
 from ddp.checkpoint.host_copy import HostCopy
+from ddp.checkpoint.kept_copy import HEAD, MAGIC, NAME, VERSION, pack_trailer
 from ddp.errors import CheckpointError
 
-__all__ = ["TRAILER_BYTES", "Trailer", "ends_whole", "identity", "newest_first", "prune", "read", "verify", "write"]
+__all__ = [
+    "TRAILER_BYTES",
+    "Trailer",
+    "ends_whole",
+    "identity",
+    "newest_first",
+    "path_of",
+    "prune",
+    "read",
+    "verify",
+    "write",
+]
 
-_MAGIC = b"ddp-ckpt"
-_VERSION = 1
-_HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the trailer
-TRAILER_BYTES = _HEAD.size + hashlib.sha256().digest_size
+TRAILER_BYTES = HEAD.size + hashlib.sha256().digest_size
 _CHUNK_BYTES = 4 << 20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux; no two kernels have the same
-_NAME = re.compile(r"step-([0-9]+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,17 @@ class Trailer:
     digest: bytes
 
 
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:010d}.pt"
+
+
 def newest_first(folder: Path) -> list[tuple[int, Path]]:
     """The files of `folder` that are named as checkpoints, with their steps, the last first, whatever is in them."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = [(int(match[1]), folder / match[0]) for name in names if (match := _NAME.fullmatch(name))]
+    found = [(int(match[1]), folder / match[0]) for name in names if (match := NAME.fullmatch(name))]
     return sorted(found, reverse=True)
 
 
@@ -61,14 +71,14 @@ def _read_trailer(file: BinaryIO) -> Trailer:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TRAILER_BYTES))
     tail = file.read(TRAILER_BYTES)
-    if len(tail) < TRAILER_BYTES or not tail.startswith(_MAGIC):
+    if len(tail) < TRAILER_BYTES or not tail.startswith(MAGIC):
         raise CheckpointError(_foreign(file, size))
-    _, version, step, length = _HEAD.unpack_from(tail)
-    if version != _VERSION:
-        raise CheckpointError(f"is of format {version}, and this version of ddp reads format {_VERSION}")
+    _, version, step, length = HEAD.unpack_from(tail)
+    if version != VERSION:
+        raise CheckpointError(f"is of format {version}, and this version of ddp reads format {VERSION}")
     if length != size - TRAILER_BYTES:
         raise CheckpointError(f"says that its state has {length:,} bytes, but has {size - TRAILER_BYTES:,}")
-    return Trailer(step, length, tail[_HEAD.size :])
+    return Trailer(step, length, tail[HEAD.size :])
 
 
 def _foreign(file: BinaryIO, size: int) -> str:
@@ -85,7 +95,7 @@ def verify(file: BinaryIO) -> Trailer:
     trailer = _read_trailer(file)
     file.seek(0)
     sha = hashlib.sha256()
-    left = trailer.length + _HEAD.size
+    left = trailer.length + HEAD.size
     while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
         sha.update(chunk)
         left -= len(chunk)
@@ -129,12 +139,12 @@ def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
     Raises OSError where the system does, without leaving anything.
     """
     make_durably(folder)
-    remove_unfinished(folder, _NAME)
-    path = folder / f"step-{step:010d}.pt"
+    remove_unfinished(folder, NAME)
+    path = path_of(folder, step)
     with replacing(path) as file:
         stream = _Hashing(file)
         torch.save(dict(content), cast("IO[bytes]", stream))  # it calls write and flush only
-        stream.write(_HEAD.pack(_MAGIC, _VERSION, step, stream.length))
+        stream.write(pack_trailer(step, stream.length, b""))
         stream.write(stream.sha.digest())
         if stream.error is not None:
             raise stream.error

@@ -1,7 +1,7 @@
 """Copies tensors of one rank of a group to its other ranks, many in one collective.
 
-The wrapper copies weights and buffers once, and buffers again before forward passes. Tensors travel through staging
-memory of at most 250 MB; a larger one in pieces.
+The wrapper copies weights and buffers once, and buffers again before forward passes. Small tensors travel together
+through staging memory of at most 250 MB; a large one goes alone, from its own memory to that of the others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ddp.torch_internals import buffers_of, foreach_copy
 __all__ = ["BufferSync", "broadcast_tensors"]
 
 _CHUNK_BYTES = 250 << 20
+_ALONE_BYTES = 4 << 20  # copying such to staging memory and back takes longer than a collective of their own
 _ALIGN_BYTES = 16
 
 
@@ -35,8 +36,8 @@ class _Package:
         self.tensors = list(tensors)
         offsets, end = [], 0
         for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            offsets.append(-(-end // _ALIGN_BYTES) * _ALIGN_BYTES)
+            end = offsets[-1] + tensor.nbytes
         self.staging = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
         self.views = [
             self.staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -49,9 +50,7 @@ class _Package:
         if group.rank() == root:
             self.wait(wait)
             foreach_copy(self.views, self.tensors)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        self.work = group.broadcast([self.staging], options)
+        self.work = _broadcast(group, self.staging, root)
 
     def finish(self, group: dist.ProcessGroup, root: int, wait: Wait) -> None:
         """Wait and unpack. The root has nothing to unpack, and waits only before it packs again."""
@@ -82,7 +81,11 @@ def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None
 
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
-    """Broadcast through staging memory that is free again afterwards."""
+    """Broadcast one tensor from its own memory if that is in one piece, else through memory that is free afterwards."""
+    if len(chunk) == 1 and chunk[0].is_contiguous():  # on this rank; as bytes it is the same on all
+        flat = chunk[0].data.view(-1).view(torch.uint8)
+        wait(_broadcast(group, flat, root), "broadcast of a tensor", device=flat.device)
+        return
     package = _Package(chunk)
     package.start(group, root, wait)
     package.finish(group, root, wait)
@@ -90,17 +93,27 @@ def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], ro
         package.wait(wait)
 
 
+def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return group.broadcast([tensor], options)
+
+
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of one device, up to about 250 MB each. The same on every rank, as it depends on shapes alone."""
+    """Small neighbours of one device, up to about 250 MB each, then each large one alone.
+
+    The same on every rank, as it depends on shapes alone.
+    """
     chunks: list[list[torch.Tensor]] = []
     size = 0
-    for tensor in (piece for whole in tensors if whole.numel() for piece in _pieces(whole)):
+    for tensor in (tensor for tensor in tensors if 0 < tensor.nbytes < _ALONE_BYTES):
         if not chunks or size + tensor.nbytes > _CHUNK_BYTES or chunks[-1][0].device != tensor.device:
             chunks.append([])
             size = 0
         chunks[-1].append(tensor)
         size += tensor.nbytes
-    return chunks
+    large = (tensor for tensor in tensors if tensor.nbytes >= _ALONE_BYTES)
+    return chunks + [[piece] for whole in large for piece in _pieces(whole)]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.store import RendezvousStore, StoreProcess
@@ -66,6 +67,7 @@ class Attempt:
         writer: StreamWriter,
         store_process: StoreProcess,
         fork_server: ForkServer,
+        kept_copy: KeptCopy,
     ) -> None:
         self.number = number
         self.workers: dict[int, Worker] = {}  # by rank, the newest of each
@@ -80,6 +82,7 @@ class Attempt:
         self._orders: dict[int, StartWorker] = {}
         self._waiting: list[StartWorker] = []  # for the fork server's imports
         self._fork_server = fork_server
+        self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._generation = 0  # the newest that the workers were told of
         self._states: dict[int, StateFile] = {}  # by rank
@@ -252,7 +255,7 @@ class Attempt:
         own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
         is_first = message.rank not in self._lives
         own["DTRAIN_GENERATION"] = "0" if is_first else str(self._generation)
-        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own}
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores(message)
@@ -361,6 +364,7 @@ class Attempt:
                 worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
                     worker.killer = self._memory.killed(worker.pid)
+                self._kept_copy.worker_ended(worker.pid)  # before anybody takes its place
         self.report()
 
     def report(self) -> None:

@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 from launcher.agent.attempt import Attempt
+from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.run_tag import RunTag
 from launcher.agent.store import StoreProcess
 from launcher.agent.workers.warm_start import ForkServer
@@ -34,6 +35,7 @@ class AttemptEnd:
         run_tag: RunTag,
         store_process: StoreProcess,
         fork_server: ForkServer,
+        kept_copy: KeptCopy,
         *,
         signum: int,
         kill_at: float,
@@ -45,6 +47,7 @@ class AttemptEnd:
         self._run_tag = run_tag
         self._store_process = store_process
         self._fork_server = fork_server
+        self._kept_copy = kept_copy
         now = time.monotonic()
         self._stop_failed_at = now + min(FAILED_S, max(0.0, kill_at - now) / 2)
         self._kill_at = kill_at
@@ -101,7 +104,7 @@ class AttemptEnd:
             killed.append(self._store_process.kill())
             if not self._fork_server.stays:
                 killed.append(self._fork_server.kill())
-        kept = [self._store_process.pid, self._fork_server.pid]
+        kept = [self._store_process.pid, self._fork_server.pid, self._kept_copy.pid]
         spare = [pid for pid in (os.getppid(), *killed, *kept) if pid is not None]
         self._sweep = Sweep(
             partial(self._run_tag.members, ancestor=os.getpid(), spare=spare),

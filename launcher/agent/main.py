@@ -24,6 +24,7 @@ from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts, likely_workers
+from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
@@ -140,6 +141,7 @@ class Agent:
         self._killed_runs: list[str] = []  # the identities of their agents
         self._fork_server = ForkServer(run_tag, self._selector, warmth)
         self._store_process = StoreProcess(self._fork_server)
+        self._kept_copy = KeptCopy()
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: processes.Suspension | None = None
@@ -198,7 +200,7 @@ class Agent:
         pauses = [self._next_heartbeat - now, self._lease.end - now, self._fork_server.pause_s(now)]
         pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work]
         if self._attempt_end is not None and self._leftovers is None:
-            pauses.append(self._attempt_end.pause_s(now))
+            pauses += [self._attempt_end.pause_s(now), self._kept_copy.pause_s(now)]
         elif self._attempt is not None and self._suspension is None:
             pauses.append(self._attempt.pause_s)
         return max(0.0, min(pauses))
@@ -254,6 +256,8 @@ class Agent:
         self._evidence_round.reaped(wait_statuses)
         if self._fork_server.pid in wait_statuses:
             self._fork_server.ended()
+        if self._kept_copy.pid in wait_statuses:
+            self._kept_copy.ended()
         store = self._store_process.pid
         last_words = self._store_process.ended(wait_statuses[store]) if store in wait_statuses else None
         if self._attempt is not None:
@@ -331,6 +335,7 @@ class Agent:
         try:
             self._folder = make_folder(self._run_tag.value)
             leave_identity(self._folder, self._identity)
+            self._kept_copy.open(self._folder)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
@@ -365,6 +370,7 @@ class Agent:
                 writer=self._writer,
                 store_process=self._store_process,
                 fork_server=self._fork_server,
+                kept_copy=self._kept_copy,
             )
         if isinstance(message, OpenStore):
             self._attempt.open_store(message, self._address(message))
@@ -395,7 +401,8 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        spare = [pid for pid in (self._guard, self._store_process.pid, self._fork_server.pid) if pid is not None]
+        kept = (self._guard, self._store_process.pid, self._fork_server.pid, self._kept_copy.pid)
+        spare = [pid for pid in kept if pid is not None]
         return self._run_tag.members(ancestor=os.getpid(), spare=spare)
 
     def _end_attempt(self, message: EndAttempt) -> None:
@@ -409,6 +416,8 @@ class Agent:
 
     def _exit(self, signum: int, reason: str) -> None:
         """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
+        if self._reason is not None or self._lease.over:
+            self._kept_copy.kill()
         if self._reason is None:
             self._reason = reason
         if reason:
@@ -430,6 +439,7 @@ class Agent:
                 self._run_tag,
                 self._store_process,
                 self._fork_server,
+                self._kept_copy,
                 signum=signum,
                 kill_at=self._kill_at(signum),
             )
@@ -440,6 +450,8 @@ class Agent:
         """Answer, once all of it is reported; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
+        if self._reason is not None and not self._kept_copy.finished(time.monotonic()):
+            return
         saved = 0 if self._attempt is None else self._attempt.saved
         swept, self._left = attempt_end.swept, attempt_end.left
         swept += 0 if self._attempt is None else self._attempt.worker_restarts.swept

@@ -1,12 +1,14 @@
 """Measure how long a save holds up training, beside a plain copy of the state, and how much of a file a load reads.
 
-    python scripts/bench/checkpoint.py [--mb 400] [--rounds 5] [--folder FOLDER]
+    python scripts/bench/checkpoint.py [--mb 400] [--rounds 5] [--folder FOLDER] [--without-launcher]
 
 Two processes hold a model and the state of AdamW, --mb in all. In each round they save in the background, save in the
-foreground, and rank 0 makes a plain copy of the state, in random order: a clone of every tensor, or, on CUDA, a copy to
-pinned host memory. A time is that until both processes go on. "until durable" includes the wait for the disk. Then
-both load the file, which is not in the page cache: what they read by system calls (rchar) and from the disk
-(read_bytes) of /proc/self/io, over both processes, is compared with its size. The folder should be on a real disk.
+foreground, and rank 0 makes a plain copy of the state, in random order: a clone of every tensor, or, on CUDA, a copy
+to pinned host memory. They run under dtrain, whose agent owns the memory of a save in the background; --without-
+launcher is for that of the process itself. The first round is shown alone: it gets the memory. A time is that until
+both processes go on. "until durable" includes the wait for the disk. Then both load the file, which is not in the page
+cache: what they read by system calls (rchar) and from the disk (read_bytes) of /proc/self/io, over both processes, is
+compared with its size. The folder should be on a real disk.
 """
 
 from __future__ import annotations
@@ -90,6 +92,10 @@ def worker(arguments: argparse.Namespace) -> None:
         size = path.stat().st_size
         print(f"{size / 1e6:.0f} MB on {world.device}, medians of {arguments.rounds} rounds")
         plain = statistics.median(times["copy"])
+        first = ", ".join(
+            f"{what} {times[name][0]:.1f} ms" for name, what in (("copy", "copy"), ("background", "save"))
+        )
+        print(f"  the first: {first}, {times['background'][0] / times['copy'][0]:.2f}")
         for name, what in (
             ("copy", "a plain copy of the state"),
             ("background", "save in the background"),
@@ -116,16 +122,21 @@ def main() -> int:
     parser.add_argument("--mb", type=float, default=400, help="size of the state [%(default)g]")
     parser.add_argument("--rounds", type=int, default=5, help="of all three [%(default)s]")
     parser.add_argument("--folder", help="where to save [a temporary folder]")
+    parser.add_argument("--without-launcher", action="store_true", help="start the two processes by themselves")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         worker(arguments)
         return 0
-    from step import spawn
+    from step import run_all, spawn
 
     folder = Path(tempfile.mkdtemp(prefix="ddp-bench-", dir=arguments.folder))
     try:
         sys.argv += ["--folder", str(folder)]
-        return spawn(2)
+        if arguments.without_launcher:
+            return spawn(2)
+        options = ["--nproc-per-node", "2", "-q", "--log-dir", str(folder / "runs")]
+        command = [sys.executable, "-m", "launcher", "run", *options, *sys.argv]
+        return run_all([(command, {"OMP_NUM_THREADS": "1"})])
     finally:
         shutil.rmtree(folder)
 

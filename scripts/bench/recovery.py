@@ -1,10 +1,16 @@
 """Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
     python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
+    python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
 
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
 under `ddp.resilient`, and are measured until all have committed their next step; the others only meet.
+
+With --kills, train_gpt.py runs twice: undisturbed, and with so many workers killed at random moments, one after the
+other, each as soon as all have made 1 to 20 steps since the one before. A recovery is from the KILL to the next step
+that rank 0 prints, for which all ranks are needed; a step is lost if it is printed twice. The weights of both
+runs are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ import contextlib
 import json
 import os
 import platform
+import random
+import re
 import signal
 import statistics
 import subprocess
@@ -68,6 +76,13 @@ def train(state):
 
 train(state)
 """
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
+# Before what runs in it; what stands above, its imports, has to stay there for the warm start.
+SAY_PID = """
+path = Path(os.environ["RECOVERY_FOLDER"], "pid." + os.environ["RANK"])
+path.with_name(path.name + ".new").write_text(str(os.getpid()))
+os.rename(path.with_name(path.name + ".new"), path)
+"""
 COMMANDS = ("resilient", "dtrain", "torchrun")
 
 
@@ -84,9 +99,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
     parser.add_argument("--workers", type=int, default=2, help="gloo or shm ranks [%(default)s]")
     parser.add_argument("--state-mb", type=float, default=1.0, help="weights and momentum of resilient's [%(default)s]")
+    parser.add_argument("--kills", type=int, help="kill so many workers of one run of train_gpt.py instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the kills [%(default)s]")
     parser.add_argument("--only", choices=COMMANDS, help="measure one of them, without ratios")
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
+    if args.kills:
+        sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
     times: dict[str, list[float]] = {name: [] for name in COMMANDS if args.only in (None, name)}
     os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
     with tempfile.TemporaryDirectory() as name:
@@ -106,6 +125,90 @@ def main() -> None:
             f"{command:9} {statistics.median(taken):10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
             flush=True,
         )
+
+
+def compare_with_kills(kills: int, workers: int, chance: random.Random) -> int:
+    """Print what the kills cost, and whether the results are equal; return 1 if they are not."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as name:
+        runs = [train_gpt(Path(name, str(count)), count, kills, workers, chance) for count in (0, kills)]
+        ours, theirs = (torch.load(Path(name, str(count), "gpt.pt"))["model"] for count in (kills, 0))
+        are_equal = all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    found = runs[1]
+    print(
+        f"{'kills':>5} {'recovery s':>10} {'most':>7} {'alone':>6} {'steps lost':>10} {'steps':>6} {'equal bits':>10}"
+    )
+    print(
+        f"{len(found.recoveries_s):5} {statistics.median(found.recoveries_s):10.3f} {max(found.recoveries_s):7.3f} "
+        f"{found.alone:6} {found.lost:10} {len(found.losses):6} {'yes' if are_equal else 'NO':>10}"
+    )
+    return 0 if are_equal else 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of train_gpt.py: its printed losses by step, and what kills cost. `alone`: how often one was replaced."""
+
+    losses: dict[int, str]
+    recoveries_s: list[float]
+    lost: int
+    alone: int
+
+
+def train_gpt(folder: Path, kills: int, most_kills: int, workers: int, chance: random.Random) -> Trained:
+    folder.mkdir()
+    begin = 'if __name__ == "__main__":'
+    (folder / "gpt.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(begin, SAY_PID + begin))
+    size = "--layers 1 --width 32 --heads 2 --block-size 32 --text-kb 40 --eval-blocks 25 --warmup-steps 5"
+    steps = f"--batch-size {4 * workers} --steps {25 * most_kills} --log-every 1 --eval-every {25 * most_kills}"
+    where = ["--out", str(folder / "gpt.pt"), "--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", "50"]
+    options = ["--nproc-per-node", str(workers), "--max-restarts", str(kills), "--log-dir", str(folder / "runs")]
+    script = [str(folder / "gpt.py"), *size.split(), *steps.split(), "--resilient", *where]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RECOVERY_FOLDER": str(folder), MARK: str(folder)}
+    losses: dict[int, str] = {}
+    recoveries_s: list[float] = []
+    lost = 0
+    killed_at, left, killed, victim = 0.0, chance.randrange(5, 20), 0, folder / "pid.0"
+    with running([sys.executable, "-m", "launcher", "run", *options, *script], environment, folder) as process:
+        for line in follow(folder / "output", process):
+            if (match := re.search(r"step +(\d+)  loss (\S+)", line)) is None:
+                continue
+            lost += int(match[1]) in losses
+            losses[int(match[1])] = match[2]
+            if killed:
+                if int(victim.read_text()) == killed:
+                    continue  # printed before the others noticed
+                recoveries_s.append(time.monotonic() - killed_at)
+                killed, left = 0, chance.randrange(1, 21)
+            left -= 1
+            if left == 0 and len(recoveries_s) < kills:
+                time.sleep(chance.random() * 0.02)
+                victim = folder / f"pid.{chance.randrange(workers)}"
+                killed, killed_at = int(victim.read_text()), time.monotonic()
+                os.kill(killed, signal.SIGKILL)
+    said = (folder / "output").read_text(errors="replace")
+    if process.returncode != 0 or len(recoveries_s) != kills:
+        sys.exit(f"{len(recoveries_s)} of {kills} kills, exit code {process.returncode}:\n{said[-3000:]}")
+    return Trained(losses, recoveries_s, lost, said.count("only this worker restarts"))
+
+
+def follow(path: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """The lines that a process writes to a file, until it ends."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = ""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            has_ended = process.poll() is not None
+            text += (more := file.read())
+            if more:
+                deadline = time.monotonic() + LIMIT_S
+            *lines, text = text.split("\n")
+            yield from lines
+            if has_ended or time.monotonic() > deadline:
+                return
+            if not more:
+                time.sleep(0.002)
 
 
 def argv_of(command: str, workers: int, folder: Path) -> list[str]:

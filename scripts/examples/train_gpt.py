@@ -8,7 +8,8 @@ workers share it. What makes the script distributed is `ddp.init()`, the wrapped
 
 Killed and started again with the same `--checkpoint-dir`, on as many workers or on fewer or more, it goes on from
 the newest whole checkpoint to the losses that it would have had. A launcher that may restart it gets that without
-the option: every run has its own folder then, named by its run id.
+the option: every run has its own folder then, named by its run id. With `--resilient`, `dtrain run --max-restarts N`
+replaces a killed worker alone, and the others go on with it from their newest step.
 
 B is the batch of one worker, T the length of a block, C the width of the model, V the size of the vocabulary.
 """
@@ -45,7 +46,9 @@ def main() -> None:
         sys.exit(f"--batch-size {args.batch_size} does not divide by the {world.world_size} workers")
 
     text = read_stdlib(args.text_kb * 1000)
-    require_same_text(text, world)
+    digest = hashlib.sha256(text).hexdigest()[:12]
+    version = platform.python_version()
+    say(world, f"text {digest}: {len(text):,} characters from the standard library of Python {version}")
     training, validation = split(text, args)
     torch.manual_seed(args.seed)
     shape = {"block_size": args.block_size, "layers": args.layers, "heads": args.heads, "width": args.width}
@@ -56,53 +59,62 @@ def main() -> None:
         f"{world.device.type}, {args.batch_size // world.world_size} blocks each",
     )
 
-    train(gpt, training, validation, args, world)
+    train(gpt, digest, training, validation, args, world)
     if world.is_main:
         save({"shape": shape, "model": gpt.state_dict()}, args.out)
         print(f"saved {args.out}; a sample:\n{sample(gpt, 'def ', args, world.device).rstrip()}", flush=True)
 
 
-def train(gpt: "GPT", training: "Blocks", validation: "Blocks", args: argparse.Namespace, world: ddp.World) -> None:
+def train(
+    gpt: "GPT", digest: str, training: "Blocks", validation: "Blocks", args: argparse.Namespace, world: ddp.World
+) -> None:
     """Run the steps that are left. A printed loss is the mean over all workers and the steps since the last one."""
     model = ddp.DistributedDataParallel(gpt)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     sampler = ddp.DistributedSampler(training, shuffle=True, seed=args.seed, drop_last=True)
     checkpoint = ddp.Checkpoint(args.checkpoint_dir) if args.checkpoint_dir else None
-    start = printed = 0  # the last step that was done before, and that whose loss was printed
-    total = 0.0  # of the mean losses of the steps since then, as far as the workers have shared them
+    # The last step that was done, that whose loss was printed, and the sum of the mean losses of the steps in between.
+    state = ddp.State(
+        model=model, optimizer=optimizer, sampler=sampler, step=0, printed=0, total=torch.zeros((), device=world.device)
+    )
     if checkpoint and (restored := checkpoint.load(model=model, optimizer=optimizer, sampler=sampler)):
-        start, printed, total = restored.step, restored.values["printed"], restored.values["total"]
-        say(world, f"resuming after step {start}, from {restored.path}")
+        state.step, state.printed = restored.step, restored.values["printed"]
+        state.total = restored.values["total"].to(world.device)
+        say(world, f"resuming after step {state.step}, from {restored.path}")
 
-    losses, began_at, began = torch.zeros((), device=world.device), start, time.perf_counter()
-    batches = endless(training, sampler, args, world)
-    for step, (x, y) in zip(range(start + 1, args.steps + 1), batches, strict=False):  # x, y: (B, T)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        loss = cross_entropy(model(x), y).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses += loss.detach()
-        sampler.advance(len(x))
+    def steps(state: ddp.State) -> None:
+        require_same_text(digest, world)
+        began_at, began = state.step, time.perf_counter()
+        batches = endless(training, sampler, args, world)
+        for step, (x, y) in zip(range(state.step + 1, args.steps + 1), batches, strict=False):  # x, y: (B, T)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, args)
+            loss = cross_entropy(model(x), y).mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            state.total = state.total + sum_over_workers(loss.detach().clone(), world) / world.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+            sampler.advance(len(x))
+            state.step = step
+            state.commit()
 
-        last = step == args.steps
-        if step % args.log_every == 0 or step == 1 or last:
-            mean = (total + sum_over_workers(losses, world).item() / world.world_size) / (step - printed)
-            speed = (step - began_at) * args.batch_size * args.block_size / (time.perf_counter() - began)
-            say(world, f"step {step:4d}  loss {mean:.4f}  {speed:,.0f} tokens/s")
-            losses, total, printed = torch.zeros_like(losses), 0.0, step
-            began_at, began = step, time.perf_counter()
-        if step % args.eval_every == 0 or last:
-            paused = time.perf_counter()
-            say(world, f"step {step:4d}  validation loss {evaluate(gpt, validation, args, world):.4f}")
-            began += time.perf_counter() - paused
-        if checkpoint and (checkpoint.due(step, every=args.checkpoint_every) or (args.checkpoint_every and last)):
-            # The values of rank 0 are saved, so what only the others know goes into them first.
-            total += sum_over_workers(losses, world).item() / world.world_size
-            losses = torch.zeros_like(losses)
-            checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, printed=printed, total=total)
+            last = step == args.steps
+            if step % args.log_every == 0 or step == 1 or last:
+                mean = state.total.item() / (step - state.printed)
+                speed = (step - began_at) * args.batch_size * args.block_size / (time.perf_counter() - began)
+                say(world, f"step {step:4d}  loss {mean:.4f}  {speed:,.0f} tokens/s")
+                state.total, state.printed = torch.zeros_like(state.total), step
+                began_at, began = step, time.perf_counter()
+            if step % args.eval_every == 0 or last:
+                paused = time.perf_counter()
+                say(world, f"step {step:4d}  validation loss {evaluate(gpt, validation, args, world):.4f}")
+                began += time.perf_counter() - paused
+            if checkpoint and (checkpoint.due(step, every=args.checkpoint_every) or (args.checkpoint_every and last)):
+                values = {"printed": state.printed, "total": state.total}
+                checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, **values)
+
+    (ddp.resilient(steps) if args.resilient else steps)(state)
     if checkpoint:
         checkpoint.wait()
 
@@ -184,14 +196,11 @@ def read_stdlib(limit_bytes: int) -> bytes:
     return bytes(text[:limit_bytes])
 
 
-def require_same_text(text: bytes, world: ddp.World) -> None:
+def require_same_text(digest: str, world: ddp.World) -> None:
     """Refuse to train on texts that differ, as they do on hosts with different versions of Python."""
-    digest = hashlib.sha256(text).hexdigest()[:12]
-    version = platform.python_version()
-    say(world, f"text {digest}: {len(text):,} characters from the standard library of Python {version}")
     if world.world_size == 1:
         return
-    mine = (digest, f"{socket.gethostname()}, Python {version} in {sys.prefix}")
+    mine = (digest, f"{socket.gethostname()}, Python {platform.python_version()} in {sys.prefix}")
     found = [mine] * world.world_size
     dist.all_gather_object(found, mine)
     for rank, (theirs, where) in enumerate(found):
@@ -316,6 +325,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=positive, default=50)
     parser.add_argument("--eval-blocks", type=positive, default=200)
     parser.add_argument("--text-kb", type=positive, default=1000, help="how much of the library to read")
+    parser.add_argument("--resilient", action="store_true", help="replace a failed worker alone")
     parser.add_argument("--sample-length", type=positive, default=200)
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt.pt"), help="the trained model, written by rank 0")

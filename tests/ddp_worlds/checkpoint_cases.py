@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint, preemption, rng
+from ddp.checkpoint import checkpoint, loading, preemption, rng
 from ddp.checkpoint import file as checkpoint_file
 from ddp.comm import objects
 from ddp.monitoring import progress
@@ -87,7 +87,7 @@ def loads_from_the_rank_that_sees_it(folder: str, owner: int, size: int) -> None
         weights = {"weight": torch.full((1, size), float(step))}
         content = {"step": step, "world_size": 1, "model": weights, "random": [rng.capture()], "values": {}}
         checkpoint_file.write(own, step, content)
-    checkpoint._CHUNK_BYTES = 1000  # many, and the last one shorter
+    loading._CHUNK_BYTES = 1000  # many, and the last one shorter
     restored = ddp.Checkpoint(own).load(model=model)
     assert restored.step == 8
     assert torch.equal(model.weight, torch.full_like(model.weight, 8.0))
@@ -131,7 +131,7 @@ def _bytes_read() -> tuple[int, int]:
 def one_that_cannot_open_it_receives_the_file(folder: str) -> None:
     """Rank 1 sees the folder that rank 0 reads, but not the file that rank 0 has found there."""
     if dist.get_rank() == 1:
-        checkpoint._open_again = lambda *_: None
+        checkpoint.open_again = lambda *_: None
     model = nn.Linear(2, 1)
     assert ddp.Checkpoint(folder).load(model=model).step == 4
     assert model.weight.tolist() == [[4.0, 4.0]]

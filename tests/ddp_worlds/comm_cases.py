@@ -38,23 +38,31 @@ def _odd_tensors(seed: int) -> list[torch.Tensor]:
 
 
 def large_tensors_travel_in_pieces() -> None:
-    """All arrive, into the same memory, and no staging tensor is larger than the limit."""
+    """All arrive, into the same memory; staging tensors are within the limit, and what is in one piece has none."""
     sizes: list[int] = []
+    staged: list[torch.Tensor] = []
 
     class Package(broadcast._Package):
         def __init__(self, tensors: list[torch.Tensor]) -> None:
             super().__init__(tensors)
             sizes.append(sum(tensor.nbytes for tensor in tensors))
+            staged.extend(tensors)
 
-    root = dist.get_world_size() - 1
-    tensors, expected = _odd_tensors(dist.get_rank()), _odd_tensors(root)
+    rank, root = dist.get_rank(), dist.get_world_size() - 1
+    tensors, expected = _odd_tensors(rank), _odd_tensors(root)
+    square = torch.full((30, 40), float(rank))
+    tensors.append(square if rank else square.t().contiguous().t())  # in another order on one rank
+    expected.append(torch.full((30, 40), float(root)))
     pointers = [tensor.data_ptr() for tensor in tensors]
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(broadcast, "_ALONE_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_CHUNK_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_Package", Package)
         broadcast_tensors(dist.group.WORLD, tensors, root)
     assert max(sizes) <= LIMIT_BYTES
-    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors)
+    assert sum(sizes) < sum(tensor.nbytes for tensor in tensors)
+    whole = {tensor.data_ptr() for tensor in tensors if tensor.nbytes >= LIMIT_BYTES and tensor.is_contiguous()}
+    assert whole.isdisjoint(tensor.data_ptr() for tensor in staged)
     for tensor, other in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, other)
     assert pointers == [tensor.data_ptr() for tensor in tensors]
@@ -73,6 +81,7 @@ def large_buffers_travel_in_turn() -> None:
         work.wait()
 
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(broadcast, "_ALONE_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_CHUNK_BYTES", LIMIT_BYTES)
         sync = BufferSync(dist.group.WORLD, module, ["buffer2"], wait)
         for round_ in range(3):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ _NEVER = {
     "torchmetrics", "wandb",
 }  # fmt: skip
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+_TORCH = re.compile(rb"TORCH(?!ELASTIC_)")  # those are the launcher's own, and nothing that torch reads when imported
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
@@ -104,7 +106,7 @@ class _Reader:
         except (OSError, SyntaxError, ValueError, RecursionError):
             raise _EffectError from None
         self._found.uses_optimizer |= b"optim" in source
-        self._found.sets_torch |= b"TORCH" in source
+        self._found.sets_torch |= _TORCH.search(source) is not None
         for statement in tree.body:
             self._read_statement(statement, package)
 

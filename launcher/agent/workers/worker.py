@@ -16,6 +16,11 @@ Beside what its order says, a worker has these variables:
     DTRAIN_STATE_FILE        a file of its rank alone, empty in its first life of an attempt; each later life finds what
                              those before it have written. It is in memory and has no folder: open it, write or map it,
                              set its length; it cannot be renamed or replaced.
+    DTRAIN_COPY_FILE         a file of the same kind, one for all workers of this host and all attempts of the run, for
+                             a copy of what one of them saves; not there where no such file can be had
+    DTRAIN_COPY_NOTE         where that worker may say how the copy is saved if it ends before that is done: a JSON
+                             object with `pid`, its own, and `argv`, a command that gets the copy as its standard input;
+                             [] if it is done
 """
 
 from __future__ import annotations

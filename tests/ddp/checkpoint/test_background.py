@@ -16,9 +16,8 @@ from testbed.processes import Result
 from torch import nn
 
 import ddp
-from ddp.checkpoint import host_copy, host_memory
-from ddp.checkpoint.host_copy import HostCopy
-from ddp.checkpoint.host_memory import HostMemory
+from ddp.checkpoint import host_copy
+from ddp.checkpoint.host_copy import HostCopy, HostMemory
 
 CASES = "ddp_worlds.background_save_cases"
 
@@ -101,7 +100,7 @@ def device_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         blocks.append(size)
         return torch.full((size,), 99, dtype=torch.uint8)
 
-    monkeypatch.setattr(host_memory, "_pinned", pinned)
+    monkeypatch.setattr(host_copy, "_pinned", pinned)
     monkeypatch.setattr(host_copy, "has_stream", lambda _: True)
     monkeypatch.setattr(host_copy, "recorded_event", lambda _: _DoneEvent())
     return blocks
@@ -151,7 +150,7 @@ def test_where_no_more_memory_can_be_pinned_ordinary_memory_is_taken(
     memory = HostMemory()
     memory.take([128])
     memory.free()
-    monkeypatch.setattr(host_memory, "_pinned", refuse)
+    monkeypatch.setattr(host_copy, "_pinned", refuse)
     copied = HostCopy(memory).of([torch.ones(16), torch.ones(1000), torch.ones(2000)])
     assert [tensor.sum() for tensor in copied] == [16, 1000, 2000]
     assert device_copies == [128]

@@ -6,4 +6,8 @@ from ddp_worlds.nursery import Nursery
 
 
 def test_large_tensors_and_buffers_travel_in_pieces(nursery: Nursery) -> None:
-    nursery.in_turn(3, "ddp_worlds.comm_cases", ["large_tensors_travel_in_pieces", "large_buffers_travel_in_turn"])
+    cases = [
+        "large_tensors_travel_in_pieces",
+        "large_buffers_travel_in_turn",
+    ]
+    nursery.in_turn(3, "ddp_worlds.comm_cases", cases)

@@ -108,7 +108,7 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
 
 VARYING = {
     "OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
-    "DTRAIN_GENERATION_PIPE", "DTRAIN_STATE_FILE",
+    "DTRAIN_GENERATION_PIPE", "DTRAIN_STATE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
 }  # fmt: skip
 
 
@@ -470,6 +470,22 @@ def test_reading_ends_at_what_may_have_an_effect(
     script = write(tmp_path, "script.py", text)
     found = find_preloads("script", str(script), str(REPOSITORY))
     assert [module for module, _ in found.imports] == imports
+
+
+@pytest.mark.parametrize(
+    ("text", "is_imported"),
+    [
+        ("import torch\ntorch.optim.SGD", True),
+        ("import torch, os\nos.environ['TORCHELASTIC_RUN_ID']\ntorch.optim.SGD", True),
+        ("import torch, os\nos.environ['TORCH_LOGS'] = 'all'\ntorch.optim.SGD", False),
+        ("import torch", False),
+    ],
+)
+def test_what_an_optimizer_imports_is_imported_before_unless_its_variables_may_change(
+    tmp_path: Path, text: str, is_imported: bool
+) -> None:
+    script = write(tmp_path, "script.py", text)
+    assert find_preloads("script", str(script), str(REPOSITORY)).imports_dynamo is is_imported
 
 
 def test_a_restart_forks_again_and_reads_the_script_anew(installed: Path, tmp_path: Path) -> None:

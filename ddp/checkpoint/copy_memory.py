@@ -1,0 +1,214 @@
+"""This process's use of the memory in which the launcher keeps a copy of the newest checkpoint (kept_copy.py).
+
+Called by `ddp.checkpoint` on the rank that writes. One process of a host has the memory at a time, until it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ddp.checkpoint import kept_copy
+from ddp.checkpoint.atomic_file import leave_to_parent
+from ddp.checkpoint.host_copy import tensors_in
+from ddp.checkpoint.kept_copy import Note
+from ddp.environment import run_of
+
+__all__ = ["CopyMemory", "is_on_host", "needed_bytes"]
+
+_WAIT_S, _PAUSE_S = 60.0, 0.02  # for the file of a process that is gone
+_SPARE = 0.1  # of the available memory is left
+_ROUNDING_BYTES = 1 << 20
+_LARGE_BYTES = 64 << 10  # torch copies such with several threads
+
+
+class CopyMemory:
+    """Memory that holds one copy: `keep` replaces the one before, whose file must be durable."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = 0  # that is mapped
+        self._memory = memoryview(b"")
+        self._is_short = False
+
+    @classmethod
+    def of_host(cls) -> CopyMemory | None:
+        """Return this process's; None where the launcher has none, or another process uses it. May wait for 60 s.
+
+        That is when the file of one that is gone is still being written.
+        """
+        global _memory
+        path = kept_copy.copy_path()
+        if _memory is None and path is not None:
+            _memory = _claimed(path)
+        return _memory
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes can be kept without taking nearly all memory that is left. Says once that not."""
+        more = size - os.fstat(self._descriptor).st_size
+        available = _available_bytes()
+        if more <= 0 or more <= (1 - _SPARE) * available:
+            return True
+        if not self._is_short:
+            self._is_short = True
+            print(
+                f"ddp: no copy of a checkpoint outlives this process: {more / 2**30:.1f} GiB of memory more are needed "
+                f"for it, and {available / 2**30:.1f} GiB are available",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+
+    def keep(self, step: int, path: Path, content: Mapping[str, Any]) -> Note:
+        """Copy `content`, for the file at `path`, and return the note of it. Raises OSError if there is no memory."""
+        kept_copy.note_path().unlink(missing_ok=True)
+        counting = _Sink(None)
+        _save(content, counting)  # reads no tensor
+        self._fit(counting.length)
+        _save(content, _Sink(self._memory))
+        note = Note.new(path, step, run_of(os.environ)[1])
+        note.put(kept_copy.note_path())
+        return note
+
+    def write_file(self, note: Note) -> None:
+        """Write the copy to its file, perhaps in a thread. Raises OSError."""
+        kept_copy.write_file(self._descriptor, note)
+        note.done().put(kept_copy.note_path())
+
+    def _fit(self, length: int) -> None:
+        """Give the memory that length, all of it backed by pages."""
+        if length > self._size:
+            self._memory, self._size = memoryview(b""), 0
+            size = length + _ROUNDING_BYTES  # the next one may have a longer number somewhere
+            os.posix_fallocate(self._descriptor, 0, size)
+            self._memory = memoryview(mmap.mmap(self._descriptor, size))
+            self._size = size
+        else:
+            os.posix_fallocate(self._descriptor, 0, length)
+        os.ftruncate(self._descriptor, length)  # torch looks for the list of an archive at the end of its file
+
+
+_memory: CopyMemory | None = None
+
+
+def needed_bytes(content: Any) -> int:
+    """Return about how many bytes a copy takes."""
+    tensors = [tensor for tensor in tensors_in(content) if tensor.layout is torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
+
+
+def is_on_host(content: Any) -> bool:
+    """Whether all tensors are in host memory."""
+    return all(tensor.device.type == "cpu" for tensor in tensors_in(content))
+
+
+def _claimed(path: Path) -> CopyMemory | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # the launcher's process is gone, or not one of this container
+        return None
+    until = time.monotonic() + _WAIT_S
+    while not kept_copy.lock(descriptor):
+        if time.monotonic() > until or not _writes_for_dead(kept_copy.find()):
+            os.close(descriptor)
+            return None
+        time.sleep(_PAUSE_S)
+    leave_to_parent(descriptor)
+    return CopyMemory(descriptor)
+
+
+def _writes_for_dead(note: Note | None) -> bool:
+    """Whether the memory is taken by the program that writes the file of a process that is gone."""
+    return note is not None and bool(note.argv) and not Path(f"/proc/{note.pid}").exists()
+
+
+class _Sink:
+    """The memory as torch's zip writer sees it; without memory, it counts."""
+
+    def __init__(self, memory: memoryview | None) -> None:
+        self._memory = memory
+        self.length = 0
+
+    def write(self, data: Any) -> int:
+        whole = memoryview(data).cast("B")
+        begin, end = self.length, self.length + len(whole)
+        if self._memory is not None:
+            if len(whole) < _LARGE_BYTES:
+                self._memory[begin:end] = whole
+            else:
+                _tensor_of(self._memory[begin:end]).copy_(_tensor_of(whole))
+        self.length = end
+        return len(whole)
+
+    def flush(self) -> None:
+        """There is nothing behind."""
+
+
+def _tensor_of(data: memoryview) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what is not writable is not written
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _save(content: Mapping[str, Any], sink: _Sink) -> None:
+    """Have torch.save write without checksums, which `kept_copy.write_file` computes while training goes on."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(dict(content), cast("IO[bytes]", sink))
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _available_bytes() -> int:
+    """Return how much memory this process can still get, by what the machine has and its control groups allow."""
+    found = [_fields("/proc/meminfo").get("MemAvailable", 0) << 10]
+    for folder in _groups():
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            numbers = [_text(f"{folder}/{name}").strip() for name in (limit, usage)]
+            if all(map(str.isdecimal, numbers)):
+                found.append(int(numbers[0]) - int(numbers[1]) + _fields(f"{folder}/memory.stat").get(cache, 0))
+    return max(0, min(found))
+
+
+def _groups() -> Iterator[str]:
+    """The folders of this process's control group, and of those above it, as far as they are shown here."""
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names in ("", "memory"):
+            root = Path(f"/sys/fs/cgroup/{names}")
+            own = root / path.lstrip("/")
+            yield from (str(folder) for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _fields(path: str) -> dict[str, int]:
+    """The numbers of a file with a name and a number on each line."""
+    lines = [line.replace(":", " ").split() for line in _text(path).splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # not there
+        return ""
+
+
+def _forget() -> None:
+    """The memory is the parent's."""
+    global _memory
+    _memory = None
+
+
+os.register_at_fork(after_in_child=_forget)

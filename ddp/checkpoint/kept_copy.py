@@ -1,0 +1,167 @@
+"""A copy of the newest checkpoint that outlives the process that made it, and the program that writes it to its file.
+
+The launcher keeps memory for it on each host, through all attempts of a run: DTRAIN_COPY_FILE names it, and
+DTRAIN_COPY_NOTE a file beside it. The memory holds what `torch.save` writes. The note is there while it is whole, and
+says whose it is. When the process that made a copy is gone before the file was durable, the launcher runs the command
+in the note, with the memory as its standard input: `main` of this module, which imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import struct
+import sys
+import zipfile
+import zlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
+
+__all__ = [
+    "HEAD",
+    "MAGIC",
+    "NAME",
+    "VERSION",
+    "Note",
+    "copy_path",
+    "find",
+    "lock",
+    "note_path",
+    "pack_trailer",
+    "write_file",
+]
+
+MAGIC = b"ddp-ckpt"
+VERSION = 1
+HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the trailer
+NAME = re.compile(r"step-([0-9]+)\.pt")
+_CHUNK_BYTES = 4 << 20
+_COPY, _NOTE = "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE"
+# Importing the package would import torch, for seconds: a module that only has its place stands for it.
+_PROGRAM = (
+    "import sys, types; ddp = types.ModuleType('ddp'); ddp.__path__ = [sys.argv[1]]; sys.modules['ddp'] = ddp; "
+    "from ddp.checkpoint.kept_copy import main; main(sys.argv[2])"
+)
+_CRC = struct.Struct("<I")
+_ENTRY = struct.Struct("<4s6H3I5H2I")  # of the list at a zip archive's end; the checksum is field 7
+_ENTRY_CRC_AT, _LOCAL_CRC_AT, _LOCAL_BYTES = 16, 14, 30
+_HAS_DESCRIPTOR, _DESCRIPTOR = 8, b"PK\7\10"
+
+
+def pack_trailer(step: int, length: int, digest: bytes) -> bytes:
+    """Return what follows the `length` bytes of a state in a checkpoint's file."""
+    return HEAD.pack(MAGIC, VERSION, step, length) + digest
+
+
+@dataclass(frozen=True)
+class Note:
+    """Of a whole copy: its file, its step, who made it in which attempt of the run.
+
+    `argv` is the command that writes the file, empty once that is durable; `key` differs between any two copies.
+    """
+
+    path: str
+    step: int
+    pid: int
+    attempt: int
+    key: str
+    argv: tuple[str, ...]
+
+    @classmethod
+    def new(cls, path: Path, step: int, attempt: int) -> Note:
+        argv = (sys.executable, "-I", "-c", _PROGRAM, str(Path(__file__).parents[1]), os.environ[_NOTE])
+        return cls(str(path), step, os.getpid(), attempt, os.urandom(16).hex(), argv)
+
+    def done(self) -> Note:
+        """Return it for a copy whose file is durable."""
+        return replace(self, argv=())
+
+    def put(self, path: Path) -> None:
+        """Write it, as a whole or not at all. Raises OSError."""
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8", errors="surrogateescape")
+        part.replace(path)
+
+
+def copy_path() -> Path | None:
+    """The launcher's memory for a copy on this host; None if it has none."""
+    return Path(os.environ[_COPY]) if os.environ.get(_COPY) and os.environ.get(_NOTE) else None
+
+
+def note_path() -> Path:
+    return Path(os.environ[_NOTE])
+
+
+def find(path: Path | None = None) -> Note | None:
+    """Return the note of the copy on this host; None if there is no whole one."""
+    try:
+        text = (path or note_path()).read_text(encoding="utf-8", errors="surrogateescape")
+        note = Note(**json.loads(text))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return replace(note, argv=tuple(note.argv))
+
+
+def lock(descriptor: int, *, waits: bool = False) -> bool:
+    """Claim the memory as long as the open file lives; return whether nobody else has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_file(memory: int, note: Note) -> None:
+    """Write the copy in the open file `memory` to its file; when this returns, that survives a loss of power.
+
+    Raises OSError where the system does, without leaving anything.
+    """
+    path = Path(note.path)
+    make_durably(path.parent)
+    remove_unfinished(path.parent, NAME)
+    with mmap.mmap(memory, 0) as mapped, memoryview(mapped) as data, replacing(path) as file:
+        _fill_in_checksums(memory, mapped)
+        sha = hashlib.sha256()
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            with data[begin : begin + _CHUNK_BYTES] as chunk:
+                file.write(chunk)
+                sha.update(chunk)
+        end = pack_trailer(note.step, len(data), b"")
+        sha.update(end)
+        file.write(end + sha.digest())
+
+
+def _fill_in_checksums(memory: int, archive: mmap.mmap) -> None:
+    """Compute the CRC-32 of each record of a zip archive, which the copy was made without."""
+    with open(memory, "rb", closefd=False) as file, zipfile.ZipFile(file) as listed:
+        at, records = listed.start_dir, listed.infolist()
+    for record in records:
+        fields = _ENTRY.unpack_from(archive, at)
+        name_bytes, extra_bytes = struct.unpack_from("<2H", archive, record.header_offset + 26)
+        begin = record.header_offset + _LOCAL_BYTES + name_bytes + extra_bytes
+        end = begin + record.file_size
+        with memoryview(archive) as data, data[begin:end] as content:
+            crc = zlib.crc32(content)
+        _CRC.pack_into(archive, at + _ENTRY_CRC_AT, crc)
+        _CRC.pack_into(archive, record.header_offset + _LOCAL_CRC_AT, crc)
+        if record.flag_bits & _HAS_DESCRIPTOR and archive[end : end + 4] == _DESCRIPTOR:
+            _CRC.pack_into(archive, end + 4, crc)
+        at += _ENTRY.size + sum(fields[10:13])  # the lengths of name, extra field and comment
+
+
+def main(name: str) -> None:
+    """Write the copy on the standard input to its file, for a process that is gone; `name` is the note's path."""
+    note = find(Path(name))
+    if note is None:
+        return
+    try:
+        write_file(0, note)
+        note.done().put(Path(name))
+    except OSError as error:
+        sys.exit(f"ddp: the worker that saved step {note.step} is gone, and {note.path} could not be written: {error}")

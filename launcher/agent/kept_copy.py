@@ -1,0 +1,93 @@
+"""Memory of this host for a copy of what a worker saves, and the program that saves it when that worker is gone.
+
+Owned by main.py, from the first attempt to the last. The worker that uses the memory leaves a note beside it while its
+copy is whole: a JSON object of which this module knows `pid`, the worker's, and `argv`, the command that saves the copy
+with the memory as its standard input; empty once that is done. A worker that ends before gets it done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+
+from launcher.agent.workers.worker import spawn
+
+__all__ = ["KeptCopy"]
+
+_WRITE_S = 10.0  # for the program at the end of the run, within what the controller waits for (job/stopping.py)
+
+
+class KeptCopy:
+    """The memory is gone with this process, whatever ends it. Where it cannot be had, workers are not told of any."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}  # for the workers
+        self.pid: int | None = None  # of the program, while it runs
+        self._descriptor = -1
+        self._note = ""
+        self._until: float | None = None
+
+    def open(self, folder: str) -> None:
+        """Make the memory; the note is to lie in `folder`."""
+        if self.variables:
+            return
+        with contextlib.suppress(OSError):  # forbidden there, as by sysctl vm.memfd_noexec
+            self._descriptor = os.memfd_create("dtrain-copy", os.MFD_CLOEXEC)
+            os.fchmod(self._descriptor, 0o600)
+            self._note = f"{folder}/copy.json"
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            self.variables = {"DTRAIN_COPY_FILE": path, "DTRAIN_COPY_NOTE": self._note}
+
+    def worker_ended(self, pid: int) -> None:
+        """Have the copy of a worker that has ended saved, unless it is."""
+        if not self.variables or self.pid is not None:
+            return
+        argv = self._command_of(pid)
+        if not argv:
+            return
+        try:
+            memory = os.open(self.variables["DTRAIN_COPY_FILE"], os.O_RDWR | os.O_CLOEXEC)
+            try:
+                with contextlib.suppress(OSError):  # a child that it has left holds the lock
+                    fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next worker waits for it
+                self.pid = spawn(argv, os.environ, cwd="/", stdin=memory, stdout=2, stderr=2)
+            finally:
+                os.close(memory)
+        except OSError as error:
+            print(f"dtrain agent: what a worker saved cannot be written: {argv[0]}: {error}", file=sys.stderr)
+
+    def _command_of(self, pid: int) -> list[str]:
+        """Return the command of the note, if that is of the worker."""
+        try:
+            with open(self._note, encoding="utf-8", errors="surrogateescape") as file:
+                note = json.load(file)
+            return [str(word) for word in note["argv"]] if note["pid"] == pid else []
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or not one of a worker's
+            return []
+
+    def ended(self) -> None:
+        """Take note that the program was reaped."""
+        self.pid = None
+
+    def finished(self, now: float) -> bool:
+        """Say whether nothing is being written, at the end of the run; what takes too long is ended."""
+        if self.pid is None:
+            return True
+        if self._until is None:
+            self._until = now + _WRITE_S
+        elif now >= self._until:
+            print(f"dtrain agent: what a worker saved was not written within {_WRITE_S:g} s", file=sys.stderr)
+            self.kill()
+        return False
+
+    def pause_s(self, now: float) -> float:
+        return max(0.0, self._until - now) if self._until is not None and self.pid is not None else float("inf")
+
+    def kill(self) -> None:
+        """End the program; the caller reaps it."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
