@@ -664,6 +664,7 @@ def test_what_cannot_be_killed_is_named_and_the_agent_goes_on(
 
 
 # ---- runs that were killed whole -----------------------------------------------------------------------------
+# Runs of other tests that were killed meanwhile may be found, too.
 
 
 def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
@@ -677,7 +678,8 @@ def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
     with AgentProcess(tmp_path) as other:
         facts = other.prepare()
         assert family.is_gone()
-        assert (facts.killed_runs, facts.not_ended, facts.left) == (1, [], [])
+        assert facts.killed_runs >= 1
+        assert (facts.not_ended, facts.left) == ([], [])
         assert facts.ended >= len(CHILDREN) - 1
         nothing_is_left(agent, family)
         other.stop()
@@ -700,8 +702,8 @@ def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tm
         nested.enter_context(AgentProcess(tmp_path, temp=tmp_path / "elsewhere", env=env))
         env = {}
     with nested, AgentProcess(tmp_path, env=env) as other:
-        facts = other.prepare()
-        assert (facts.killed_runs, facts.ended) == (0, 0)
+        other.prepare()
+        assert temp_folder_of(agent).is_dir()
         assert not family.is_gone()
         other.stop()
     if living == "guard":
@@ -710,7 +712,7 @@ def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tm
         agent.stop()
     else:
         with AgentProcess(tmp_path) as other:
-            assert other.prepare().killed_runs == 1
+            assert other.prepare().killed_runs >= 1
     nothing_is_left(agent, family)
 
 
@@ -747,7 +749,8 @@ def test_a_folder_that_is_not_one_of_ours_ends_nothing(
             tag = run_tag_of(agent)
             identity.write_text(text.replace(tag, tag[:16] + "?" * 16))
     with AgentProcess(tmp_path) as other:
-        assert other.prepare().killed_runs == 0
+        other.prepare()
+        assert [*agent.temp.glob("dtrain-*")]
         assert not family.is_gone()
         other.stop()
     with AgentProcess(tmp_path) as last:
