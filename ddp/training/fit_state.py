@@ -1,6 +1,6 @@
 """Where a fit stands, for `ddp.State`: what a replaced worker needs besides the model, the optimizer and the data.
 
-It is a part of `ddp.training.trainer`, and reads and sets what that keeps to itself.
+It reads and sets what only it and `ddp.training.trainer` use of a trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddp.resilience.state import State
 
 __all__ = ["FitState", "state_of"]
 
-_PLACE = ("epoch", "step", "epoch_step", "learning_rate", "_is_stopped", "_is_ending_step")
+_PLACE = ("epoch", "step", "epoch_step", "learning_rate", "is_stopped", "is_ending_step")
 
 
 class FitState:
@@ -31,7 +31,7 @@ class FitState:
         return {
             "place": {name: getattr(trainer, name) for name in _PLACE},
             "logs": trainer.logs,
-            "weights": trainer._weighted.place(),
+            "weights": trainer.weighted.place(),
             "callbacks": trainer.callbacks.states(),
         }
 
@@ -39,19 +39,19 @@ class FitState:
         trainer = self._trainer
         vars(trainer).update(state["place"])
         trainer.logs = state["logs"]
-        trainer._weighted.load(*state["weights"])
+        trainer.weighted.load(*state["weights"])
         trainer.callbacks.forget_failure()
         trainer.callbacks.load_states(state["callbacks"])
 
     def own_state(self) -> bytes:
         trainer = self._trainer
-        own = (trainer._totals.numbers(), trainer._asks_to_stop, trainer._weighted.of_step)
+        own = (trainer.totals.numbers(), trainer.asks_to_stop, trainer.weighted.of_step)
         return json.dumps(own).encode()
 
     def load_own_state(self, state: bytes) -> None:
         trainer = self._trainer
-        totals, trainer._asks_to_stop, trainer._weighted.of_step = json.loads(state)
-        trainer._totals.set(totals)
+        totals, trainer.asks_to_stop, trainer.weighted.of_step = json.loads(state)
+        trainer.totals.set(totals)
 
 
 def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:

@@ -116,7 +116,7 @@ class Trainer(Training):
         self.accumulate, self.max_grad_norm, self.log_every, self.seed = accumulate, max_grad_norm, log_every, seed
         self.module, self.device = model, self.strategy.world.device
         self._averages_first = needs_average(self.strategy, precision, max_grad_norm)
-        self._weighted = WeightedMeans(self.strategy, self.loss)
+        self.weighted = WeightedMeans(self.strategy, self.loss)
         self.model, self.optimizer = self.strategy.prepare(model, optimizer)
         if isinstance(loss, nn.Module):
             loss.to(self.device)
@@ -127,11 +127,11 @@ class Trainer(Training):
         self.callbacks = CallbackList([self.history, *callbacks], self)
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.logs = {}
-        self._totals = Totals(["loss", *self.metrics])
-        self._asks_to_stop = self._is_stopped = False  # this replica; all of them
+        self.totals = Totals(["loss", *self.metrics])
+        self.asks_to_stop = self.is_stopped = False  # this replica; all of them
         self._resilient = resilient
         self._state: State | None = None  # in a fit that goes on after a failure
-        self._is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
+        self.is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
 
     def fit(
         self,
@@ -158,7 +158,7 @@ class Trainer(Training):
         self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
         if self.seed is not None and not self.step:
             rng.seed_torch(self.seed + self.strategy.replica)
-        self._asks_to_stop = self._is_stopped = self._is_ending_step = False
+        self.asks_to_stop = self.is_stopped = self.is_ending_step = False
         self._state = state_of(self, loader) if self._resilient else None
         with self.callbacks.closing() as closes:
             if self._state is None or not is_replacement():
@@ -182,7 +182,7 @@ class Trainer(Training):
         with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
             self._exchange()
-            while self.epoch < self.epochs and not self._is_stopped:
+            while self.epoch < self.epochs and not self.is_stopped:
                 self._fit_epoch(loader, validation)
             self.callbacks.call("on_fit_end")
             self._exchange()
@@ -190,7 +190,7 @@ class Trainer(Training):
     def _fit_epoch(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
         epoch = self.epoch
         self.callbacks.call("on_epoch_begin", epoch)
-        if self._is_ending_step:
+        if self.is_ending_step:
             self._end_step()
         if not (self.epoch_step and loader.epoch > epoch):  # else its last step was done before a restart
             loader.set_epoch(epoch)
@@ -200,7 +200,7 @@ class Trainer(Training):
         if validation is not None:
             logs |= {f"val_{name}": value for name, value in self.evaluate(validation).items()}
         self.epoch, self.epoch_step, self.logs = epoch + 1, 0, {}
-        self._totals = Totals(["loss", *self.metrics])
+        self.totals = Totals(["loss", *self.metrics])
         self.callbacks.call("on_epoch_end", epoch, logs)
         if self._state is not None:
             self._state.commits.sending()
@@ -227,13 +227,13 @@ class Trainer(Training):
             return
         for part in micro_batches(loader, self.accumulate):
             if part.begins_step:
-                self._weighted.begin_step(loader.global_batch_size)
+                self.weighted.begin_step(loader.global_batch_size)
                 self.callbacks.call("on_step_begin", self.step)
             self._backward(part)
             if part.ends_step:
                 self._optimize()
                 self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
-                self._is_ending_step = True
+                self.is_ending_step = True
                 if self._state is not None:
                     self._state.commit()
                 self._end_step()
@@ -244,7 +244,7 @@ class Trainer(Training):
         if self.epoch_step == 1 or self.step % self.log_every == 0:
             self.logs = self._exchange(together=self.strategy.collective)
         self.callbacks.call("on_step_end", self.step, self.logs)
-        self._is_ending_step = False
+        self.is_ending_step = False
 
     def train_step(self, batch: Any) -> Tensor:
         """Return this replica's part of the loss of a global batch, to be differentiated, as `strategy.mean` does.
@@ -256,24 +256,24 @@ class Trainer(Training):
         assert self.train_loader is not None
         share, outputs = self._forward(batch, self.train_loader)
         losses = self.loss(outputs, share)
-        self._totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
-        return self._weighted.mean(losses, share, batch)
+        self.totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
+        return self.weighted.mean(losses, share, batch)
 
     def _backward(self, part: MicroBatch) -> None:
         # Gradients travel with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
         with no_sync():
             batch = on_device(part.batch, self.device)
-            self._weighted.begin_batch(part.batch, batch)
+            self.weighted.begin_batch(part.batch, batch)
             with self._autocast():
                 loss = self.train_step(batch)
-            weight = self._weighted.of_batch
+            weight = self.weighted.of_batch
             if weight is None:
                 self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
                 self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
-                self._weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
+                self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
 
     def _optimize(self) -> None:
         if self._averages_first:
@@ -289,11 +289,11 @@ class Trainer(Training):
 
     def record(self, name: str, total: Any, count: Any) -> None:
         """Add to a mean in the logs of this epoch. Every replica must have the same names."""
-        self._totals.add(name, total, count)
+        self.totals.add(name, total, count)
 
     def stop(self) -> None:
         """End the training on all replicas, at the end of this epoch or when logs are exchanged next."""
-        self._asks_to_stop = True
+        self.asks_to_stop = True
 
     @property
     def steps(self) -> int:
@@ -405,16 +405,16 @@ class Trainer(Training):
         Every replica must call it at the same step, if they have a process group.
         """
         place, count = (self.strategy.replica, self.strategy.replicas) if self.strategy.collective else (0, 1)
-        totals = self._totals.spread(place, count)
+        totals = self.totals.spread(place, count)
         return {
             "epoch": self.epoch,
             "step": self.step,
             "epoch_step": self.epoch_step,
             "learning_rate": self.learning_rate,
-            "stopping": self._asks_to_stop or self._is_stopped,
+            "stopping": self.asks_to_stop or self.is_stopped,
             "logs": dict(self.logs),
             "totals": self.strategy.reduce("sum", totals) if self.strategy.collective else totals,
-            "weight_unit": self._weighted.unit,
+            "weight_unit": self.weighted.unit,
             "callbacks": self.callbacks.states(),
         }
 
@@ -422,9 +422,9 @@ class Trainer(Training):
         """Go on where `state_dict` was called, in a world of any size. Every replica must call it."""
         self.epoch, self.step, self.epoch_step = state["epoch"], state["step"], state["epoch_step"]
         self.learning_rate = state["learning_rate"]
-        self._asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
-        self._totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
-        self._weighted.load(state.get("weight_unit", 0.0))  # older files have none
+        self.asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
+        self.totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
+        self.weighted.load(state.get("weight_unit", 0.0))  # older files have none
         self.callbacks.load_states(state["callbacks"])
 
     def _exchange(self, *, together: bool = True) -> dict[str, float]:
@@ -433,15 +433,15 @@ class Trainer(Training):
         Every replica must call it, unless not `together`.
         """
         mine = {
-            "totals": self._totals.numbers(),
-            "asks_to_stop": self._asks_to_stop,
-            "weight": self._weighted.of_step,
+            "totals": self.totals.numbers(),
+            "asks_to_stop": self.asks_to_stop,
+            "weight": self.weighted.of_step,
             "failed": self.callbacks.has_failed,
         }
         totals: Any = self.strategy.reduce("sum", mine) if together else mine
         if together:
-            self._is_stopped = bool(totals["asks_to_stop"])
-            self._weighted.settle(totals["weight"] / self.strategy.replicas)
+            self.is_stopped = bool(totals["asks_to_stop"])
+            self.weighted.settle(totals["weight"] / self.strategy.replicas)
         if totals["failed"]:
             self.callbacks.raise_failure(together=together)
         return means(totals["totals"])
@@ -486,7 +486,7 @@ class Trainer(Training):
 
     def _is_over(self) -> bool:
         """Whether this epoch is to end before its data does."""
-        return self._is_stopped or (self.steps_per_epoch is not None and self.epoch_step >= self.steps_per_epoch)
+        return self.is_stopped or (self.steps_per_epoch is not None and self.epoch_step >= self.steps_per_epoch)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
