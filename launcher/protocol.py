@@ -17,7 +17,7 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 10
+PROTOCOL = 11
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -29,6 +29,11 @@ MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else the
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
 AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
+# The variables of a worker that may be others in another composition of its attempt.
+COMPOSED = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_ROLES",
+)  # fmt: skip
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
@@ -126,6 +131,8 @@ class StartWorker(Command):
     gpu: str = ""  # the id of its first GPU; empty if it has none
     local_world_size: int = 1  # how many workers of its role the host has
     wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
+    generation: int = 0  # the composition of the attempt that it is started for; 0: the first
+    restart_policy: int = 0  # as in Exited, until it says its own
 
 
 @dataclass(frozen=True)
@@ -139,10 +146,16 @@ class RestartWorker(Command):
 
 @dataclass(frozen=True)
 class NextGeneration(Command):
-    """Tell every worker the number of the attempt's newest composition: one of them failed, and is to be replaced."""
+    """Tell every worker the number of the attempt's newest composition, and what it is in that.
+
+    `when`: "now" they meet under it; "later" they stop, and wait for a newer number, since it is not known yet who
+    takes part; "at_commit" they meet once they have committed, since others have joined, and nobody has failed.
+    """
 
     attempt: int
     number: int
+    when: str = "now"
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank, those that are others from now on
 
 
 @dataclass(frozen=True)
@@ -358,6 +371,7 @@ class Heartbeat(Command, Report):
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
     saved: int = 0  # checkpoints that they said they saved in this attempt
     steps: int = 0  # of training, that they said they made
+    resilient: bool = False  # whether all of them that run have restart policy 3
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

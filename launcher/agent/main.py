@@ -231,8 +231,10 @@ class Agent:
             self._attempt.look()
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
-            made = (0, 0, 0) if attempt is None else (attempt.progress, attempt.saved, attempt.steps)
-            self._writer.send(Heartbeat(now, *made))
+            beat = Heartbeat(now)
+            if attempt is not None:
+                beat = Heartbeat(now, attempt.progress, attempt.saved, attempt.steps, attempt.is_resilient)
+            self._writer.send(beat)
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""

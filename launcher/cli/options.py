@@ -26,7 +26,7 @@ __all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
 
 # Variables that are no option's. The first are for the workers.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
-              "GENERATION", "GENERATION_PIPE", "STATE_FILE",
+              "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE",
               "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM")  # fmt: skip
 
 
