@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -58,7 +58,7 @@ _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks of its job.
+    """Who this process is among the ranks of its job; in a resilient function, other ranks may be there later on.
 
     `device` is where this rank's model and batches belong. `backend` is what the process group was made with.
     `node_rank` is None where the launcher does not tell.
@@ -79,7 +79,7 @@ class World:
 
 
 _CONNECT_S = 10.0  # ranks that have met need no more to connect
-_BACKEND_KEY = "ddp/backend"  # for those that start later
+_BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for those that start later
 _world: World | None = None
 
 
@@ -319,16 +319,23 @@ def _end_if_connecting(member: _Membership, number: int) -> None:
         os._exit(1)
 
 
-def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
-    """Make the default group anew, of the same ranks, as generation `number`; return whether it is made.
+def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool]) -> bool:
+    """Make the default group anew, as generation `number`; return whether it is made.
 
-    False once `is_over` says that there is a newer one: call again with that. What communicates over the old group has
-    let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
+    `variables` are those of the environment that may be others in it: this rank, the size of the world, where the store
+    is. False once `is_over` says that there is a newer one: call again with that. What communicates over the old group
+    has let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
     """
     member = _membership
     assert member is not None
     _drop_group()
     member.generation = -1
+    try:
+        _take_place(member, variables)
+    except (RuntimeError, ValueError) as error:
+        if is_over():
+            return False
+        raise RendezvousError(f"the store of generation {number} cannot be reached: {error}") from error
     placement = member.placement
     limit_s = (member.timeout or _TIMEOUT).total_seconds()
     prefix = f"generation/{number}"
@@ -358,14 +365,47 @@ def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
     return True
 
 
+def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
+    """Be who this process is from now on, in its environment and in its World."""
+    changed = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    os.environ.update(changed)
+    if not changed:
+        return
+    member.placement = placement = read_placement(os.environ)
+    if not changed.keys().isdisjoint({"MASTER_ADDR", "MASTER_PORT"}):
+        member.store = _store_at_address(placement, member.timeout or _TIMEOUT)
+        member.store.set(_BACKEND_KEY, member.backend)
+    if _world is not None:
+        now = world_at(placement, _world.device, _world.backend)
+        for name, value in vars(now).items():
+            object.__setattr__(_world, name, value)  # the user has it
+
+
+def own_store(number: int) -> Store:
+    """Return the part of the store that belongs to a generation, on a connection for one thread alone."""
+    assert _membership is not None
+    own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return PrefixStore(f"generation/{number}", own)
+
+
+def note_finished() -> None:
+    """Tell those that might still come that this rank, and so all others, will meet nobody any more."""
+    if _membership is not None and _membership.placement.rank == 0:
+        _membership.store.set(_FINISHED_KEY, "")
+
+
+def has_finished() -> bool:
+    """Whether the others have said so."""
+    return _membership is not None and bool(_membership.store.check([_FINISHED_KEY]))
+
+
 def refuse(number: int, why: str) -> None:
     """Tell those that wait for this rank under generation `number` that it will not come. May be called by any thread.
 
     `why` says what this rank "has" done.
     """
     if _membership is not None:
-        own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        here = PrefixStore(f"generation/{number}/here", own)
+        here = PrefixStore("here", own_store(number))
         here.set(REFUSED, f"rank {_membership.placement.rank} {why}")
 
 

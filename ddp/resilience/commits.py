@@ -26,6 +26,7 @@ from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.horovod.broadcast_state import broadcast_object, broadcast_optimizer_state
+from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.rank_page import RankPage
 from ddp.world import communicating
 
@@ -46,6 +47,7 @@ class Commits:
         """`parts` are those of a checkpoint. Raises ArgumentError for one that cannot be watched or sent."""
         self.number: int | None = None
         self.is_dirty = False
+        self.join_point: JoinPoint | None = None  # at which this rank is to meet others that join
         self.parts = parts
         self._model: nn.Module | None = parts.get("model")
         self._wrapper = wrapper
@@ -54,6 +56,7 @@ class Commits:
         self._optimizer = parts.get("optimizer")
         self._sampler = parts.get("sampler")
         self._page: RankPage | None = None
+        self._place = 0, 1  # the rank and the size of the world
         self._kept: dict[str, Any] = {}
         self._counted = 0, 0  # where the sampler began, and samples trained on since then, at the newest commit
         if self._optimizer is not None:
@@ -75,6 +78,7 @@ class Commits:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank."""
         self._check_others()
         self._page = RankPage([] if self._model is None else list(self._model.buffers()))
+        self._place = dist.get_rank(), dist.get_world_size()
         if has_state:
             self.number = -1
             self.take()
@@ -107,13 +111,28 @@ class Commits:
                 raise UnsupportedError(f"{what} in a resilient function: a rank that is replaced would not have it")
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Have the model average over the ranks of `group`, from now on."""
+        """Have the model average, and the sampler deal, over the ranks of `group` from now on."""
+        self._deal_over(group.rank(), group.size())
         if self._wrapper is None:
             return
         if getattr(self._wrapper, "process_group", None) is not group:  # it has let another one go
             self._wrapper.average_over(group)
         if (reducer := self._reducer) is not None:
             reducer.before_last_bucket = self._note_sent
+
+    def _deal_over(self, rank: int, size: int) -> None:
+        """Have the sampler deal to other ranks than before; what is left of the epoch, once it stands at a commit."""
+        before, self._place = self._place, (rank, size)
+        sampler = self._sampler
+        if sampler is None or before == self._place:
+            return
+        if not isinstance(sampler, DistributedSampler):
+            raise UnsupportedError(
+                f"sampler={type(sampler).__name__} cannot deal out the rest of an epoch to {size} ranks instead of "
+                f"{before[1]}: use ddp.DistributedSampler. All start again"
+            )
+        if (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
+            sampler.rank, sampler.num_replicas = self._place
 
     def interrupted(self) -> None:
         """Keep what the group that has failed knew."""

@@ -74,3 +74,5 @@ class State:
         thread. CollectiveError after a backward pass that failed.
         """
         self.commits.take()
+        if (join_point := self.commits.join_point) is not None and self.commits.number is not None:
+            join_point.committed(self.commits.number)

@@ -466,9 +466,9 @@ class World:
             self.handle(ReaderBlocked(name))
         joins = self.job.attempt is not None and name not in self.job.attempt.members  # nobody else knows it yet
         self.handle(AgentMessage(name, agent.link, message))
-        if isinstance(message, Exited | Failing) and self.job.phase is Phase.RUNNING and accepted:
-            if joins or (isinstance(message, Exited) and message.restart_policy):
-                self.went_on(message)
+        goes_on = accepted and self.job.phase is Phase.RUNNING
+        if goes_on and isinstance(message, Exited | Failing) and (joins or getattr(message, "restart_policy", 0)):
+            self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(AgentMessage(name, agent.link - 1, message))
 
