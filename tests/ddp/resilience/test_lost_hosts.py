@@ -1,64 +1,15 @@
 """Hosts are lost while resilient workers train, and come back: no process of the others ends. Real sshd."""
 
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
 
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
+from testbed.training_seen import TrainingSeen
 
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
 LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class At:
-    """A commit of a rank."""
-
-    step: int
-    world_size: int
-    rank: int
-    pid: int
-    host: str
-    time: float
-
-
-class Seen:
-    """What a run says, read as it comes."""
-
-    def __init__(self, process: "Popen[bytes]") -> None:
-        self.commits: list[At] = []
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self.thread = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
-        self.thread.start()
-
-    def _read(self, stream: Iterator[bytes]) -> None:
-        for line in stream:
-            text = line.decode()
-            with self._changed:
-                self.lines.append(text)
-                if match := re.search(r"at (\d+) (\d+) (\d+) (\d+) (\S+) (\S+)", text):
-                    step, size, rank, pid, host, at = match.groups()
-                    self.commits.append(At(int(step), int(size), int(rank), int(pid), host, float(at)))
-                self._changed.notify_all()
-
-    def wait(self, what: Callable[["Seen"], object], process: "Popen[bytes]") -> None:
-        deadline = time.monotonic() + LIMIT_S
-        with self._changed:
-            while not what(self):
-                assert process.poll() is None, process.stderr.read().decode()
-                assert self._changed.wait(1.0) or time.monotonic() < deadline, self.lines[-20:]
-
-    def sized(self, size: int, *, after: float = 0.0) -> list[At]:
-        return [at for at in self.commits if at.world_size == size and at.time > after]
-
-    def said(self, word: str) -> set[str]:
-        return {match[1] for line in self.lines if (match := re.search(rf"\] {word} (.*)$", line.strip()))}
 
 
 def options(hosts: SshHosts, *more: str) -> list[str]:
@@ -68,22 +19,13 @@ def options(hosts: SshHosts, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def end(process: "Popen[bytes]", seen: Seen) -> str:
-    status = process.wait(LIMIT_S)
-    seen.thread.join(LIMIT_S)
-    stderr = process.stderr.read().decode()
-    assert status == 0, stderr
-    assert "attempt 1" not in stderr, stderr
-    return stderr
-
-
 def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "2")
     with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
-        seen = Seen(process)
-        seen.wait(lambda seen: len(seen.sized(2)) > 20, process)
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 20)
         ssh_hosts.stop(2)
-        stderr = end(process, seen)
+        stderr = seen.end_well()
     assert "generation 2 goes on with 2 workers on 2 hosts, without node2, with node3" in stderr
     assert {at.host: at.rank for at in seen.commits} == {"node1": 0, "node2": 1, "node3": 1}
     assert len({at.pid for at in seen.commits if at.host == "node1"}) == 1
@@ -98,14 +40,15 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts
 def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
     with started_dtrain(*argv, "3", "0.2", cwd=tmp_path) as process:
-        seen = Seen(process)
-        seen.wait(lambda seen: len(seen.sized(3)) > 15, process)
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
         lost = time.monotonic()
         ssh_hosts.stop(3)
-        seen.wait(lambda seen: len(seen.sized(2)) > 10, process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.start(3)
-        seen.wait(lambda seen: len(seen.sized(3, after=lost + 3)) > 10, process)
-        stderr = end(process, seen)
+        seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
+        stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
     assert "goes on with 2 workers on 2 hosts, without node3" in stderr
     assert "goes on with 3 workers on 3 hosts, with node3" in stderr
     pids = {host: {at.pid for at in seen.commits if at.host == host} for host in ("node1", "node2", "node3")}
@@ -123,11 +66,12 @@ def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshH
 def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
     with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
-        seen = Seen(process)
-        seen.wait(lambda seen: len(seen.sized(3)) > 15, process)
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
         ssh_hosts.stop(1)
-        seen.wait(lambda seen: len(seen.sized(2)) > 10, process)
-        stderr = end(process, seen)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
     assert "goes on with 2 workers on 2 hosts, without node1" in stderr
     assert {at.host: at.rank for at in seen.sized(2)} == {"node2": 0, "node3": 1}, "they have other ranks now"
     assert len({(at.host, at.pid) for at in seen.commits}) == 3
@@ -140,8 +84,8 @@ def test_where_not_all_are_resilient_all_start_again(ssh_hosts: SshHosts, tmp_pa
     script.write_text(SCRIPT.read_text().replace("@ddp.resilient\n", ""))
     argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2")[:-1], str(script)]
     with started_dtrain(*argv, "1", "0.05", cwd=tmp_path) as process:
-        seen = Seen(process)
-        seen.wait(lambda seen: len(seen.sized(2)) > 10, process)
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
         assert process.wait(LIMIT_S) == 0
         assert b"attempt 1 begins on 1 host, without node2" in process.stderr.read()
