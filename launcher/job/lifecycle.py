@@ -92,9 +92,9 @@ class Lifecycle:
     def _go_on(self, now: float) -> list[Command]:
         """Begin the generations that are due, and start workers again."""
         attempt = self.current
-        if self.compositions.lost:
-            return self._go_on_without(now)
-        commands: list[Command] = []
+        commands = self._go_on_without(now) if self.compositions.lost else []
+        if self.compositions.lost or self.phase is not Phase.RUNNING:
+            return commands
         if news := self.generations.due(attempt, now):
             commands += [Send(name, news) for name in self.fleet.workers_of(attempt.members)]
         if not self.generations.untold:
