@@ -133,6 +133,7 @@ class Attempt:
         return self._before[0] + sum(worker.progress[0] for worker in self.workers.values())
 
     def open_store(self, message: OpenStore, address: str) -> None:
+        self.close_store(keep_process=True)  # an earlier order may have been overtaken
         try:
             self._store = RendezvousStore(
                 address, message.port, self._store_process, self._selector, exact=message.exact
