@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import traceback
@@ -42,7 +43,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _ORDINARY, _RESILIENT = 0, 3  # restart policies
-_ANNOUNCED_S = 60.0  # a lost peer is announced within this time, or was not lost
+_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost; a lost host so much later than
+_LOST_AFTER = "DTRAIN_LOST_AFTER_S"  # the launcher waits for word of it
 _LOST_CONNECTION = ("gloo/transport", "onnection closed", "onnection reset", "roken pipe", "ocket closed")
 
 
@@ -66,6 +68,12 @@ def resilient(function: F) -> F:
     anew on all ranks, from the newest commit of any that lives; no file is read. Until then the others wait. Restarts
     are those of `dtrain run --max-restarts`; without one left, the run ends. An exception of the function itself is one
     of this rank, so it is raised.
+
+    When a host is lost, a spare one takes its ranks; else, with `--nnodes MIN:MAX`, the world shrinks, and grows again
+    with hosts that come. The function then begins with other ranks: `World`, RANK, WORLD_SIZE and the like are those of
+    now, and a `DistributedSampler` in the State deals out the rest of the epoch. What the script made of them before
+    the function stays as it was, so compute shares, learning rates and the like inside of it. Where a host joins, the
+    function ends within `commit()`, on every rank at the same one, and begins anew.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
     those of `ddp.init()` and `ddp.DistributedDataParallel`; else ReplacementError, and all ranks start again.
@@ -145,7 +153,7 @@ class _Loop:
                 result = call()
                 # Until then another rank may need what this one has. If one has heard of others that join, all do.
                 newest = max(gather_values(self._announcements.newest))
-                if newest > self._generation and self._announcements.wait_newer(newest - 1, _ANNOUNCED_S):
+                if newest > self._generation and self._announcements.wait_newer(newest - 1, _announced_s()):
                     commits.interrupted()
                     continue
             except Regroup:
@@ -225,7 +233,7 @@ class _Loop:
             return is_announced and not is_joining
         if not is_announced:
             break_connections()  # so that the others do not wait for this rank
-        return self._announcements.wait_newer(self._joining, _ANNOUNCED_S)
+        return self._announcements.wait_newer(self._joining, _announced_s())
 
     def _announced(self, news: Generation) -> None:
         """Called in another thread. A process that an exception ends leaves it to the one that replaces it."""
@@ -250,6 +258,10 @@ class _Loop:
             is_agreed = False
         if not is_agreed and self._announcements.newest == number:
             break_connections()  # another rank does not train any more
+
+
+def _announced_s() -> float:
+    return _ANNOUNCED_S + float(os.environ.get(_LOST_AFTER, "30"))
 
 
 @functools.cache

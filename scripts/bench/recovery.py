@@ -1,10 +1,14 @@
 """Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
     python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
+    python scripts/bench/recovery.py --lost-host [--pairs 3]
 
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
 under `ddp.resilient`, and are measured until all have committed their next step; the others only meet.
+
+With `--lost-host`, one of three hosts in network namespaces of their own is powered off and on again (root): from that
+to the next commit of the others, beside the heartbeat timeout, and from its return to the first commit with it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pathlib import Path
 import psutil
 
 LIMIT_S = 120.0
+TIMEOUT_S = 2.0  # of heartbeats, with --lost-host
 MARK = "RECOVERY_MARK"
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -85,7 +90,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="gloo or shm ranks [%(default)s]")
     parser.add_argument("--state-mb", type=float, default=1.0, help="weights and momentum of resilient's [%(default)s]")
     parser.add_argument("--only", choices=COMMANDS, help="measure one of them, without ratios")
+    parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
     args = parser.parse_args()
+    if args.lost_host:
+        lose_hosts(args.pairs)
+        return
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
     times: dict[str, list[float]] = {name: [] for name in COMMANDS if args.only in (None, name)}
     os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
@@ -106,6 +115,36 @@ def main() -> None:
             f"{command:9} {statistics.median(taken):10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
             flush=True,
         )
+
+
+def lose_hosts(times: int) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    from testbed.network import NetworkHosts
+    from testbed.processes import started_dtrain
+    from testbed.training_seen import TrainingSeen
+
+    script = Path(__file__).resolve().parents[2] / "tests" / "ddp_worlds" / "elastic_script.py"
+    print(f"{os.cpu_count()} cores, {platform.machine()}; heartbeat timeout {TIMEOUT_S:g} s, a step takes 0.1 s")
+    print(f"{'lost host':12} {'next commit s':>14} {'joined again s':>15}")
+    with tempfile.TemporaryDirectory() as name, NetworkHosts(Path(name, "lab")) as hosts:
+        for number in range(times):
+            lost = ("far3", "far1")[number % 2]  # the store is on far1
+            options = ["--ssh-config", hosts.ssh_config, "--hosts", "far1,far2,far3", "--nnodes", "1:3"]
+            options += ["--nproc-per-node", "1", "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1"]
+            with started_dtrain("run", *options, script, "100", "0.1", cwd=Path(name)) as process:
+                seen = TrainingSeen(process)
+                seen.wait(lambda seen=seen: len(seen.sized(3)) > 30)
+                taken = time.monotonic()
+                hosts.poweroff(lost)
+                seen.wait(lambda seen=seen: len(seen.sized(2)) > 20)
+                given = time.monotonic()
+                hosts.boot(lost)
+                seen.wait(lambda seen=seen, given=given: len(seen.sized(3, after=given)) > 5)
+                process.terminate()
+                process.wait(LIMIT_S)
+            shrunk, grown = seen.sized(2)[0].time - taken, seen.sized(3, after=given)[0].time - given
+            print(f"{lost:12} {shrunk:14.2f} {grown:15.2f}", flush=True)
+            hosts.reset()
 
 
 def argv_of(command: str, workers: int, folder: Path) -> list[str]:
