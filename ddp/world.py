@@ -37,7 +37,7 @@ from ddp.comm.shm.agreement import agree
 from ddp.comm.shm.backend import NAME as SHM
 from ddp.comm.shm.backend import register, sharing
 from ddp.environment import ALONE, Placement, read_placement
-from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
+from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
 from ddp.generation.meeting import REFUSED, meet
@@ -98,6 +98,7 @@ class _Membership:
     generation: int = 0
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
+    address: tuple[str, ...] = field(default_factory=lambda: _store_address())
 
 
 _membership: _Membership | None = None
@@ -313,7 +314,10 @@ def break_connections() -> None:
 
 
 def _end_if_connecting(member: _Membership, number: int) -> None:
-    """End this process, so that it is replaced: gloo waits for a rank that died while it connected, whatever breaks."""
+    """End this process, so that it is replaced.
+
+    gloo waits for a rank that died while it connected, whatever breaks, and a store's client for a host that is off.
+    """
     if member.joining == number:
         print(f"ddp: rank {member.placement.rank} waits for a rank that is gone, and ends", file=sys.stderr, flush=True)
         os._exit(1)
@@ -329,34 +333,29 @@ def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool
     member = _membership
     assert member is not None
     _drop_group()
-    member.generation = -1
+    member.generation, member.joining = -1, number
     try:
         _take_place(member, variables)
-    except (RuntimeError, ValueError) as error:
-        if is_over():
+        placement = member.placement
+        limit_s = (member.timeout or _TIMEOUT).total_seconds()
+        prefix = f"generation/{number}"
+        here = PrefixStore(f"{prefix}/here", member.store)
+        if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
             return False
-        raise RendezvousError(f"the store of generation {number} cannot be reached: {error}") from error
-    placement = member.placement
-    limit_s = (member.timeout or _TIMEOUT).total_seconds()
-    prefix = f"generation/{number}"
-    if not meet(PrefixStore(f"{prefix}/here", member.store), placement.rank, placement.world_size, is_over, limit_s):
-        return False
-    member.connections = Connections()
-    member.joining = number
-    try:
+        member.connections = Connections()
         with member.connections.made_here():
             # Broken with the other connections, so that nobody waits in vain at the store.
             own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         hook = sys.excepthook
         _connect(member, PrefixStore(f"{prefix}/default_pg", own))
         sys.excepthook = hook  # torch has put its own around it once more
+    except DdpError:
+        raise
     except (RuntimeError, ValueError) as error:
         if is_over():
             return False
-        raise RendezvousError(
-            f"rank {placement.rank} of {placement.world_size} could not join the others again, after the failure of "
-            f"one of them: {error}"
-        ) from error
+        who = f"rank {member.placement.rank} of {member.placement.world_size}"
+        raise RendezvousError(f"{who} could not join the others in generation {number}: {error}") from error
     finally:
         member.joining = -1
     if is_over():
@@ -367,14 +366,14 @@ def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool
 
 def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
     """Be who this process is from now on, in its environment and in its World."""
-    changed = {name: value for name, value in variables.items() if os.environ.get(name) != value}
-    os.environ.update(changed)
-    if not changed:
+    if not variables:
         return
+    os.environ.update(variables)
     member.placement = placement = read_placement(os.environ)
-    if not changed.keys().isdisjoint({"MASTER_ADDR", "MASTER_PORT"}):
+    if (address := _store_address()) != member.address:
         member.store = _store_at_address(placement, member.timeout or _TIMEOUT)
         member.store.set(_BACKEND_KEY, member.backend)
+        member.address = address
     if _world is not None:
         now = world_at(placement, _world.device, _world.backend)
         for name, value in vars(now).items():
@@ -416,6 +415,10 @@ def _drop_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+
+
+def _store_address() -> tuple[str, ...]:
+    return tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _store_at_address(placement: Placement, timeout: timedelta) -> Store:

@@ -246,9 +246,11 @@ class Compositions:
     def can_join(self, attempt: AttemptState) -> bool:
         """Whether hosts can join without a restart: all workers are resilient, and none is away."""
         busy = self.lost or self._restarts.under_way or self._generations.untold or self._generations.missing
-        if busy or not self._spec.elastic or not self._can_change:
-            return False
-        return attempt.all_started and not attempt.ended and all(map(attempt.is_resilient, attempt.members))
+        return not busy and attempt.all_started and not attempt.ended and self.suits(attempt)
+
+    def suits(self, attempt: AttemptState) -> bool:
+        """Whether hosts can join its workers without a restart, now or before long."""
+        return self._spec.elastic and self._can_change and all(map(attempt.is_resilient, attempt.members))
 
     def join(self, attempt: AttemptState, now: float) -> list[Command]:
         """Start the workers of hosts that have come; have all meet, once those are ready."""

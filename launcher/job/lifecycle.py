@@ -208,7 +208,7 @@ class Lifecycle:
             return []
         if not attempt.all_started or attempt.ended or len(attempt.members) >= self.spec.max_hosts:
             return []
-        if self.compositions.lost or self.compositions.can_join(attempt):
+        if self.compositions.lost or self.compositions.suits(attempt):
             return []
         if state is None:
             members = set(attempt.members)
