@@ -340,9 +340,11 @@ def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool
         limit_s = (member.timeout or _TIMEOUT).total_seconds()
         prefix = f"generation/{number}"
         here = PrefixStore(f"{prefix}/here", member.store)
+        member.joining = -1  # a replacement may take any time to start
         if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
             return False
         member.connections = Connections()
+        member.joining = number
         with member.connections.made_here():
             # Broken with the other connections, so that nobody waits in vain at the store.
             own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
