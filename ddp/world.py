@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from ddp.comm.shm.agreement import agree
 from ddp.comm.shm.backend import NAME as SHM
 from ddp.comm.shm.backend import register, sharing
 from ddp.environment import ALONE, Placement, read_placement
-from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
+from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
 from ddp.generation.meeting import REFUSED, meet
@@ -58,7 +58,7 @@ _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks of its job.
+    """Who this process is among the ranks of its job; in a resilient function, other ranks may be there later on.
 
     `device` is where this rank's model and batches belong. `backend` is what the process group was made with.
     `node_rank` is None where the launcher does not tell.
@@ -79,7 +79,7 @@ class World:
 
 
 _CONNECT_S = 10.0  # ranks that have met need no more to connect
-_BACKEND_KEY = "ddp/backend"  # for those that start later
+_BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for those that start later
 _world: World | None = None
 
 
@@ -98,6 +98,7 @@ class _Membership:
     generation: int = 0
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
+    address: tuple[str, ...] = field(default_factory=lambda: _store_address())
 
 
 _membership: _Membership | None = None
@@ -313,43 +314,50 @@ def break_connections() -> None:
 
 
 def _end_if_connecting(member: _Membership, number: int) -> None:
-    """End this process, so that it is replaced: gloo waits for a rank that died while it connected, whatever breaks."""
+    """End this process, so that it is replaced.
+
+    gloo waits for a rank that died while it connected, whatever breaks, and a store's client for a host that is off.
+    """
     if member.joining == number:
         print(f"ddp: rank {member.placement.rank} waits for a rank that is gone, and ends", file=sys.stderr, flush=True)
         os._exit(1)
 
 
-def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
-    """Make the default group anew, of the same ranks, as generation `number`; return whether it is made.
+def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool]) -> bool:
+    """Make the default group anew, as generation `number`; return whether it is made.
 
-    False once `is_over` says that there is a newer one: call again with that. What communicates over the old group has
-    let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
+    `variables` are those of the environment that may be others in it: this rank, the size of the world, where the store
+    is. False once `is_over` says that there is a newer one: call again with that. What communicates over the old group
+    has let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
     """
     member = _membership
     assert member is not None
     _drop_group()
-    member.generation = -1
-    placement = member.placement
-    limit_s = (member.timeout or _TIMEOUT).total_seconds()
-    prefix = f"generation/{number}"
-    if not meet(PrefixStore(f"{prefix}/here", member.store), placement.rank, placement.world_size, is_over, limit_s):
-        return False
-    member.connections = Connections()
-    member.joining = number
+    member.generation, member.joining = -1, number
     try:
+        _take_place(member, variables)
+        placement = member.placement
+        limit_s = (member.timeout or _TIMEOUT).total_seconds()
+        prefix = f"generation/{number}"
+        here = PrefixStore(f"{prefix}/here", member.store)
+        member.joining = -1  # a replacement may take any time to start
+        if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
+            return False
+        member.connections = Connections()
+        member.joining = number
         with member.connections.made_here():
             # Broken with the other connections, so that nobody waits in vain at the store.
             own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         hook = sys.excepthook
         _connect(member, PrefixStore(f"{prefix}/default_pg", own))
         sys.excepthook = hook  # torch has put its own around it once more
+    except DdpError:
+        raise
     except (RuntimeError, ValueError) as error:
         if is_over():
             return False
-        raise RendezvousError(
-            f"rank {placement.rank} of {placement.world_size} could not join the others again, after the failure of "
-            f"one of them: {error}"
-        ) from error
+        who = f"rank {member.placement.rank} of {member.placement.world_size}"
+        raise RendezvousError(f"{who} could not join the others in generation {number}: {error}") from error
     finally:
         member.joining = -1
     if is_over():
@@ -358,14 +366,47 @@ def rejoin(number: int, is_over: Callable[[], bool]) -> bool:
     return True
 
 
+def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
+    """Be who this process is from now on, in its environment and in its World."""
+    if not variables:
+        return
+    os.environ.update(variables)
+    member.placement = placement = read_placement(os.environ)
+    if (address := _store_address()) != member.address:
+        member.store = _store_at_address(placement, member.timeout or _TIMEOUT)
+        member.store.set(_BACKEND_KEY, member.backend)
+        member.address = address
+    if _world is not None:
+        now = world_at(placement, _world.device, _world.backend)
+        for name, value in vars(now).items():
+            object.__setattr__(_world, name, value)  # the user has it
+
+
+def own_store(number: int) -> Store:
+    """Return the part of the store that belongs to a generation, on a connection for one thread alone."""
+    assert _membership is not None
+    own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return PrefixStore(f"generation/{number}", own)
+
+
+def note_finished() -> None:
+    """Tell those that might still come that this rank, and so all others, will meet nobody any more."""
+    if _membership is not None and _membership.placement.rank == 0:
+        _membership.store.set(_FINISHED_KEY, "")
+
+
+def has_finished() -> bool:
+    """Whether the others have said so."""
+    return _membership is not None and bool(_membership.store.check([_FINISHED_KEY]))
+
+
 def refuse(number: int, why: str) -> None:
     """Tell those that wait for this rank under generation `number` that it will not come. May be called by any thread.
 
     `why` says what this rank "has" done.
     """
     if _membership is not None:
-        own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        here = PrefixStore(f"generation/{number}/here", own)
+        here = PrefixStore("here", own_store(number))
         here.set(REFUSED, f"rank {_membership.placement.rank} {why}")
 
 
@@ -376,6 +417,10 @@ def _drop_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+
+
+def _store_address() -> tuple[str, ...]:
+    return tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _store_at_address(placement: Placement, timeout: timedelta) -> Store:

@@ -29,6 +29,11 @@ MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else the
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
 AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
+# The variables of a worker that may be others in another composition of its attempt.
+COMPOSED = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_ROLES",
+)  # fmt: skip
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
@@ -127,6 +132,8 @@ class StartWorker(Command):
     gpu: str = ""  # the id of its first GPU; empty if it has none
     local_world_size: int = 1  # how many workers of its role the host has
     wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
+    generation: int = 0  # the composition of the attempt that it is started for; 0: the first
+    restart_policy: int = 0  # as in Exited, until it says its own
 
 
 @dataclass(frozen=True)
@@ -154,10 +161,16 @@ class LoseHost(Command):
 
 @dataclass(frozen=True)
 class NextGeneration(Command):
-    """Tell every worker the number of the attempt's newest composition: one of them failed, and is to be replaced."""
+    """Tell every worker the number of the attempt's newest composition, and what it is in that.
+
+    `when`: "now" they meet under it; "later" they stop, and wait for a newer number, since it is not known yet who
+    takes part; "at_commit" they meet once they have committed, since others have joined, and nobody has failed.
+    """
 
     attempt: int
     number: int
+    when: str = "now"
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank, those that are others from now on
 
 
 @dataclass(frozen=True)
@@ -392,6 +405,7 @@ class Heartbeat(Command, Report):
     silent_in: int = 0  # its phase
     longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
     stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
+    resilient: bool = False  # whether all of them that run have restart policy 3
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

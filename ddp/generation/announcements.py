@@ -1,19 +1,22 @@
-"""The numbers of the run's compositions, its generations, as the launcher announces them to this process.
+"""The run's compositions, its generations, as the launcher announces them to this process.
 
-DTRAIN_GENERATION is the number with which this process was started: above 0, it takes the place of one that failed.
-Newer ones come through the pipe that DTRAIN_GENERATION_PIPE names, eight bytes each, little-endian; a thread reads it.
+DTRAIN_GENERATION is the number with which this process was started: above 0, it takes the place of one that failed, or
+joins the others. Newer ones come through the pipe that DTRAIN_GENERATION_PIPE names, eight bytes each, little-endian; a
+thread reads it. The file that DTRAIN_GENERATION_FILE names says what the newest one is.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-__all__ = ["Announcements", "can_replace", "generation_at_start"]
+__all__ = ["Announcements", "Generation", "can_replace", "generation_at_start"]
 
-_NUMBER, _PIPE = "DTRAIN_GENERATION", "DTRAIN_GENERATION_PIPE"
+_NUMBER, _PIPE, _FILE = "DTRAIN_GENERATION", "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE"
 _BYTES = 8
 
 
@@ -28,18 +31,35 @@ def generation_at_start() -> int:
     return int(text) if text.isdecimal() and can_replace() else 0
 
 
-class Announcements:
-    """Reads the pipe in a thread of its own until the process ends. `call` gets each newer number, in that thread."""
+@dataclass(frozen=True)
+class Generation:
+    """`when` its ranks meet: "now"; "later", under a newer number, when it is known who they are; "at_commit".
 
-    def __init__(self, call: Callable[[int], None]) -> None:
+    `variables` are those of this process's environment that may be others in it.
+    """
+
+    number: int
+    when: str = "now"
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Announcements:
+    """Reads the pipe in a thread of its own until the process ends. `call` gets each newer one, in that thread."""
+
+    def __init__(self, call: Callable[[Generation], None]) -> None:
         """Raises OSError if the pipe cannot be opened."""
-        self.newest = generation_at_start()
+        self.generation = _newest(generation_at_start())
         self._call = call
         self._news = threading.Condition()
         descriptor = os.open(os.environ[_PIPE], os.O_RDONLY | os.O_CLOEXEC)  # at once: the launcher has it open
         threading.Thread(target=self._read, args=(descriptor,), name="generations", daemon=True).start()
 
-    def wait_newer(self, than: int, limit_s: float) -> bool:
+    @property
+    def newest(self) -> int:
+        """Its number."""
+        return self.generation.number
+
+    def wait_newer(self, than: int, limit_s: float | None) -> bool:
         """Wait until a generation newer than `than` is announced; return whether one is, after `limit_s` at most."""
         with self._news:
             return self._news.wait_for(lambda: self.newest > than, limit_s)
@@ -48,10 +68,24 @@ class Announcements:
         while data := os.read(descriptor, _BYTES):  # numbers are written whole
             number = int.from_bytes(data, "little")
             if number > self.newest:
-                with self._news:
-                    self.newest = number
-                    self._news.notify_all()
                 try:
-                    self._call(number)
+                    found = _newest(number)
+                    with self._news:
+                        self.generation = found
+                        self._news.notify_all()
+                    self._call(found)
                 except Exception as error:  # the next number must be heard
                     print(f"ddp: generation {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _newest(number: int) -> Generation:
+    """What the launcher says of the newest generation, which is `number` or one after it."""
+    try:
+        with open(os.environ.get(_FILE, os.devnull), "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        text = b""
+    said = json.loads(text) if text else {}
+    if not said or said["number"] < number:
+        return Generation(number)
+    return Generation(said["number"], said["when"], said["variables"])

@@ -22,6 +22,7 @@ from ddp.errors import CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
+from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
 from ddp.resilience.rank_page import RankPage
 from ddp.world import communicating
@@ -44,6 +45,7 @@ class Commits:
         self, parts: Mapping[str, Part], values: MutableMapping[str, Any], own: OwnState | None = None
     ) -> None:
         self.number: int | None = None
+        self.join_point: JoinPoint | None = None  # at which this rank is to meet others that join
         self.parts = dict(parts)
         self._values = values
         self._own = own
@@ -55,6 +57,7 @@ class Commits:
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
         self._page: RankPage | None = None
+        self._place = 0, 1  # the rank and the size of the world
         self._kept: dict[str, Any] = {}
         for optimizer in self._optimizers:
             optimizer.keeps_tensors = len(self._optimizers) > 1
@@ -78,6 +81,7 @@ class Commits:
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
+        self._place = dist.get_rank(), dist.get_world_size()
         if has_state:
             self.number = -1
             self.take()
@@ -130,7 +134,11 @@ class Commits:
                 )
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Have the models average over the ranks of `group`, from now on. All ranks call it; blocks."""
+        """Have models average, and samplers deal, over the ranks of `group` from now on. All ranks call it; blocks."""
+        before, self._place = self._place, (group.rank(), group.size())
+        if self._place != before:
+            for sampler in self._samplers:
+                sampler.deal_over(before, self._place)
         for model in self._models.values():
             model.attach(group)
             if model.wrapper is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -18,12 +21,21 @@ from ddp.errors import (
     ReplacementError,
     UnsupportedError,
 )
-from ddp.generation.announcements import Announcements
+from ddp.generation.announcements import Announcements, Generation
 from ddp.monitoring import stall_report
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.commits import Commits
+from ddp.resilience.join_point import JoinPoint, Regroup
 from ddp.resilience.state import State
-from ddp.world import break_connections, current_generation, refuse, rejoin
+from ddp.world import (
+    break_connections,
+    current_generation,
+    has_finished,
+    note_finished,
+    own_store,
+    refuse,
+    rejoin,
+)
 
 __all__ = ["can_go_on", "is_replacement", "resilient"]
 
@@ -31,7 +43,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _ORDINARY, _RESILIENT = 0, 3  # restart policies
-_ANNOUNCED_S = 60.0  # a lost peer is announced within this time, or was not lost
+_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost; a lost host so much later than
+_LOST_AFTER = "DTRAIN_LOST_AFTER_S"  # the launcher waits for word of it
 _LOST_CONNECTION = (
     "CollectiveError:",
     "gloo/transport",
@@ -62,6 +75,12 @@ def resilient(function: F) -> F:
     anew on all ranks, from the newest commit of any that lives; no file is read. Until then the others wait. Restarts
     are those of `dtrain run --max-restarts`; without one left, the run ends. An exception of the function itself is one
     of this rank, so it is raised.
+
+    When a host is lost, a spare one takes its ranks; else, with `--nnodes MIN:MAX`, the world shrinks, and grows again
+    with hosts that come. The function then begins with other ranks: `World`, RANK, WORLD_SIZE and the like are those of
+    now, and a `DistributedSampler` in the State deals out the rest of the epoch. What the script made of them before
+    the function stays as it was, so compute shares, learning rates and the like inside of it. Where a host joins, the
+    function ends within `commit()`, on every rank at the same one, and begins anew.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
     those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and
@@ -113,6 +132,8 @@ class _Loop:
         self._generation = -1 if (joined := current_generation()) is None else joined
         self._joining = self._generation  # or has joined
         self.calls = 0
+        self._commits: Commits | None = None
+        self._place = dist.get_rank(), dist.get_world_size()
         self._is_inside = self._has_left = False
         self._announcements = Announcements(self._announced)
 
@@ -130,24 +151,37 @@ class _Loop:
         finally:
             self._is_inside = False
         self._has_left = True
-        if (newest := self._announcements.newest) > self._generation:
-            self._announced(newest)
+        note_finished()
+        if self._announcements.newest > self._generation:
+            self._announced(self._announcements.generation)
         return result
 
     def _run(self, commits: Commits, call: Callable[[], R]) -> R:
         has_joined = self._generation >= 0
+        self._commits = commits
         commits.begin(has_state=has_joined)
         if has_joined:
             commits.attach(_world())
         set_restart_policy(_RESILIENT)
+        regroups = False
         while True:
             is_joining = True
             try:
+                if regroups:
+                    regroups = False
+                    gather_values(None)  # so that no rank lets go while another one still needs it for this commit
                 while self._announcements.newest > self._generation:
                     self._join(commits)
                 is_joining = False
                 result = call()
-                gather_values(None)  # until then, another rank may need what this one has
+                # Until then another rank may need what this one has. If one has heard of others that join, all do.
+                newest = max(gather_values(self._announcements.newest))
+                if newest > self._generation and self._announcements.wait_newer(newest - 1, _announced_s()):
+                    commits.interrupted()
+                    continue
+            except Regroup:
+                regroups = True
+                commits.interrupted()
             except Exception as error:
                 if not self._is_of_peer(error, is_joining=is_joining):
                     raise
@@ -159,17 +193,33 @@ class _Loop:
 
     def _join(self, commits: Commits) -> None:
         """Meet the others under the newest generation, and take over the newest commit; or stop for a newer one."""
-        number = self._joining = self._announcements.newest
+        news = self._announcements.generation
+        number = self._joining = news.number
+        point, commits.join_point = commits.join_point, None
+        if news.when == "later":
+            self._announcements.wait_newer(number, None)  # the launcher ends this process if there is none
+            return
         try:
-            if not rejoin(number, lambda: self._announcements.newest > number):
+            if news.when == "at_commit" and self._generation >= 0 and not (point and point.is_agreed):
+                own_store(number).set("at_once", "")  # the others are not to wait for a promise of this rank
+            joins = news.when == "at_commit" and commits.number is None
+            if not rejoin(number, news.variables, lambda: self._is_over(number, joins=joins)):
                 return
             self._generation = number
             group = _world()
+            self._place = group.rank(), group.size()
             commits.attach(group)
             root, commit = self._choose(commits, group)
             commits.take_over(root, commit, group)
         except ArgumentError as error:
             raise ReplacementError(f"the state cannot be handed over: {error}") from error
+
+    def _is_over(self, number: int, *, joins: bool) -> bool:
+        """Whether nobody will meet under a number. A process that `joins` others ends once they have finished."""
+        if joins and has_finished():
+            print("ddp: the ranks that this one was to join have finished", file=sys.stderr, flush=True)
+            sys.exit(0)
+        return self._announcements.newest > number
 
     def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
         """Return which rank has the state of the newest commit, and its number. All ranks come to the same."""
@@ -206,16 +256,35 @@ class _Loop:
             return is_announced and not is_joining
         if not is_announced:
             break_connections()  # so that the others do not wait for this rank
-        return self._announcements.wait_newer(self._joining, _ANNOUNCED_S)
+        return self._announcements.wait_newer(self._joining, _announced_s())
 
-    def _announced(self, number: int) -> None:
+    def _announced(self, news: Generation) -> None:
         """Called in another thread. A process that an exception ends leaves it to the one that replaces it."""
+        number, commits = news.number, self._commits
         if number <= self._generation:
             return
-        if self._is_inside:
+        if self._is_inside and commits is not None and news.when == "at_commit" and self._generation >= 0:
+            threading.Thread(target=self._agree, args=(number, commits), name="join point", daemon=True).start()
+        elif self._is_inside:
             break_connections()
-        elif self._has_left:
+        elif self._has_left and news.when == "now":
             refuse(number, "has left the resilient function")
+
+    def _agree(self, number: int, commits: Commits) -> None:
+        """Agree with the other ranks on the commit at which those that join are met; in a thread of its own."""
+        point = JoinPoint(number, lambda: self._announcements.newest > number)
+        commits.join_point = point
+        try:
+            is_agreed = point.agree(own_store(number), *self._place, lambda: commits.number or 0)
+        except RuntimeError as error:  # of the store; then its host is lost, or this process ends
+            print(f"ddp: generation {number}: {error}", file=sys.stderr, flush=True)
+            is_agreed = False
+        if not is_agreed and self._announcements.newest == number:
+            break_connections()  # another rank does not train any more
+
+
+def _announced_s() -> float:
+    return _ANNOUNCED_S + float(os.environ.get(_LOST_AFTER, "30"))
 
 
 @functools.cache

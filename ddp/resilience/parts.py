@@ -23,7 +23,7 @@ from ddp.comm.codec import encode
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
-from ddp.errors import ArgumentError, ReplacementError
+from ddp.errors import ArgumentError, ReplacementError, UnsupportedError
 from ddp.horovod.optimizer import average_over, reducer_of
 from ddp.resilience.copies import ATOMS, Copies, copied
 from ddp.torch_internals import foreach_copy
@@ -276,6 +276,17 @@ class SamplerPart(Part):
         if isinstance(self.sampler, DistributedSampler) and before_rest is not None:
             # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
             self.sampler.before_rest(before_rest)
+
+    def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
+        """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""
+        sampler = self.sampler
+        if not isinstance(sampler, DistributedSampler):
+            raise UnsupportedError(
+                f"sampler={type(sampler).__name__} cannot deal out the rest of an epoch to {place[1]} ranks instead of "
+                f"{before[1]}: use ddp.DistributedSampler. All start again"
+            )
+        if (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
+            sampler.rank, sampler.num_replicas = place
 
     def count(self) -> None:
         sampler = self.sampler

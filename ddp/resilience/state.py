@@ -97,6 +97,8 @@ class State:
         to call it; so must who draws ahead in a thread. CollectiveError after a backward pass that failed.
         """
         self.commits.take()
+        if (join_point := self.commits.join_point) is not None and self.commits.number is not None:
+            join_point.committed(self.commits.number)
 
 
 def _part(name: str, given: Any) -> Part:

@@ -25,6 +25,7 @@ from launcher.errors import DtrainError
 from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
+    COMPOSED,
     Exited,
     Heartbeat,
     KillWorker,
@@ -50,6 +51,7 @@ __all__ = ["Attempt"]
 
 READ_BYTES = 1 << 16
 STEP_LOOK_S = 0.01  # between looks for the first step of a worker
+RESILIENT = 3  # of Worker.restart_policy
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 
@@ -84,7 +86,7 @@ class Attempt:
         self._fork_server = fork_server
         self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
-        self._generation = 0  # the newest that the workers were told of
+        self._generation, self._when = 0, "now"  # the newest that the workers were told of
         self._states: dict[int, StateFile] = {}  # by rank
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
@@ -140,6 +142,7 @@ class Attempt:
             silent_in=signs.silent_in,
             longest_s=signs.longest_s,
             stopped=signs.stopped,
+            resilient=self.is_resilient,
         )
 
     @property
@@ -161,11 +164,17 @@ class Attempt:
         return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
 
     @property
+    def is_resilient(self) -> bool:
+        """Whether the workers that run here, if any do, can meet others in another composition."""
+        return bool(self.workers) and all(worker.restart_policy == RESILIENT for worker in self.running)
+
+    @property
     def steps(self) -> int:
         """How many training steps its workers said they made."""
         return self._before[0] + sum(worker.progress[0] for worker in self.workers.values())
 
     def open_store(self, message: OpenStore, address: str) -> None:
+        self.close_store(keep_process=True)  # an earlier order may have been overtaken
         try:
             self._store = RendezvousStore(
                 address, message.port, self._store_process, self._selector, exact=message.exact
@@ -208,11 +217,12 @@ class Attempt:
     def start(self, message: StartWorker) -> None:
         """Start a worker, and report that; once the fork server has its imports done, if there is one."""
         self._orders[message.rank] = message
+        self._generation = max(self._generation, message.generation)
         if message.through and self._fork_server.is_loading:
             self._fork_server.wait_s(message.wait_s)
             self._waiting.append(message)
         else:
-            self._start(message, restart_policy=0)
+            self._start(message, restart_policy=message.restart_policy)
 
     def restart(self, message: RestartWorker) -> None:
         """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
@@ -223,14 +233,23 @@ class Attempt:
     def announce(self, message: NextGeneration) -> None:
         """Tell the workers of a new composition of this attempt; numbers only grow, others are ignored."""
         if message.attempt == self.number and message.number > self._generation:
-            self._generation = message.number
+            self._generation, self._when = message.number, message.when
+            for rank, variables in message.variables.items():
+                if (order := self._orders.get(int(rank))) is not None:
+                    self._orders[int(rank)] = replace(order, env={**order.env, **variables})
             for worker in self.running:
-                worker.tell_generation(message.number)
+                worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
+
+    def _composed(self, rank: int) -> dict[str, str]:
+        """The variables of a worker that change with the composition, as they are now."""
+        env = self._orders[rank].env
+        return {name: env[name] for name in COMPOSED if name in env}
 
     def go_on(self) -> None:
         """Go on with those that wait to be started, and those that are to be started again."""
         while self._waiting and not self._fork_server.is_loading:
-            self._start(self._waiting.pop(0), restart_policy=0)
+            waiting = self._orders[self._waiting.pop(0).rank]  # as it is now
+            self._start(waiting, restart_policy=waiting.restart_policy)
         for order, left in self.worker_restarts.step():
             old = self.workers[order.rank]
             if left:
@@ -254,7 +273,7 @@ class Attempt:
         sockets = self._sockets if self._interfaces else {}
         own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
         is_first = message.rank not in self._lives
-        own["DTRAIN_GENERATION"] = "0" if is_first else str(self._generation)
+        own["DTRAIN_GENERATION"] = str(message.generation if is_first else self._generation)
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
@@ -284,6 +303,8 @@ class Attempt:
         try:
             if message.rank not in self._states:
                 self._states[message.rank] = StateFile(self._folder, self.number, message.rank)
+            if self._generation:
+                files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
             try:
                 worker = make(start=spawn if by_exec else self._fork_server.fork)
@@ -297,8 +318,8 @@ class Attempt:
             self._never_started(message.rank, reason, restart_policy)
             return False
         self.workers[message.rank] = worker
-        if is_first and self._generation:
-            worker.tell_generation(self._generation)  # it takes nobody's place, and joins the others all the same
+        if is_first and self._generation > message.generation:  # it takes nobody's place, and joins the others too
+            worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
         self._writer.send(
             Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
         )

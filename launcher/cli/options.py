@@ -25,8 +25,8 @@ from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, J
 __all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
 
 # Variables that are no option's. The first are for the workers.
-_NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "PROGRESS_FILE", "ROLES", "RUN_KEY",
-              "GENERATION", "GENERATION_PIPE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
+_NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
+              "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
               "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM")  # fmt: skip
 
 
@@ -132,7 +132,9 @@ class Options:
         default=JobSpec.max_restarts,
         show_default=True,
     )
-    grow: bool = _flag("With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined.")
+    grow: bool = _flag(
+        "With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined; resilient workers go on."
+    )
     heartbeat_timeout_s: float = _option(
         "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
         "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",

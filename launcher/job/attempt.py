@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.timers import NEVER, Timer, Timers
@@ -13,7 +14,7 @@ __all__ = ["AttemptState", "choose_members"]
 
 
 class AttemptState:
-    """`members` in the order of their node ranks; the first of them holds the store.
+    """`members` in the order of their node ranks; the first of them holds the store at first.
 
     Timer.STALL is set `stall_s` after each sign of progress; until the first step of training, no earlier than
     `start_s` after the start of the workers, which import and connect.
@@ -25,7 +26,9 @@ class AttemptState:
     ) -> None:  # fmt: skip
         self.number = number
         self.members = members
-        self.placement = placement
+        self._take_placement(placement)
+        self.store_host = members[0]
+        self.fresh: set[str] = set()  # hosts that have come while it went on, with resilient workers
         self.began = began
         self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
@@ -65,6 +68,61 @@ class AttemptState:
     def all_started(self) -> bool:
         return len(self.started) == self.world_size
 
+    def host_of(self, rank: int) -> str:
+        return self._workers[rank].host
+
+    def role_of(self, rank: int) -> str:
+        return self._workers[rank].role
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those of the present composition; a worker keeps its rank here when RANK changes for it."""
+        return self._workers.keys()
+
+    def is_resilient(self, host: str) -> bool:
+        """Whether the workers there can meet others in another composition, as far as it is known."""
+        beat = self._heartbeats.get(host)
+        return host in self.fresh or (beat is not None and beat.resilient)
+
+    def steps_on(self, host: str) -> int:
+        """How many training steps its workers said they made."""
+        beat = self._heartbeats.get(host)
+        return 0 if beat is None else beat.steps
+
+    def forget_heartbeat(self, host: str) -> None:
+        """Note that other workers run there now than those of which it has spoken."""
+        self._heartbeats.pop(host, None)
+
+    def lose(self, host: str) -> None:
+        """Go on without the workers of a lost host, for which the run still waits."""
+        gone = {worker.rank for worker in self.placement.workers if worker.host == host}
+        for ranks in (self.started, self.ended, self.stopped):
+            ranks -= gone
+        for rank in gone:
+            self.failing.pop(rank, None)
+        self._unfinished.pop(host, None)
+        self._heartbeats.pop(host, None)
+        self.provoked_at.pop(host, None)
+        workers = tuple(worker for worker in self.placement.workers if worker.host != host)
+        self._take_placement(replace(self.placement, workers=workers))
+
+    def compose(self, members: tuple[str, ...], placement: Placement, fresh: Collection[str]) -> None:
+        """Go on with these hosts; those that are `fresh` run no workers yet, or none that are known here."""
+        stay = {worker.rank for worker in self.placement.workers}
+        self._take_placement(placement)
+        self.members = members
+        self.fresh |= {*fresh}
+        self._needed = {
+            w.rank for w in placement.workers if w.needed and (w.rank in self._needed or w.rank not in stay)
+        }
+        for worker in placement.workers:
+            if worker.host in fresh:
+                self._unfinished[worker.host] = self._unfinished.get(worker.host, 0) + 1
+
+    def _take_placement(self, placement: Placement) -> None:
+        self.placement = placement
+        self._workers = {worker.rank: worker for worker in placement.workers}
+
     @property
     def finished(self) -> bool:
         """Whether every worker that the run waits for has ended by itself and well, or is left out.
@@ -75,7 +133,7 @@ class AttemptState:
 
     def needs(self, host: str) -> bool:
         """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
-        return host in self._unfinished and (host == self.members[0] or self._unfinished[host] > 0)
+        return host in self._unfinished and (host == self.store_host or self._unfinished[host] > 0)
 
     def take_start(self, started: Started, now: float) -> None:
         self.started.add(started.rank)

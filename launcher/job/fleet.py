@@ -58,6 +58,7 @@ TOLERANCE = 1 - BEAT - 1 / HEARTBEATS
 RESUMED = 0.2  # of the timeout: for the order to go on after a suspension to arrive
 LOCAL_FENCE_S = 30.0  # for a lost agent of this machine that no other could be started to clean up after
 RETRIES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 10.0)  # pauses between attempts to reach a lost host; the last one repeats
+USED_S = 2.0  # the most for one that took part: resilient workers there join the others when it is back
 STEADY_S = 2.0  # who was ready for less is not tried at once for ever
 CONNECT_AT_ONCE = 256  # hosts over SSH: each takes a thread, and most of its time is waiting for DNS and the network
 _ON_THEIR_WAY = (HostPhase.CONNECTING, HostPhase.GREETING, HostPhase.CHECKING)
@@ -292,7 +293,9 @@ class Fleet:
         if state.ready_at is not None:
             state.flaps = state.flaps + 1 if now - state.ready_at < STEADY_S else 0
             state.ready_at = None
-        state.retry_at = now + RETRIES_S[min(max(state.tries, state.flaps - 1), len(RETRIES_S) - 1)]
+        since_lost, flapping = (RETRIES_S[min(max(n, 0), len(RETRIES_S) - 1)] for n in (state.tries, state.flaps - 1))
+        since_lost = min(since_lost, USED_S) if state.name in self.used else since_lost
+        state.retry_at = now + max(since_lost, flapping)
         heapq.heappush(self._retries, (state.retry_at, state.name))
         self._timers.set(Timer.RETRY, self._next_retry())
 

@@ -128,6 +128,15 @@ class Gathering:
                 commands += self._leave_out(state, f"it ended {MAX_FAILED} attempts in a row")
         return commands
 
+    def count_loss(self, name: str, *, failed: bool) -> list[Command]:
+        """Count it against a host if an attempt that goes on had to do without it, before it had come to anything."""
+        state = self._fleet.states[name]
+        self._fleet.count_failed(state, failed=failed)
+        others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
+        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state) or others < self._spec.min_hosts:
+            return []
+        return self._leave_out(state, f"it was lost {MAX_FAILED} times in a row")
+
     def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
         """Count it against a host if an attempt was ended for it, and it is not there for the next one."""
         if not name or name in members:
@@ -141,7 +150,7 @@ class Gathering:
     def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
         """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""
         problems = misfits(self._spec, states)
-        if self._possible - len(problems) < self._spec.min_hosts:
+        if self.possible - len(problems) < self._spec.min_hosts:
             return []
         self.problems.update(problems)
         return [c for name, why in problems.items() for c in self._leave_out(self._fleet.states[name], why)]
@@ -173,7 +182,8 @@ class Gathering:
         return commands
 
     @property
-    def _possible(self) -> int:
+    def possible(self) -> int:
+        """How many hosts may still take part."""
         return len(self._fleet) - len(self._fleet.dropped)
 
     def decide(self, now: float) -> Readiness:
@@ -190,11 +200,11 @@ class Gathering:
             return Readiness.BEGIN if ready == len(fleet) else Readiness.TOO_FEW
         if ready < least:
             timers.cancel(Timer.LAST_CALL)
-            return Readiness.WAIT if self._possible >= least and not too_late else Readiness.TOO_FEW
+            return Readiness.WAIT if self.possible >= least and not too_late else Readiness.TOO_FEW
         if timers.at(Timer.LAST_CALL) == NEVER:
             again, asked = bool(self.previous), self._spec.last_call_s
             timers.set(Timer.LAST_CALL, now + (LAST_CALL_S[again] if asked is None or again else asked))
-        nobody_more = ready == self._possible or not fleet.coming or self._first_choice(ready)
+        nobody_more = ready == self.possible or not fleet.coming or self._first_choice(ready)
         return Readiness.BEGIN if nobody_more or too_late or timers.over(Timer.LAST_CALL, now) else Readiness.WAIT
 
     def show_how_far(self, progress: str, now: float) -> list[Command]:
@@ -217,7 +227,7 @@ class Gathering:
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""
-        most = min(self._spec.max_hosts, self._possible)
+        most = min(self._spec.max_hosts, self.possible)
         if ready < most:
             return False
         first = self.previous or tuple(self._fleet.states)[:most]

@@ -7,12 +7,13 @@ an attempt, and begin at 0 with it. Of failures one right after the other only t
 costs a message to every host.
 
 A generation takes all ranks of the failed one's world, and one at least that has lived on, for the others have nothing
-to go on with. Once a rank has ended for good, there can be no other generation.
+to go on with. Once a rank has ended for good, there can be no other generation. Generations of other hosts are in
+compositions.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure
@@ -49,7 +50,7 @@ class Generations:
         """
         gone = attempt.ended - {rank, *waiting}
         away = attempt.ended | self._missing.keys() | {rank}
-        alive = (other for other in range(attempt.world_size) if other not in away)
+        alive = (other for other in attempt.ranks if other not in away)
         one_lives = any(self._in_one_world(attempt, rank, other) for other in alive)
         return one_lives and not any(self._in_one_world(attempt, rank, other) for other in gone)
 
@@ -64,6 +65,27 @@ class Generations:
     def untold(self) -> bool:
         """Whether the workers do not know the newest one yet: until they do, no successor is to start."""
         return self._timers.at(Timer.GENERATION) < NEVER
+
+    def number_at_once(self, now: float) -> int:
+        """Return another number, of which the workers are told at once."""
+        self._timers.cancel(Timer.GENERATION)
+        self._told_at = now
+        self.number += 1
+        return self.number
+
+    @property
+    def missing(self) -> Collection[int]:
+        """The ranks that have failed and do not run again yet."""
+        return self._missing.keys()
+
+    def wait_for(self, ranks: Iterable[int], failure: Failure) -> None:
+        """Note that the others are to meet these ranks, which do not run yet since others failed there."""
+        self._missing |= dict.fromkeys(ranks, failure)
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Note that nobody is to meet these ranks any more."""
+        for rank in ranks:
+            self._missing.pop(rank, None)
 
     def due(self, attempt: AttemptState, now: float) -> NextGeneration | None:
         """Return what the workers are to be told now."""
@@ -82,5 +104,5 @@ class Generations:
 
     def _in_one_world(self, attempt: AttemptState, *ranks: int) -> bool:
         """Whether these ranks run the same command: each command has a world, WORLD_SIZE, of its own."""
-        roles = (attempt.placement.workers[rank].role for rank in ranks)
+        roles = (attempt.role_of(rank) for rank in ranks)
         return len({role if self._roles.command(role) else "" for role in roles}) == 1

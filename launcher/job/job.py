@@ -24,7 +24,7 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import FailureKind, failure_of
+from launcher.job.failure import FailureKind, failure_of, what_happened
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.lifecycle import ROOT_WAIT_S, Lifecycle
 from launcher.job.outcome import Outcome, fails_by_itself
@@ -151,6 +151,8 @@ class Job:
                 return self._run.opened(state.name, message, now)
             case StoreFailed():
                 return self._store_failed(attempt, state, message, now)
+            case Started() | Failing() | Exited() if state.name not in attempt.members:
+                return self._of_newcomer(attempt, state, message)
             case Started():
                 attempt.take_start(message, now)
                 self._run.started(message.rank, now)
@@ -164,6 +166,18 @@ class Job:
             case Swept():
                 return self._swept(attempt, state, message)
         return []
+
+    def _of_newcomer(
+        self, attempt: AttemptState, state: HostState, message: Started | Failing | Exited
+    ) -> list[Command]:
+        """Take what happens to a worker that the others do not know: of a host that is to join, or was to."""
+        if not self._run.compositions.joins(state.name):
+            return []
+        if isinstance(message, Started):
+            self._run.compositions.started(attempt, state.name, message.rank)
+            return []
+        why = what_happened(failure_of(state.name, message, 0.0, attempt=attempt.number))
+        return self._run.compositions.leave(attempt, state.name, why)
 
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Give a host up. If it was quiet before, it went at some time after it was heard last."""
@@ -209,6 +223,8 @@ class Job:
         if attempt is None or self.phase is Phase.GATHERING:
             self._run.gathering.problems.setdefault(state.name, reason)
             return self._run.gathering.say_unusable(state, reason) if was_coming and attempt is None else []
+        if had_workers and self._run.compositions.joins(state.name):
+            return self._run.compositions.leave(attempt, state.name, reason)
         if not had_workers or attempt.finished or not attempt.needs(state.name):
             return []
         failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now)
@@ -222,7 +238,7 @@ class Job:
             if known <= at + self.fleet.quiet_s:
                 attempt.secondary_failures += [failure] if attempt.first_root_at is not None else []
                 return []
-        return self._run.fail(failure, now)
+        return self._run.lose(failure, now)
 
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
         saved = attempt.take_heartbeat(state.name, beat, now)
@@ -335,7 +351,12 @@ class Job:
 
     def _stalled(self, now: float) -> list[Command]:
         attempt = self._run.current
-        if not attempt.all_started or self._run.restarts.under_way or not self._timers.over(Timer.STALL, now):
+        if (
+            self._run.compositions.lost
+            or not attempt.all_started
+            or self._run.restarts.under_way
+            or not self._timers.over(Timer.STALL, now)
+        ):
             return []
         message = f"no rank has made progress for {self.spec.stall_timeout_s:g} s"
         return self._run.fail(attempt.failure(FailureKind.STALLED, "", message, now), now)
@@ -358,7 +379,8 @@ class Job:
             ranks = {w.host: w.rank for w in reversed(attempt.placement.workers) if w.rank not in attempt.started}
             late = [name for name in attempt.members if name in ranks]
             reason = f"rank {min(ranks.values(), default=0)} was not started within {limit}"
-        if late and attempt.number == self.spec.first_attempt and self.phase is not Phase.ENDING:
+        is_first = attempt.number == self.spec.first_attempt and not attempt.fresh
+        if late and is_first and self.phase is not Phase.ENDING:
             return self._run.stop(now, error=HostError(some(late), reason))
         states = [self.fleet.states[name] for name in late]
         return [command for state in states if state.connected for command in self._lost(state, reason, now)]

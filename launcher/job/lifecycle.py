@@ -5,7 +5,8 @@
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
 attempt.py, what the cause was in failure.py, whether there is another, and which processes fail without ending it,
-in restarts.py, whom the others meet again then in generations.py, how the run ends in stopping.py and outcome.py.
+in restarts.py, whom the others meet again then in generations.py, on which hosts in compositions.py, how the run ends
+in stopping.py and outcome.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
+from launcher.job import compositions
 from launcher.job.attempt import AttemptState, choose_members
 from launcher.job.chaos import Chaos
 from launcher.job.events import Command, Notice, Send
@@ -54,6 +56,9 @@ class Lifecycle:
         self.chaos = Chaos(spec.chaos, timers, now)
         self.restarts = Restarts(spec, timers)
         self.generations = Generations(spec, timers)
+        self.compositions = compositions.Compositions(
+            spec, self.fleet, timers, self.gathering, self.generations, self.restarts, run_key
+        )
         self.stopping: Stopping | None = None
         self.attempt: AttemptState | None = None
         self.outcome: Outcome | None = None
@@ -81,16 +86,40 @@ class Lifecycle:
         elif self.stopping is None and self.evidence.over(now):
             commands = self._looked(now) if self.evidence.looks else self.evidence.end(self.attempt)
         if self.phase is Phase.RUNNING:
-            if news := self.generations.due(self.current, now):
-                commands += [Send(name, news) for name in self.fleet.workers_of(self.current.members)]
-            if not self.generations.untold:
-                commands += self.restarts.due(self.current, now)
-            if self.current.all_started and not self.restarts.under_way:
-                commands += self.chaos.due(self.current, now)
+            commands += self._go_on(now)
         if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self.stopping.advance(now)
             if self.stopping.done and self.phase is Phase.STOPPING:
                 self._end(now)
+        return commands
+
+    def _go_on(self, now: float) -> list[Command]:
+        """Begin the generations that are due, and start workers again."""
+        attempt = self.current
+        commands = self._go_on_without(now) if self.compositions.lost else []
+        if self.compositions.lost or self.phase is not Phase.RUNNING:
+            return commands
+        if news := self.generations.due(attempt, now):
+            commands += [Send(name, news) for name in self.fleet.workers_of(attempt.members)]
+        if not self.generations.untold:
+            commands += self.restarts.due(attempt, now)
+        if attempt.all_started and not self.restarts.under_way:
+            commands += self.chaos.due(attempt, now)
+        return [*commands, *self.compositions.join(attempt, now)]
+
+    def _go_on_without(self, now: float) -> list[Command]:
+        """Have other hosts take the places of lost ones, or end the attempt where that cannot be."""
+        attempt, failure = self.current, next(iter(self.compositions.lost.values()))
+        readiness = self.compositions.decide(attempt, now)
+        if readiness is compositions.Readiness.WAIT:
+            return []
+        commands = None
+        if readiness is compositions.Readiness.COMPOSE:
+            commands = self.compositions.go_on(attempt, now)
+        if commands is None:
+            commands = self.fail(failure, now)
+            if readiness is compositions.Readiness.TOO_FEW:
+                commands += self.stop(now, no_restart_reason=self.gathering.why_not_again())
         return commands
 
     def _enter(self, phase: Phase) -> None:
@@ -145,6 +174,7 @@ class Lifecycle:
         self.generations.begin()
         self.hangs.begin()
         self.chaos.attempt_begins(self.attempt, now)
+        self.compositions.begin()
         self._enter(Phase.OPENING_STORE)
         # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
         fixed = last is None and not spec.elastic
@@ -159,6 +189,8 @@ class Lifecycle:
     def opened(self, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
         """Start the workers, once the store is open and all ports are known by which they reach each other."""
         attempt = self.current
+        if self.phase is Phase.RUNNING and isinstance(message, StoreOpened):
+            self.compositions.opened(attempt, host, message)
         if self.phase is not Phase.OPENING_STORE:
             return []
         if isinstance(message, StoreOpened):
@@ -178,16 +210,20 @@ class Lifecycle:
         return [*starts]
 
     def grow_with(self, state: HostState | None, now: float) -> list[Command]:
-        """End the attempt if there is room in the next one for a host that has come."""
+        """End the attempt if there is room in the next one for a host that has come, and it cannot join this one."""
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
             return []
         if not attempt.all_started or attempt.ended or len(attempt.members) >= self.spec.max_hosts:
             return []
+        if self.compositions.lost or self.compositions.suits(attempt):
+            return []
         if state is None:
             members = set(attempt.members)
             state = next((s for s in self.fleet if s.phase is HostPhase.READY and s.name not in members), None)
         if state is None or state.name in attempt.members or misfits(self.spec, [state]):
+            return []
+        if state.name in self.fleet.busy:  # it joins
             return []
         attempt.grown_for = state.name
         notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
@@ -203,6 +239,7 @@ class Lifecycle:
             return []
         attempt.take_failure(failure)
         self.restarts.overtaken(attempt, failure)
+        self.compositions.begin()
         if self.phase is Phase.OPENING_STORE:
             return self._end_attempt(now)
         if self.phase is not Phase.RUNNING:
@@ -213,6 +250,14 @@ class Lifecycle:
         if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
             return commands
         return [*commands, *self.ask_for_evidence(now, asked=False)]
+
+    def lose(self, failure: Failure, now: float) -> list[Command]:
+        """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
+        if self.phase is Phase.RUNNING and not self.preempted:
+            commands = self.compositions.lose(self.current, failure, now)
+            if commands is not None:
+                return commands
+        return self.fail(failure, now)
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
         """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
@@ -234,7 +279,8 @@ class Lifecycle:
 
     def finished(self, rank: int, now: float) -> list[Command]:
         """Take the successful end of a worker: the attempt ends if it was to meet one that is being replaced."""
-        failure = self.generations.missed_by(self.current, rank)
+        lost = next(iter(self.compositions.lost.values()), None)
+        failure = self.generations.missed_by(self.current, rank) or lost
         if failure is None:
             return []
         return self.fail(failure, now)
@@ -296,7 +342,8 @@ class Lifecycle:
         self._enter(Phase.ENDING)
         self.timers.set(Timer.PHASE, now + self.spec.grace_s + ANSWER_S)
         end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
-        return [*commands, *(Send(name, end) for name in self.fleet.workers_of(attempt.members))]
+        hosts = [*attempt.members, *sorted(self.fleet.busy - {*attempt.members})]  # some were about to join
+        return [*commands, *(Send(name, end) for name in self.fleet.workers_of(hosts))]
 
     def _attempt_over(self, now: float) -> list[Command]:
         """Decide what comes after an attempt whose workers are gone everywhere."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from launcher import __version__
+from launcher.frozen import replace
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Send
 from launcher.job.host_state import HostState
@@ -15,6 +16,7 @@ from launcher.placement.environment import roles_in_order, worker_defaults, work
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import Placement
 from launcher.protocol import (
+    COMPOSED,
     HEARTBEAT_S,
     PROTOCOL,
     Hello,
@@ -27,7 +29,7 @@ from launcher.protocol import (
     StoreOpened,
 )
 
-__all__ = ["mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
+__all__ = ["composed_workers", "mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
 
 
 def mismatch(spec: JobSpec, hello: Hello) -> str | None:
@@ -162,6 +164,35 @@ def start_workers(
             wait_s=wait_s,
         )
         yield Send(worker.host, start)
+
+
+def composed_workers(
+    spec: JobSpec,
+    placement: Placement,
+    store: StoreOpened,
+    fresh: Mapping[int, int],
+    *,
+    run_key: str,
+    generation: int,
+    restart_policy: int,
+) -> tuple[dict[str, dict[str, dict[str, str]]], list[Send]]:
+    """Return what changes for the workers that run, by host and rank, and the orders to start those that do not.
+
+    `fresh` gives the TORCHELASTIC_RESTART_COUNT of the latter by rank. Raises PlacementError.
+    """
+    changes: dict[str, dict[str, dict[str, str]]] = {}
+    starts = []
+    for send in start_workers(spec, placement, store, {}, run_key=run_key, wait_s=0.5 * spec.start_timeout_s):
+        start = send.message
+        assert isinstance(start, StartWorker)  # prefixes are only for other ecosystems
+        if start.rank in fresh:
+            env = {**start.env, "TORCHELASTIC_RESTART_COUNT": str(fresh[start.rank])}
+            start = replace(start, env=env, generation=generation, restart_policy=restart_policy)
+            starts.append(Send(send.host, start))
+        else:
+            own = {name: start.env[name] for name in COMPOSED}
+            changes.setdefault(send.host, {})[str(start.rank)] = own
+    return changes, starts
 
 
 def _addresses(spec: JobSpec, placement: Placement, ports: Mapping[str, PortsReserved]) -> dict[int, str]:

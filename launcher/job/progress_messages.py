@@ -17,6 +17,8 @@ __all__ = [
     "after_killed_runs",
     "attempt_begins",
     "attempt_ended",
+    "composed",
+    "goes_on_without",
     "left_out",
     "progress",
     "some",
@@ -77,6 +79,22 @@ def starts_again(failure: Failure, restart: str, delay_s: float) -> str:
     """Say that a process alone is started again; `restart` counts it."""
     when = f" in {delay_s:g} s" if delay_s else ""
     return f"{what_happened(failure)}; only this worker restarts{when} ({restart})"
+
+
+def goes_on_without(failure: Failure, restart: str) -> str:
+    """Say that an attempt goes on though a host is lost; `restart` counts it."""
+    return (
+        f"{what_happened(failure)}; the others keep their state and wait until its workers are certainly gone{restart}"
+    )
+
+
+def composed(number: int, members: Sequence[str], previous: Sequence[str], fresh: Sequence[str], size: int) -> str:
+    """Say who goes on with an attempt, as which of its compositions; `fresh` have been started for that."""
+    gone = [name for name in previous if name not in members]
+    without = f", without {some(gone)}" if gone else ""
+    come = f", with {some(fresh)}" if fresh else ""
+    workers = f"{size} worker{'' if size == 1 else 's'} on {len(members)} host{'' if len(members) == 1 else 's'}"
+    return f"generation {number} goes on with {workers}{without}{come}"
 
 
 def left_out(failure: Failure, reason: str) -> str:

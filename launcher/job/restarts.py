@@ -20,7 +20,7 @@ from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.generations import RESILIENT
-from launcher.job.progress_messages import left_out, starts_again
+from launcher.job.progress_messages import goes_on_without, left_out, starts_again
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker
@@ -45,7 +45,7 @@ class FailedAttempt:
     restart.
 
     With a `rank`, a process that failed while the attempt went on; `may_follow`: it is resilient, and failed as one
-    does that has lost a peer.
+    does that has lost a peer. With a `lost_host`, one that the attempt went on without.
     """
 
     cause: Failure
@@ -53,6 +53,7 @@ class FailedAttempt:
     saved: int  # checkpoints; for a process alone its steps as well, since the others have what came of them
     free: bool
     rank: int | None = None
+    lost_host: str = ""
     may_follow: bool = False
 
     @property
@@ -89,7 +90,7 @@ def is_free(one: FailedAttempt, past: Sequence[FailedAttempt]) -> bool:
 
 
 def _may_be_root(other: FailedAttempt, one: FailedAttempt) -> bool:
-    if other.rank in (None, one.rank) or other.cause.attempt != one.cause.attempt:
+    if (other.rank in (None, one.rank) and not other.lost_host) or other.cause.attempt != one.cause.attempt:
         return False
     return abs(other.cause.at - one.cause.at) <= SLACK_S and not looks_like_consequence(other.cause)
 
@@ -107,7 +108,8 @@ def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
         return RestartDecision(None, "not tried again: a restart cannot fix that")
     if last.cause.injected:
         return RestartDecision(BACK_OFF_S[0])
-    past = [other for other in past if other.rank == last.rank and not other.cause.injected]
+    alike = [other for other in past if (other.rank, other.lost_host) == (last.rank, last.lost_host)]
+    past = [other for other in alike if not other.cause.injected]
     fruitless = 0
     while fruitless < len(past) and not past[-1 - fruitless].progress:
         fruitless += 1
@@ -140,12 +142,13 @@ class Restarts:
         self._timers = timers
         self._waiting: list[int] = []  # ranks that are to be started again, each at its Timer.RESTART
         self._starting: set[int] = set()  # ordered to start again
+        self._lost_hosts: set[str] = set()  # whose ranks nobody has taken over yet
         self._last: tuple[str, list[Failure]] = ("", [])  # those that end the run, and why if that is news
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
         self._cancel()
-        self._failed, self._starting = [], set()
+        self._failed, self._starting, self._lost_hosts = [], set(), set()
         self._last = ("", [])
 
     @property
@@ -189,6 +192,28 @@ class Restarts:
         attempt.left_out = []
         return None
 
+    def lost(self, attempt: AttemptState, failure: Failure, *, progress: int) -> tuple[float, Notice] | None:
+        """Decide on a lost host without which the attempt can go on: when, and what to say; None: it ends it."""
+        free, name = self._spec.elastic, failure.host
+        made = FailedAttempt(failure, failure.ran_s, progress, free=free, lost_host=name)
+        decision = judge(self._spec, [*self.past, made])
+        if decision.again_after_s is None:
+            self._last = (decision.reason, [failure])
+            return None
+        self.past.append(made)
+        self._failed.append((failure, made))
+        self._lost_hosts.add(name)
+        gone = {worker.rank for worker in attempt.placement.workers if worker.host == name}
+        self._timers.cancel(*((Timer.RESTART, rank) for rank in gone))
+        self._waiting[:] = [rank for rank in self._waiting if rank not in gone]
+        self._starting -= gone
+        number = "" if free else f" (restart {_restarts_used(self.past)} of {self._spec.max_restarts})"
+        return decision.again_after_s, Notice(goes_on_without(failure, number))
+
+    def replaced(self) -> None:
+        """Note that other hosts have taken over what lost ones had."""
+        self._lost_hosts.clear()
+
     def judge_early(self, cause: Failure) -> RestartDecision:
         """Decide while an attempt is about to end by this cause: as if it had made progress, known only later."""
         reason, failures = self._last
@@ -210,7 +235,7 @@ class Restarts:
             self._waiting.remove(rank)
             self._starting.add(rank)
             order = RestartWorker(rank=rank, attempt=attempt.number, restart=attempt.start_again(rank, now))
-            commands.append(Send(attempt.placement.workers[rank].host, order))
+            commands.append(Send(attempt.host_of(rank), order))
         return commands
 
     def started(self, rank: int) -> None:
@@ -229,6 +254,7 @@ class Restarts:
             likely = looks_like_consequence(alone) or looks_like_consequence(failure)
             together = alone is not failure and likely and abs(alone.at - failure.at) <= SLACK_S
             waits = alone.rank in self._waiting and alone is newest[alone.rank]
+            waits |= alone.rank is None and alone.host in self._lost_hosts
             if together:
                 attempt.left_out = [other for other in attempt.left_out if other is not alone]
                 attempt.take_failure(alone)
@@ -239,7 +265,7 @@ class Restarts:
 
     def _uncount(self, made: FailedAttempt | None) -> None:
         kept = [past for past in self.past if past is not made]
-        self.count -= len(self.past) - len(kept)
+        self.count -= sum(past.rank is not None for past in self.past) - sum(past.rank is not None for past in kept)
         self.past[:] = kept
 
     def _cancel(self) -> None:

@@ -32,6 +32,8 @@ class Timer(Enum):
     CHAOS = auto()  # the next fault on purpose, by its number in the plan
     RESTART = auto()  # of one worker, by rank
     GENERATION = auto()  # for the workers to be told of it
+    COMPOSE = auto()  # for hosts to take the place of lost ones in an attempt that goes on
+    JOIN = auto()  # for the workers of hosts that have come to be ready to meet the others
     STOP = auto()  # for all hosts to be out
     SLOW_STOP = auto()  # for them to be out without a word about it
     CHECK = auto()  # for lost hosts to be reached again at the end

@@ -2,6 +2,7 @@
 
     python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
     python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
+    python scripts/bench/recovery.py --lost-host [--pairs 3]
 
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
@@ -11,6 +12,9 @@ With --kills, train_gpt.py runs twice: undisturbed, and with so many workers kil
 other, each as soon as all have made 1 to 20 steps since the one before. A recovery is from the KILL to the next step
 that rank 0 prints, for which all ranks are needed; a step is lost if it is printed twice. The weights of both
 runs are compared bit by bit.
+
+With `--lost-host`, one of three hosts in network namespaces of their own is powered off and on again (root): from that
+to the next commit of the others, beside the heartbeat timeout, and from its return to the first commit with it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from pathlib import Path
 import psutil
 
 LIMIT_S = 120.0
+TIMEOUT_S = 2.0  # of heartbeats, with --lost-host
 MARK = "RECOVERY_MARK"
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -102,7 +107,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, help="kill so many workers of one run of train_gpt.py instead")
     parser.add_argument("--seed", type=int, default=1, help="of the kills [%(default)s]")
     parser.add_argument("--only", choices=COMMANDS, help="measure one of them, without ratios")
+    parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
     args = parser.parse_args()
+    if args.lost_host:
+        lose_hosts(args.pairs)
+        return
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
     if args.kills:
         sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
@@ -209,6 +218,36 @@ def follow(path: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
                 return
             if not more:
                 time.sleep(0.002)
+
+
+def lose_hosts(times: int) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    from testbed.network import NetworkHosts
+    from testbed.processes import started_dtrain
+    from testbed.training_seen import TrainingSeen
+
+    script = Path(__file__).resolve().parents[2] / "tests" / "ddp_worlds" / "elastic_script.py"
+    print(f"{os.cpu_count()} cores, {platform.machine()}; heartbeat timeout {TIMEOUT_S:g} s, a step takes 0.1 s")
+    print(f"{'lost host':12} {'next commit s':>14} {'joined again s':>15}")
+    with tempfile.TemporaryDirectory() as name, NetworkHosts(Path(name, "lab")) as hosts:
+        for number in range(times):
+            lost = ("far3", "far1")[number % 2]  # the store is on far1
+            options = ["--ssh-config", hosts.ssh_config, "--hosts", "far1,far2,far3", "--nnodes", "1:3"]
+            options += ["--nproc-per-node", "1", "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1"]
+            with started_dtrain("run", *options, script, "100", "0.1", cwd=Path(name)) as process:
+                seen = TrainingSeen(process)
+                seen.wait(lambda seen=seen: len(seen.sized(3)) > 30)
+                taken = time.monotonic()
+                hosts.poweroff(lost)
+                seen.wait(lambda seen=seen: len(seen.sized(2)) > 20)
+                given = time.monotonic()
+                hosts.boot(lost)
+                seen.wait(lambda seen=seen, given=given: len(seen.sized(3, after=given)) > 5)
+                process.terminate()
+                process.wait(LIMIT_S)
+            shrunk, grown = seen.sized(2)[0].time - taken, seen.sized(3, after=given)[0].time - given
+            print(f"{lost:12} {shrunk:14.2f} {grown:15.2f}", flush=True)
+            hosts.reset()
 
 
 def argv_of(command: str, workers: int, folder: Path) -> list[str]:

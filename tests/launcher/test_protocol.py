@@ -44,6 +44,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[int]: st.lists(st.integers(0, 999), max_size=4),
     dict[str, str]: st.dictionaries(TEXT, TEXT, max_size=4),
     dict[str, str] | None: st.none() | st.dictionaries(TEXT, TEXT, max_size=4),
+    dict[str, dict[str, str]]: st.dictionaries(TEXT, st.dictionaries(TEXT, TEXT, max_size=2), max_size=3),
     Any: st.none() | st.integers(0, 9) | st.lists(TEXT, max_size=4),
     dict[str, Any]: st.dictionaries(TEXT, st.none() | st.booleans() | st.integers(0, 9) | TEXT, max_size=4),
 }

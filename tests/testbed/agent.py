@@ -89,13 +89,27 @@ class AgentProcess:
         )  # fmt: skip
         return self.expect(Facts)
 
-    def start(self, script: str, *args: str, rank: int = 0, attempt: int = 0, env: dict[str, str] | None = None) -> int:
+    def start(
+        self,
+        script: str,
+        *args: str,
+        rank: int = 0,
+        attempt: int = 0,
+        env: dict[str, str] | None = None,
+        generation: int = 0,
+    ) -> int:
         """Start a worker that runs a script given as text; return its pid."""
         path = self.folder / f"script-{rank}.py"
         path.write_text(script)
         self.tell(
             StartWorker(
-                rank=rank, attempt=attempt, through="script", argv=[str(path), *args], env=env or {}, defaults={}
+                rank=rank,
+                attempt=attempt,
+                through="script",
+                argv=[str(path), *args],
+                env=env or {},
+                defaults={},
+                generation=generation,
             )
         )
         return self.expect(Started).pid

@@ -13,6 +13,10 @@ Beside what its order says, a worker has these variables:
                              growing. Opening it for reading does not block; a read blocks until there is one, and gets
                              nothing (end of file) once the agent is gone. Read 8 bytes, or a multiple of that. If
                              nobody reads, only the newest number is kept for certain.
+    DTRAIN_GENERATION_FILE   a file that says what the newest generation is, in JSON: its `number`, `when` the workers
+                             meet under it (NextGeneration of launcher/protocol.py), and the `variables` of this worker
+                             that may change with it, such as RANK. It is replaced before a number is written to the
+                             pipe, and is not there before the first.
     DTRAIN_STATE_FILE        a file of its rank alone, empty in its first life of an attempt; each later life finds what
                              those before it have written. It is in memory and has no folder: open it, write or map it,
                              set its length; it cannot be renamed or replaced.
@@ -118,11 +122,19 @@ class Files:
         self.stack = Path(f"{self.error}.stack")
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
+        self.generation = Path(f"{self.error}.generation")
         self.variables = {
             "TORCHELASTIC_ERROR_FILE": str(self.error),
             "DTRAIN_PROGRESS_FILE": str(self.progress),
             "DTRAIN_GENERATION_PIPE": str(self.generations),
+            "DTRAIN_GENERATION_FILE": str(self.generation),
         }
+
+    def write_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
+        """Say what the newest generation is, which is then told through the pipe. Raises OSError."""
+        news = Path(f"{self.generation}.new")
+        news.write_text(json.dumps({"number": number, "when": when, "variables": dict(variables)}))
+        os.replace(news, self.generation)  # a worker never sees half of it
 
 
 class GenerationPipe:
@@ -255,8 +267,14 @@ class Worker:
         steps, saved, policy, phase, saved_at = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 5
         return steps, saved, policy, phase, saved_at
 
-    def tell_generation(self, number: int) -> None:
-        """Tell it the number of the attempt's newest composition; whether it reads that is its own affair."""
+    def tell_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
+        """Tell it of the attempt's newest composition; whether it reads that is its own affair."""
+        try:
+            self.files.write_generation(number, when, variables)
+        except OSError as error:  # a full disk: without the news it would meet others than it should
+            print(f"{self.files.generation}: {error}", file=sys.stderr)
+            self.signal(signal.SIGKILL, stop=False)  # so that it is replaced
+            return
         self._generations.tell(number)
 
     def ended_with(self, wait_status: int) -> None:

@@ -11,7 +11,7 @@ from testbed.agent import AgentProcess
 from testbed.processes import wait_until
 
 from launcher.agent.workers.worker import GenerationPipe, StateFile
-from launcher.protocol import Exited, NextGeneration, OpenStore, Output, RestartWorker, Started, StoreOpened
+from launcher.protocol import Exited, Heartbeat, NextGeneration, OpenStore, Output, RestartWorker, Started, StoreOpened
 
 # Prints its first generation, then what its predecessor left, then each number that it is told; rank 1 ends at "end".
 LISTENS = """\
@@ -77,8 +77,44 @@ def test_a_first_life_that_starts_late_is_told_what_the_others_were(agent: Agent
     agent.tell(NextGeneration(attempt=0, number=4))
     agent.expect_output(b"rank 0 told 4\n")
     agent.start(LISTENS, "2", rank=2)
+    read_until(agent, b"rank 2 told 4\n")
+    assert said(agent).count(b"first 0 nothing\n") == 2
+    agent.stop()
+
+
+SAYS_FILE = """\
+import json, os
+pipe = os.open(os.environ["DTRAIN_GENERATION_PIPE"], os.O_RDONLY)
+path = os.environ["DTRAIN_GENERATION_FILE"]
+first = open(path).read() if os.path.exists(path) else "{}"
+os.write(1, f"first {os.environ['DTRAIN_GENERATION']} {os.environ['RANK']} {json.loads(first).get('when')}\\n".encode())
+while os.read(pipe, 8):
+    said = json.load(open(path))
+    os.write(1, f"{said['number']} {said['when']} {said['variables'].get('RANK')} {len(said['variables'])}\\n".encode())
+"""
+
+
+def test_a_worker_can_read_who_it_is_in_the_newest_generation(agent: AgentProcess) -> None:
+    agent.start(SAYS_FILE, env={"RANK": "4", "WORLD_SIZE": "6"})
+    agent.expect_output(b"first 0 4 None\n")
+    agent.tell(NextGeneration(0, 1, "later"))
+    agent.expect_output(b"1 later 4 2\n")
+    agent.tell(NextGeneration(0, 2, "now", {"0": {"RANK": "2"}, "9": {"RANK": "3"}}))
+    agent.expect_output(b"2 now 2 2\n")
+    agent.start(SAYS_FILE, rank=5, env={"RANK": "5", "WORLD_SIZE": "6"}, generation=3)
+    agent.expect_output(b"first 3 5 now\n")
+    agent.stop()
+
+
+def test_a_heartbeat_says_whether_all_workers_are_resilient(agent: AgentProcess) -> None:
+    agent.start(LISTENS, "0")
     agent.expect_output(b"first 0 nothing\n")
-    agent.expect_output(b"rank 2 told 4\n")
+    while not agent.expect(Heartbeat).resilient:
+        pass
+    agent.start("import time\nprint('here', flush=True); time.sleep(600)", rank=3)
+    agent.expect_output(b"here")
+    while agent.expect(Heartbeat).resilient:
+        pass
     agent.stop()
 
 

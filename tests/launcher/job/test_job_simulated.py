@@ -83,8 +83,7 @@ LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MEETING_S = 20.0  # so long the workers of a generation wait for each other
-UNMET = {"type": "RendezvousError", "message": "waited 20 s for the others", "where": "t.py:5", "inside": ""}
+UNMET = {"type": "RendezvousError", "message": "waited for the others", "where": "t.py:5", "inside": ""}
 PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:4711", "where": "t.py:3", "inside": ""}
 
 
@@ -92,7 +91,8 @@ PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]
 class Worker:
     """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited.
 
-    `generation` is the newest that it was told of, `met` the one in which it met all others.
+    `generation` is the newest that it was told of, `when` it is to meet the others then, as one of `size`; `met` is
+    the one in which it met all of them.
     `failing`: it has failed, and its process goes on.
     """
 
@@ -102,7 +102,10 @@ class Worker:
     began: float
     restart_policy: int = 0
     generation: int = 0
+    when: str = "now"
+    size: int = 0
     met: int = 0
+    enters_at: float = float("inf")  # its resilient function
     alive: bool = True
     hangs: bool = False
     is_stopped: bool = False  # by a signal, for a while
@@ -174,6 +177,8 @@ class Agent:
     last_down: float = 0.0
     attempt: int | None = None
     generation: int = 0
+    when: str = "now"
+    envs: dict[int, dict[str, str]] = field(default_factory=dict)
     progress: int = 0
     identity: str = ""
 
@@ -188,6 +193,7 @@ class World:
         self.now = T0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
+        self.composes = chance.random() < 0.25  # its workers are resilient, its hosts come and go
         self.spec = self._spec()
         self.job = Job(self.spec, self.now)
         self.beat_s = min(1.0, BEAT * self.spec.heartbeat_timeout_s)
@@ -204,14 +210,26 @@ class World:
         self.calm_after = T0 + chance.choice([30.0, 60.0, 120.0])
         self.life_s = chance.choice([2.0, 10.0, 30.0])
         self.p_alone = chance.choice([0.0, 0.0, 0.5, 1.0, 1.0])  # that a worker stands alone
-        self.resilient = chance.random() < 0.3  # all workers are, and a failure is met by the others
-        if self.resilient:
+        self.resilient = (
+            self.composes or chance.random() < 0.2
+        )  # all workers are: the others meet one that failed again
+        if self.composes:
+            self.p_fail, self.p_peer = chance.choice([0.0, 0.0, 0.3]), 0.0
+            self.life_s = chance.choice([30.0, 60.0, 120.0])
+        elif self.resilient:
             self.p_fail = chance.choice([0.3, 0.9])
+        self.meeting_s = chance.choice([20.0, 100.0])  # so long the workers of a generation wait for each other
+        self.troubles = chance.choice([0, 1, 3, 8]) if self.composes else 0  # more of them, while others are met
+        self.hosts: dict[int, str] = {}  # of the ranks of the attempt
+        self.composed: set[str] = set()  # what has happened of that
         self.p_meeting = chance.choice([0.0, 0.2, 0.5])  # that a worker fails while it meets the others
         self.generation = 0  # of the attempt
         self.ordered: dict[tuple[int, int, int], int] = {}  # the newest when a worker was to be started again
-        self.broken = chance.choice([*[None] * 9, 0])  # the rank that fails soon after each start, and in the same way
+        self.broken = (
+            None if self.composes else chance.choice([*[None] * 9, 0])
+        )  # the rank that fails soon after each start, and in the same way
         self.lives: dict[tuple[int, int], int] = {}  # by attempt and rank, how often it was started again alone
+        self.moved: dict[tuple[int, int], int] = {}  # the same, how often it was started on another host
         self.failed: set[tuple[int, int]] = set()  # those whose last life has failed by itself
         self.restart_policy: dict[tuple[int, int], int] = {}
         self.first_code = chance.choice([1, 1, 2, 3, 77])
@@ -235,12 +253,12 @@ class World:
 
     def _spec(self) -> JobSpec:
         chance = self.chance
-        count = chance.choice([1, 2, 2, 3, 3, 4])
+        count = chance.choice([2, 3, 3, 4, 5] if self.composes else [1, 2, 2, 3, 3, 4])
         kind = chance.choice([HostKind.SSH, HostKind.SSH, HostKind.SSH, HostKind.SIMULATED])
         slots = chance.choice([1, 1, 2])
         hosts = tuple(Host(f"h{i}", kind, slots=slots) for i in range(count))
         nnodes = None
-        if chance.random() < 0.5 and count > 1:
+        if chance.random() < (0.85 if self.composes else 0.5) and count > 1:
             least = chance.randint(1, count)
             nnodes = (least, chance.randint(least, count))
         elastic = nnodes is not None and nnodes[0] < count
@@ -251,7 +269,7 @@ class World:
             run_id="r",
             start_timeout_s=chance.choice([20.0, 60.0]),
             grace_s=chance.choice([0.0, 1.0, 10.0]),
-            max_restarts=chance.choice([0, 0, 1, 2, 3, 4, 9]),
+            max_restarts=chance.choice([3, 9] if self.composes else [0, 0, 1, 2, 3, 4, 9]),
             grow=elastic and chance.random() < 0.5,
             heartbeat_timeout_s=chance.choice([10.0, 30.0]),
             stall_timeout_s=chance.choice([None, None, 15.0]),
@@ -270,7 +288,8 @@ class World:
                 node.problem = chance.choice(["problem", "version", "silent"])
             node.slow_evidence = chance.random() < 0.2
         storm = chance.random() < 0.1
-        for _ in range(chance.randint(5, 12) if storm else chance.choice([0, 0, 1, 1, 2, 3])):
+        troubles = chance.choice([1, 2, 3, 5] if self.composes else [0, 0, 1, 1, 2, 3])
+        for _ in range(chance.randint(5, 12) if storm else troubles):
             at = chance.choice([chance.uniform(0, 5), chance.uniform(0, 30 if storm else 60)])
             kinds = [self.kill_agent, self.cut, self.cut, self.half_cut, self.freeze, self.power_off, self.break_link]
             what = chance.choice(kinds)
@@ -334,7 +353,10 @@ class World:
             self.say(f"<- {event}")
         past, attempt = len(self.job._run.restarts.past), self.job.attempt
         commands = self.job.handle(event, self.now)
-        if len(self.job._run.restarts.past) > past and self.job._run.restarts.past[-1].rank is None:
+        newest = self.job._run.restarts.past[-1] if len(self.job._run.restarts.past) > past else None
+        if newest is not None and newest.lost_host:
+            self.check_lost(newest.cause)
+        elif newest is not None and newest.rank is None:
             assert attempt is not None
             self.check_cause(attempt, self.job._run.restarts.past[-1].cause)
             self.check_failed_attempts()
@@ -364,11 +386,12 @@ class World:
                 self.suspend()
             else:
                 assert isinstance(command, Notice | SaveEvidence)
-                self.grown += isinstance(command, Notice) and "has come" in command.text
+                self.grown += isinstance(command, Notice) and "has come; attempt" in command.text
         if starts:
             self.check_starts(starts)
-        if news:
-            self.check_generation(news)
+        for number in sorted({send.message.number for send in news if isinstance(send.message, NextGeneration)}):
+            told = [send for send in news if getattr(send.message, "number", 0) == number]
+            self.check_generation(told, {start.host for start in starts})
 
     def tell(self, command: Send) -> None:
         agent = self.links[command.host]
@@ -378,8 +401,11 @@ class World:
         assert key not in self.closed, f"told on a link that was given up: {command}"
         assert self.job.fleet.states[command.host].phase is not HostPhase.OUT or isinstance(command.message, Stop)
         message = command.message
-        if isinstance(message, OpenStore):
+        if isinstance(message, OpenStore) and message.attempt != self.attempt:
             self.check_begin(message.attempt)
+        elif isinstance(message, OpenStore | StartWorker) and self.job.phase is Phase.RUNNING:
+            self.enlisted.add(key)  # it takes the place of another, or joins
+            self.composed |= {"store"} if isinstance(message, OpenStore) else set()
         of_an_attempt = OpenStore | StartWorker | RestartWorker | NextGeneration | EndAttempt | Collect | SignalWorkers
         of_an_attempt |= KillWorker
         if isinstance(message, of_an_attempt):
@@ -444,8 +470,10 @@ class World:
             self.note_clock_error(agent.node)
         if self.chance.random() < 0.01:
             self.handle(ReaderBlocked(name))
+        joins = self.job.attempt is not None and name not in self.job.attempt.members  # nobody else knows it yet
         self.handle(AgentMessage(name, agent.link, message))
-        if isinstance(message, Exited) and message.restart_policy and self.job.phase is Phase.RUNNING and accepted:
+        goes_on = accepted and self.job.phase is Phase.RUNNING
+        if goes_on and isinstance(message, Exited | Failing) and (joins or getattr(message, "restart_policy", 0)):
             self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(AgentMessage(name, agent.link - 1, message))
@@ -539,14 +567,19 @@ class World:
                 self.disturbed(0.0)
         elif isinstance(message, StartWorker):
             if not agent.ending:
-                self.start_worker(agent, message.attempt, message.rank, message.env["TORCHELASTIC_RESTART_COUNT"])
+                count = message.env["TORCHELASTIC_RESTART_COUNT"]
+                agent.envs[message.rank] = message.env
+                agent.generation = max(agent.generation, message.generation)
+                self.start_worker(
+                    agent, message.attempt, message.rank, count, fresh=message.generation, policy=message.restart_policy
+                )
         elif isinstance(message, RestartWorker):
             if not agent.ending and agent.attempt == message.attempt and agent.kill_at == float("inf"):
                 again_s = self.chance.choice([0.0, 0.02, self.chance.uniform(0, self.spec.grace_s)])
                 self.later(again_s, self.on_host, agent, self.start_again, agent, message)
         elif isinstance(message, NextGeneration):
             if not agent.ending and agent.attempt == message.attempt:
-                self.announce(agent, message.number)
+                self.announce(agent, message)
         elif isinstance(message, KillWorker):
             self.kill_worker(agent, message)
         elif isinstance(message, Suspend):
@@ -616,8 +649,13 @@ class World:
         if not agent.node.frozen:
             if not self.is_stuck():
                 agent.progress += 1
-            stopped = [w.rank for w in agent.node.workers if w.alive and w.is_stopped and w.agent is agent]
-            self.report(agent, Heartbeat(self.now + agent.node.clock, agent.progress, stopped=stopped))
+            mine = [worker for worker in agent.node.workers if worker.agent is agent]
+            alive = [worker for worker in mine if worker.alive]
+            said = agent.attempt is not None and bool(mine)
+            said &= all(w.restart_policy == RESILIENT and self.now >= w.enters_at for w in alive)
+            stopped = [worker.rank for worker in alive if worker.is_stopped]
+            beat = Heartbeat(self.now + agent.node.clock, agent.progress, resilient=said, stopped=stopped)
+            self.report(agent, beat)
         self.later(self.beat_s, self.beat, agent)
 
     def is_stuck(self) -> bool:
@@ -701,7 +739,8 @@ class World:
             agent.alive = False
             self.end_link(agent)
         else:
-            agent.attempt, agent.generation = None, 0
+            agent.attempt, agent.generation, agent.when = None, 0, "now"
+            agent.envs.clear()
 
     # ---- what workers do ----
 
@@ -711,7 +750,9 @@ class World:
         elif agent.alive and not agent.ending and agent.attempt == message.attempt and agent.kill_at == float("inf"):
             self.start_worker(agent, message.attempt, message.rank, str(message.restart), again=True)
 
-    def start_worker(self, agent: Agent, attempt: int, rank: int, count: str, *, again: bool = False) -> None:
+    def start_worker(
+        self, agent: Agent, attempt: int, rank: int, count: str, *, again: bool = False, fresh: int = 0, policy: int = 0
+    ) -> None:
         node, chance = agent.node, self.chance
         key = (attempt, rank, int(count))
         assert key not in node.starts, "started twice"
@@ -722,7 +763,7 @@ class World:
         assert all(w.rank != rank for w in living), f"two lives of rank {rank} at once: {living}"
         restart_policy = self.restart_policy[attempt, rank] if again else 0
         if self.resilient:
-            restart_policy = RESILIENT if again or chance.random() < 0.95 else 0
+            restart_policy = RESILIENT if again or fresh or self.composes or chance.random() < 0.95 else 0
         elif chance.random() < self.p_alone:  # later it would say so, but before it fails
             restart_policy = chance.choice([1, 1, 2, 3])
         self.restart_policy[attempt, rank] = restart_policy
@@ -734,10 +775,14 @@ class World:
             self.exited(agent, ended, 127, provoked=False, error=error, pid=0)
             return
         self.failed.discard((attempt, rank))
-        worker = Worker(agent, attempt, rank, self.now, restart_policy)
+        worker = Worker(agent, attempt, rank, self.now, restart_policy if policy or not fresh else policy)
+        worker.enters_at = self.now + chance.choice([0.0, 0.5, 3.0])
+        if fresh and not policy:  # until it enters the function, its failure is an ordinary one
+            self.later(worker.enters_at - self.now, self.enter, worker)
         node.workers.append(worker)
         if again:
             assert agent.generation >= self.ordered[key], f"rank {rank} starts with generation {agent.generation}"
+        if again or fresh:
             self.take_generation(agent, worker, agent.generation)
         self.report(agent, Started(attempt, rank, 100 + rank, self.now + node.clock))
         if rank == self.broken:
@@ -752,24 +797,44 @@ class World:
                 self.later(at, self.fail, agent, worker)
         self.later(self.life_s + chance.random(), self.finish, agent, worker)
 
-    def announce(self, agent: Agent, number: int) -> None:
+    def enter(self, worker: Worker) -> None:
+        worker.restart_policy = RESILIENT
+        self.restart_policy[worker.attempt, worker.rank] = RESILIENT
+
+    def announce(self, agent: Agent, news: NextGeneration) -> None:
         """Let an agent tell its workers of a generation."""
+        number = news.number
         assert number > agent.generation, "generations only grow"
-        agent.generation = number
+        agent.generation, agent.when = number, news.when
+        for rank, variables in news.variables.items():
+            agent.envs[int(rank)] = {**agent.envs[int(rank)], **variables}
         for worker in agent.node.workers:
             if worker.alive and worker.agent is agent:
                 self.take_generation(agent, worker, number)
 
     def take_generation(self, agent: Agent, worker: Worker, number: int) -> None:
         """Let a worker begin to meet the others; it may fail on the way."""
-        worker.generation = number
+        worker.generation, worker.when = number, agent.when
+        worker.size = int(agent.envs[worker.rank]["WORLD_SIZE"])
         if self.resilient and number:
-            self.later(self.chance.uniform(0, 0.2), self.meet, agent, worker, number, self.now + MEETING_S)
+            if self.troubles and self.chance.random() < 0.3:  # while they meet, or wait for it
+                self.troubles -= 1
+                what = self.chance.choice([self.kill_agent, self.cut, self.freeze, self.power_off, self.break_link])
+                self.later(self.chance.uniform(0, 5), what, self.chance.choice([*self.nodes.values()]))
+                self.disturbed(5.0)
+            if worker.when != "later":
+                self.later(self.chance.uniform(0, 0.2), self.meet, agent, worker, number, self.now + self.meeting_s)
             if self.fails(self.p_meeting):
                 self.later(self.chance.uniform(0, 0.4), self.fail, agent, worker)
 
     def meet(self, agent: Agent, worker: Worker, number: int, until: float) -> None:
         if not worker.alive or worker.hangs or worker.generation != number or worker.met == number:
+            return
+        if worker.when == "at_commit" and any((worker.attempt, rank) in self.succeeded for rank in self.hosts):
+            worker.met = number  # the others have come to their end
+            return
+        if self.now < worker.enters_at:
+            self.later(worker.enters_at - self.now, self.meet, agent, worker, number, until)
             return
         present = {
             other.rank: other
@@ -777,11 +842,13 @@ class World:
             for other in node.workers
             if other.alive and not other.hangs and other.generation == number and not node.frozen
         }
-        if len(present) == len(self.members) * (self.spec.hosts[0].slots or 1):
+        if len(present) == worker.size:
+            self.check_met(present, number)
             for other in present.values():
                 other.met = number
             return
-        if self.now > until:
+        joins = worker.agent.node.host.name not in self.members  # it waits for the others to be told
+        if self.now > until and not joins:
             self.fail(agent, worker, 1, UNMET)
         self.later(0.5, self.meet, agent, worker, number, until)
 
@@ -1108,6 +1175,14 @@ class World:
         self.members = members
 
     def check_starts(self, starts: list[Send]) -> None:
+        attempt = self.job.attempt
+        assert attempt is not None
+        first = starts[0].message
+        assert isinstance(first, StartWorker)
+        if first.generation:
+            self.check_more_starts(starts, attempt)
+            return
+        self.hosts = {worker.rank: worker.host for worker in attempt.placement.workers}
         slots = self.spec.hosts[0].slots or 1
         assert [start.host for start in starts] == [name for name in self.members for _ in range(slots)]
         for rank, start in enumerate(starts):
@@ -1119,25 +1194,50 @@ class World:
             assert env["TORCHELASTIC_RESTART_COUNT"] == str(self.attempt)
             assert env["DTRAIN_ROLES"] == f"default:{len(starts)}"
 
+    def check_more_starts(self, starts: list[Send], attempt: AttemptState) -> None:
+        """Workers of a later generation: beside those that live, with ranks that nobody has."""
+        assert self.job.phase is Phase.RUNNING
+        for start in starts:
+            message = start.message
+            assert isinstance(message, StartWorker)
+            assert message.attempt == self.attempt
+            key = (message.attempt, message.rank)
+            self.moved[key] = self.moved.get(key, 0) + 1
+            joins = start.host not in attempt.members
+            assert joins == (message.restart_policy == 0)
+            self.composed.add("joins" if joins else "replaced")
+
+    def check_met(self, present: dict[int, Worker], number: int) -> None:
+        """All workers of a generation are there, each as another one of the same world; nobody lives in an older."""
+        envs = [worker.agent.envs[rank] for rank, worker in present.items()]
+        assert sorted(int(env["RANK"]) for env in envs) == [*range(len(present))]
+        assert len({(env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"]) for env in envs}) == 1
+        if number < self.generation:
+            return  # they have not heard yet of the one that makes this one void
+        assert {*present} == {*self.hosts}, "they are those of the composition"
+        for node in self.nodes.values():
+            for worker in node.workers:
+                if worker.alive and self.is_living(worker) and worker.rank not in present:
+                    assert node.host.name not in self.hosts.values(), f"generation {number} meets while {worker} lives"
+
     def check_restart(self, tell: Send, order: RestartWorker) -> None:
         """One that is started again alone has failed, where it is, and is told that it is another life."""
         key = (order.attempt, order.rank)
         assert self.job.phase is Phase.RUNNING
         assert order.attempt == self.attempt
-        assert tell.host == self.members[order.rank // (self.spec.hosts[0].slots or 1)]
+        assert tell.host == self.hosts[order.rank]
         assert key in self.failed
         assert self.restart_policy[key] in (1, 2, 3)
         self.lives[key] = self.lives.get(key, 0) + 1
         self.ordered[order.attempt, order.rank, order.restart] = self.generation
-        assert order.restart == order.attempt + self.lives[key]
+        assert order.restart == order.attempt + self.lives[key] + self.moved.get(key, 0)
         again = sum(lives for (attempt, _), lives in self.lives.items() if attempt == self.attempt)
         past = self.job._run.restarts.past
-        assert again - sum(is_free(one, past) for one in past if one.cause.attempt == self.attempt) <= (
-            self.spec.max_restarts
-        )
+        free = sum(is_free(one, past) for one in past if one.cause.attempt == self.attempt and one.rank is not None)
+        assert again - free <= self.spec.max_restarts
         self.disturbed(0.0)
 
-    def check_generation(self, news: list[Send]) -> None:
+    def check_generation(self, news: list[Send], started: set[str]) -> None:
         """A new generation has a higher number, and every host hears of it that takes part and is not given up."""
         assert self.job.phase is Phase.RUNNING
         first = news[0].message
@@ -1145,12 +1245,40 @@ class World:
         assert first.attempt == self.attempt
         assert first.number > self.generation
         self.generation = first.number
-        assert all(send.message == first for send in news)
+        attempt = self.job.attempt
+        assert attempt is not None
+        assert len({(send.message.number, send.message.when) for send in news}) == 1  # type: ignore[union-attr]
+        if first.variables:
+            self.check_composition(attempt, first)
         links = ((name, agent.link) for name in self.members if isinstance(agent := self.links[name], Agent))
         hosts = [name for name, link in links if (name, link) in self.enlisted and (name, link) not in self.closed]
-        assert [send.host for send in news] == hosts
+        wanted = [name for name in hosts if name not in started]
+        told = [send.host for send in news if send.host in wanted]  # another may have been given up right after it
+        assert told == wanted
 
-    def went_on(self, exited: Exited) -> None:
+    def check_composition(self, attempt: AttemptState, news: NextGeneration) -> None:
+        """Others take part from now on; where some were lost, none of their workers may live."""
+        assert self.spec.min_hosts <= len(attempt.members) <= self.spec.max_hosts
+        stay = [name for name in self.members if name in attempt.members]
+        assert [name for name in attempt.members if name in stay] == stay
+        self.composed |= {"shrunk"} if len(attempt.members) < len(self.members) else set()
+        self.composed |= {"grown"} if news.when == "at_commit" else {"composed"}
+        self.members = attempt.members
+        self.hosts = {worker.rank: worker.host for worker in attempt.placement.workers}
+        if news.when == "at_commit":
+            return
+        runs = {
+            name
+            for name, agent in self.links.items()
+            if isinstance(agent, Agent) and (name, agent.link) in self.enlisted
+        }
+        living = [
+            w for name, node in self.nodes.items() for w in node.workers if self.is_living(w) and name not in runs
+        ]
+        assert not living, f"generation {news.number} begins while {living} live"
+        assert sorted(int(env["RANK"]) for env in news.variables.values()) is not None
+
+    def went_on(self, exited: Exited | Failing) -> None:
         """Note that the job has let an attempt go on after one of its processes had failed."""
         for root in self.roots:
             root.alone |= (root.attempt, root.rank) == (exited.attempt, exited.rank)
@@ -1194,12 +1322,20 @@ class World:
             first = min(root.at for root in sure)
             assert min(root.at for root in same) <= first + slack, f"the cause is {cause}, not the first of {sure}"
 
+    def check_lost(self, cause: Failure) -> None:
+        """A host that an attempt goes on without was lost, or may have been."""
+        self.disturbed(0.0)
+        lost = [root for root in self.roots if (root.kind, root.host) == (FailureKind.HOST_LOST, cause.host)]
+        assert lost or self.silent_reason(cause), f"{cause.host} was not lost: {self.roots}"
+        for root in lost:
+            root.alone = True
+
     def check_left_out(self, outcome: Outcome) -> None:
         """A run that went on to its end without some processes: those failed by themselves, all others did not."""
         assert not outcome.signum
         gone = {failure.rank for failure in outcome.left_out}
         well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
-        assert well | gone == set(range(outcome.world_size))
+        assert well | gone == set(self.hosts)
         assert well
         assert not well & gone
         assert {(self.attempt, rank) for rank in gone} <= self.failed
@@ -1225,7 +1361,7 @@ class World:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
     def check_failed_attempts(self) -> None:
-        past = [attempt for attempt in self.job._run.restarts.past if attempt.rank is None]
+        past = [one for one in self.job._run.restarts.past if one.rank is None and not one.lost_host]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
@@ -1248,7 +1384,8 @@ class World:
             assert not living or name in unchecked, f"{living} live on {name}"
         past = job._run.restarts.past
         free = sum(is_free(attempt, past) for attempt in past)
-        assert outcome.attempts - 1 - self.grown - free + outcome.worker_restarts <= spec.max_restarts
+        losses = sum(bool(one.lost_host) for one in past)
+        assert outcome.attempts - 1 - self.grown - free + losses + outcome.worker_restarts <= spec.max_restarts
         assert spec.elastic or not any(attempt.free for attempt in past)
         self.check_free()
         if outcome.error is not None:
@@ -1266,7 +1403,7 @@ class World:
         else:
             assert outcome.exit_code == 0
             well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
-            assert well == set(range(outcome.world_size)), "not every worker finished successfully"
+            assert well >= set(self.hosts), "not every worker finished successfully"
             assert not outcome.left_out
         if outcome.world_size and outcome.exit_code:
             well = {rank for attempt, rank in self.succeeded if attempt == self.attempt}
@@ -1312,6 +1449,8 @@ def test_the_worlds_are_of_every_kind() -> None:
         "met twice",
         "free",
     }
+    wanted |= {*kinds, *errors, "left_out", "alone and well", "without", "loop", "met twice", "free"}
+    wanted |= {"replaced", "shrunk", "grown", "another store"}
     for seed in range(1200):
         world = simulate(seed)
         outcome, past = world.job.outcome, world.job._run.restarts.past
@@ -1329,6 +1468,8 @@ def test_the_worlds_are_of_every_kind() -> None:
             wanted.discard("met twice")
         if any(one.rank is not None and is_free(one, past) for one in past):
             wanted.discard("free")
+        if not outcome.exit_code:
+            wanted -= {"another store" if name == "store" else name for name in world.composed}
         if "times in a row" in outcome.no_restart_reason:
             wanted.discard("loop")
         if any(failure is outcome.cause for failure in outcome.left_out):

@@ -1,0 +1,65 @@
+"""At which commit the ranks of a run meet those that join it: all at the same one, and none waits for it before.
+
+A rank hears of a generation at any time, and the ranks are not equally far. As soon as it hears of it, each promises
+not to pass a commit a little ahead of it without knowing all promises, and goes on training. Those are exchanged beside
+the training, and all stop at the last of the commits. Nobody is beyond that, for nobody has broken its promise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["JoinPoint", "Regroup"]
+
+_AHEAD = 2  # commits: one may be under way when the promise is made
+_PAUSE_S = 0.01
+
+
+class Regroup(BaseException):
+    """Ends the resilient function after a commit, since other ranks join. No `except Exception` in it catches that."""
+
+
+class JoinPoint:
+    """Of generation `number`. `is_over` says that a newer one has been announced, and makes all of it void."""
+
+    def __init__(self, number: int, is_over: Callable[[], bool]) -> None:
+        self.number = number
+        self._is_over = is_over
+        self._changed = threading.Condition()
+        self._promised: int | None = None
+        self._stops_at: int | None = None
+
+    def agree(self, store: Any, rank: int, size: int, commit: Callable[[], int]) -> bool:
+        """Exchange the promises of all ranks at a store that nothing else uses; blocks, in a thread of its own.
+
+        Return whether they will stop at a commit: False if one of them has stopped elsewhere, or `is_over`.
+        """
+        with self._changed:
+            self._promised = commit() + _AHEAD
+        store.set(f"promise/{rank}", str(self._promised))
+        everybody = [f"promise/{each}" for each in range(size)]
+        while not store.check(everybody):
+            if self._is_over() or store.check(["at_once"]):
+                return False
+            time.sleep(_PAUSE_S)
+        with self._changed:
+            self._stops_at = max(int(store.get(each)) for each in everybody)
+            self._changed.notify_all()
+        return True
+
+    def committed(self, number: int) -> None:
+        """Take note of a commit; raises Regroup at the one at which all stop. Waits where the promise asks for it."""
+        with self._changed:
+            if self._promised is None or number < self._promised:
+                return
+            while self._stops_at is None and not self._is_over():
+                self._changed.wait(_PAUSE_S)
+            if self._stops_at is not None and number >= self._stops_at:
+                raise Regroup
+
+    @property
+    def is_agreed(self) -> bool:
+        return self._stops_at is not None

@@ -1,0 +1,91 @@
+"""Hosts are lost while resilient workers train, and come back: no process of the others ends. Real sshd."""
+
+import re
+import time
+from pathlib import Path
+
+from testbed.processes import run_dtrain, started_dtrain
+from testbed.sshd import SshHosts
+from testbed.training_seen import TrainingSeen
+
+SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
+LIMIT_S = 120.0
+
+
+def options(hosts: SshHosts, *more: str) -> list[str]:
+    return [
+        "run", "--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3", *more,
+        str(SCRIPT),
+    ]  # fmt: skip
+
+
+def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "2")
+    with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 20)
+        ssh_hosts.stop(2)
+        stderr = seen.end_well()
+    assert "generation 2 goes on with 2 workers on 2 hosts, without node2, with node3" in stderr
+    assert {at.host: at.rank for at in seen.commits} == {"node1": 0, "node2": 1, "node3": 1}
+    assert len({at.pid for at in seen.commits if at.host == "node1"}) == 1
+    plain = run_dtrain(
+        "run", "--nproc-per-node", "2", SCRIPT, "2", "0", cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}
+    )  # fmt: skip
+    assert plain.returncode == 0, plain
+    assert seen.said("result") == {*re.findall(r"\] result (.*)$", plain.stdout, re.MULTILINE)}
+    assert seen.said("counts") == {"1 1 0"}
+
+
+def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
+    with started_dtrain(*argv, "3", "0.2", cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
+        lost = time.monotonic()
+        ssh_hosts.stop(3)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.start(3)
+        seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
+        stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
+    assert "goes on with 2 workers on 2 hosts, without node3" in stderr
+    assert "goes on with 3 workers on 3 hosts, with node3" in stderr
+    pids = {host: {at.pid for at in seen.commits if at.host == host} for host in ("node1", "node2", "node3")}
+    assert {host: len(found) for host, found in pids.items()} == {"node1": 1, "node2": 1, "node3": 2}
+    steps = [at.step for at in seen.commits if at.host == "node1"]
+    assert steps == sorted({*steps}), "no step was made twice"
+    missed = {*range(1, steps[-1])} - {*steps}
+    assert len(missed) <= 1, "the commit at which all met node3 ends the function before it is printed"
+    least, most, more = (int(word) for word in next(iter(seen.said("counts"))).split())
+    assert least == 1
+    assert most <= 2
+    assert more <= 2, "the rest of an epoch is padded to three equal shares once"
+
+
+def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
+    with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
+        ssh_hosts.stop(1)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
+    assert "goes on with 2 workers on 2 hosts, without node1" in stderr
+    assert {at.host: at.rank for at in seen.sized(2)} == {"node2": 0, "node3": 1}, "they have other ranks now"
+    assert len({(at.host, at.pid) for at in seen.commits}) == 3
+    assert seen.said("counts") == {"1 1 0"}, "each sample of each epoch came once"
+    assert len(seen.said("result")) == 1
+
+
+def test_where_not_all_are_resilient_all_start_again(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.read_text().replace("@ddp.resilient\n", ""))
+    argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2")[:-1], str(script)]
+    with started_dtrain(*argv, "1", "0.05", cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.stop(2)
+        assert process.wait(LIMIT_S) == 0
+        assert b"attempt 1 begins on 1 host, without node2" in process.stderr.read()

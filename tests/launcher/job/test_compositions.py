@@ -1,0 +1,241 @@
+"""Hosts that are lost or come while resilient workers run: the attempt goes on with others."""
+
+from typing import Any
+
+import pytest
+from testbed.job_drive import Drive, messages, notices, tells, told
+
+from launcher.errors import PlacementError
+from launcher.job.compositions import numbered
+from launcher.job.job import Phase
+from launcher.placement.placement import HostOffer, Placement, place
+from launcher.protocol import (
+    EndAttempt,
+    Heartbeat,
+    NextGeneration,
+    OpenStore,
+    Started,
+    StartWorker,
+    StoreOpened,
+    Swept,
+)
+
+FENCED_S = 30.0 + 3.0  # after a host was heard last
+
+
+def running(*names: str, resilient: bool = True, **changes: Any) -> Drive:
+    drive = Drive(*names, **changes)
+    drive.run()
+    for name in drive.members:
+        say_resilient(drive, name, resilient=resilient)
+    return drive
+
+
+def say_resilient(drive: Drive, name: str, *, resilient: bool = True) -> list[Any]:
+    return drive.say(name, Heartbeat(drive.time(name), steps=5, resilient=resilient))
+
+
+def fence(drive: Drive, heard: str) -> list[Any]:
+    commands = []
+    for _ in range(int(FENCED_S)):
+        for name in heard:
+            commands += say_resilient(drive, name)
+        commands += drive.wait(1.0)
+    return commands
+
+
+def started(drive: Drive, commands: list[Any]) -> list[Any]:
+    return [
+        command
+        for send in tells(commands)
+        if isinstance(send.message, StartWorker)
+        for command in drive.say(send.host, Started(0, send.message.rank, 500 + send.message.rank, drive.now))
+    ]
+
+
+def test_the_others_are_told_at_once_and_again_when_the_lost_host_is_fenced() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    commands = drive.lose("c")
+    assert [(send.host, send.message) for send in tells(commands)] == [
+        (host, NextGeneration(0, 1, "later")) for host in "ab"
+    ]
+    assert messages(commands, EndAttempt) == []
+    early = drive.wait(25.0, heard="ab")
+    assert messages(early, NextGeneration) == [], "workers may live there"
+    commands = drive.wait(8.0, heard="ab")
+    news = messages(commands, NextGeneration)
+    assert [(one.number, one.when) for one in news] == [(2, "now"), (2, "now")]
+    assert [{rank: env["RANK"] for rank, env in one.variables.items()} for one in news] == [
+        {"0": "0", "1": "1"}, {"2": "2", "3": "3"},
+    ]  # fmt: skip
+    assert {env["WORLD_SIZE"] for one in news for env in one.variables.values()} == {"4"}
+    assert notices(commands) == ["generation 2 goes on with 4 workers on 2 hosts, without c"]
+    assert messages(commands, StartWorker) == []
+    drive.end_well()
+    drive.wait(60.0)
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 1)
+
+
+def test_a_spare_host_takes_the_ranks_and_only_those_are_started() -> None:
+    drive = running("a", "b", "c", nnodes=(2, 2), max_restarts=1)
+    drive.lose("b")
+    commands = fence(drive, "ac")
+    starts = [send for send in tells(commands) if isinstance(send.message, StartWorker)]
+    assert [(send.host, send.message.rank, send.message.generation) for send in starts] == [("c", 2, 2), ("c", 3, 2)]
+    assert {send.message.restart_policy for send in starts} == {3}
+    assert [send.message.env["TORCHELASTIC_RESTART_COUNT"] for send in starts] == ["1", "1"]
+    assert told(commands, NextGeneration) == ["a"]
+    started(drive, commands)
+    assert drive.members == ("a", "c")
+    drive.end_well()
+    drive.wait(60.0)
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 1)
+
+
+def test_a_run_of_fixed_size_waits_for_the_host_and_uses_a_restart_for_it() -> None:
+    drive = running("a", "b", max_restarts=1)
+    drive.lose("b")
+    drive.wait(0.1, heard="a")
+    say_resilient(drive, "a")
+    commands = drive.back("b")
+    assert [start.rank for start in messages(commands, StartWorker)] == [2, 3], "its new agent has ended what was there"
+    started(drive, commands)
+    drive.lose("b")
+    assert drive.job.phase is Phase.EVIDENCE_ROUND, "the one restart was used"
+
+
+def test_ranks_move_together_but_keep_their_numbers_in_the_attempt() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3), max_restarts=1)
+    drive.lose("b")
+    news = messages(fence(drive, "ac"), NextGeneration)
+    moved = {rank: env["RANK"] for one in news for rank, env in one.variables.items()}
+    assert moved == {"0": "0", "1": "1", "4": "2", "5": "3"}
+    commands = drive.say("c", drive.exited("c", 5, -9, restart_policy=3))
+    assert "rank 5 on c was killed by SIGKILL" in notices(commands)[0]
+    assert told(commands, NextGeneration) == ["a", "c"]
+
+
+def test_the_store_is_opened_on_another_host_first() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("a")
+    commands = fence(drive, "bc")
+    assert told(commands, OpenStore) == ["b"]
+    assert [one.when for one in messages(commands, NextGeneration)] == []
+    news = messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration)
+    assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for one in news for env in one.variables.values()} == {
+        ("10.0.0.7", "4711")
+    }
+
+
+def test_a_second_loss_before_the_first_is_fenced_is_one_composition() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("c")
+    drive.wait(5.0, heard="ab")
+    say_resilient(drive, "a")
+    assert messages(drive.lose("b"), NextGeneration) == [], "the others wait already"
+    commands = drive.wait(29.0, heard="a")
+    assert messages(commands, NextGeneration) == [], "c is fenced, b is not"
+    news = messages(drive.wait(6.0, heard="a"), NextGeneration)
+    assert [(one.number, [*one.variables]) for one in news] == [(2, ["0", "1"])]
+
+
+def test_too_few_hosts_end_the_run_in_time() -> None:
+    drive = running("a", "b", max_restarts=3)
+    drive.lose("b")
+    drive.wait(61.0, heard="a")
+    assert drive.job.phase in (Phase.STOPPING, Phase.ENDED)
+    drive.stop_all()
+    drive.wait(60.0)
+    assert "1 of at least 2 hosts were ready" in drive.outcome.no_restart_reason
+    assert drive.outcome.cause.host == "b"
+
+
+@pytest.mark.parametrize("why", ["not resilient", "one has finished", "other roles"])
+def test_all_start_again_where_the_others_cannot_go_on(why: str) -> None:
+    env_for = ("tf",) if why == "other roles" else ()
+    if env_for:
+        drive = Drive("a", "b", "c", nnodes=(1, 3))
+        drive.run()
+        object.__setattr__(drive.job.spec, "env_for", env_for)
+    else:
+        drive = running("a", "b", "c", nnodes=(1, 3), resilient=why != "not resilient")
+    if why == "one has finished":
+        drive.say("a", drive.exited("a", 0))
+    assert messages(drive.lose("c"), NextGeneration) == []
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
+
+
+def test_a_rank_that_finishes_meanwhile_lets_all_start_again() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("c")
+    drive.say("a", drive.exited("a", 0))
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
+
+
+def test_a_failed_rank_starts_again_only_with_the_next_composition() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3), max_restarts=3)
+    drive.lose("c")
+    commands = drive.say("b", drive.exited("b", 2, -9, restart_policy=3))
+    assert tells(commands) == []
+    commands = fence(drive, "ab")
+    kinds = [type(send.message).__name__ for send in tells(commands) if not isinstance(send.message, Heartbeat)]
+    assert [kind for kind in kinds if kind != "Prepare"] == ["NextGeneration", "NextGeneration", "RestartWorker"]
+
+
+def test_a_host_that_comes_back_joins_at_a_commit_once_its_workers_are_ready() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("c")
+    fence(drive, "ab")
+    commands = drive.back("c")
+    starts = messages(commands, StartWorker)
+    assert [(start.rank, start.generation, start.restart_policy) for start in starts] == [(4, 3, 0), (5, 3, 0)]
+    assert messages(commands, NextGeneration) == [], "the others go on"
+    started(drive, commands)
+    say_resilient(drive, "c", resilient=False)
+    assert messages(drive.wait(2.0, heard="ab"), NextGeneration) == []
+    for name in "ab":
+        say_resilient(drive, name)
+    commands = say_resilient(drive, "c")
+    assert [(send.host, send.message.number, send.message.when) for send in tells(commands)] == [
+        (host, 4, "at_commit") for host in "abc"
+    ]
+    assert {env["WORLD_SIZE"] for one in messages(commands, NextGeneration) for env in one.variables.values()} == {"6"}
+    assert drive.members == ("a", "b", "c")
+    drive.end_well()
+    drive.wait(60.0)
+    assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 1)
+
+
+def test_what_fails_before_it_has_joined_ends_alone() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("c")
+    fence(drive, "ab")
+    started(drive, drive.back("c"))
+    commands = drive.say("c", drive.exited("c", 4, 1))
+    assert told(commands, EndAttempt) == ["c"]
+    assert notices(commands) == ["c does not join: rank 4 on c exited with code 1 after 1.0 s"]
+    assert drive.job.phase is Phase.RUNNING
+    for name in "ab":
+        say_resilient(drive, name)
+    assert messages(drive.say("c", Swept(0, 0, 0, [])), StartWorker) != [], "another try"
+    commands = drive.say("c", drive.exited("c", 4, 1))
+    assert "c is excluded from further attempts: it was lost 2 times in a row" in notices(commands)
+    assert messages(drive.say("c", Swept(0, 0, 0, [])), StartWorker) == []
+
+
+def placed(*names: str, slots: int = 2) -> Placement:
+    offers = [
+        HostOffer(name, slots, (), gpus_verified=False, gpu_variable="", cores=(0,), cpu_limit=1) for name in names
+    ]
+    return place(offers, nproc=None)
+
+
+def test_workers_that_run_keep_their_ranks_in_the_attempt_and_others_get_free_ones() -> None:
+    before = placed("a", "b", "c")
+    after = numbered(placed("a", "d", "c", "e"), {"a": (0, 1), "c": (4, 5)}, before)
+    assert [(worker.host, worker.rank, worker.world_rank) for worker in after.workers] == [
+        ("a", 0, 0), ("a", 1, 1), ("d", 2, 2), ("d", 3, 3), ("c", 4, 4), ("c", 5, 5), ("e", 6, 6), ("e", 7, 7),
+    ]  # fmt: skip
+    for slots in (1, 3):
+        with pytest.raises(PlacementError, match="workers now than those that run there"):
+            numbered(placed("a", slots=slots), {"a": (0, 1)}, before)
