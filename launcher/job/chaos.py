@@ -1,7 +1,8 @@
 """Faults on purpose (`--chaos`): when, whom they hit, and what each of them costs. Pure.
 
 One fault is under way at a time, and until training goes on the time to the next ones stands still. It goes on when
-each process that was started for it has made a step, or, in a run in which none has counted steps before, is started.
+each process that was started for it has made a step, or, in a run in which none has counted steps before, is started;
+where the world has shrunk, when the others are told of that.
 What a fault ends costs no restart of --max-restarts. Lost are finished steps that have to be made again: none where the
 others live on, else those since the newest checkpoint.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from launcher.job.attempt import AttemptState
@@ -103,6 +105,17 @@ class Chaos:
         fault.lacking = frozenset() if failure.rank is None else frozenset({failure.rank})
         self._note(detection_s=now - fault.at)
         return replace(failure, injected=True, killer="--chaos")
+
+    def others_take_over(self, ranks: Collection[int], now: float) -> None:
+        """Take a composition without the lost host: these ranks are new in it, and no step is lost."""
+        fault = self._under_way
+        if fault is None or not fault.is_detected or fault.rank is not None:
+            return
+        fault.lacking = frozenset(ranks)
+        self._note(steps_lost=0)
+        if not ranks:
+            self._end(fault, now)
+            self._note(recovery_s=now - fault.at)
 
     def exited(self, exited: Exited) -> None:
         """Take the end of a worker, whose steps may be lost."""

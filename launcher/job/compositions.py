@@ -132,9 +132,11 @@ class Compositions:
 
     def decide(self, attempt: AttemptState, now: float) -> Readiness:
         """Decide whether the attempt can go on with others in the places of the lost hosts."""
+        too_late = self._timers.over(Timer.COMPOSE, now)
+        if too_late and not self.lost.keys().isdisjoint(self._fleet.never_fenced()):
+            return Readiness.IMPOSSIBLE
         if not self.lost or self.lost.keys() & self._fleet.busy or not self._timers.over(Timer.PAUSE, now):
             return Readiness.WAIT
-        too_late = self._timers.over(Timer.COMPOSE, now)
         least = self._spec.min_hosts
         if self._fleet.count(HostPhase.READY) < least or len(self._choose(attempt)) < least:
             return Readiness.TOO_FEW if too_late or self._gathering.possible < least else Readiness.WAIT

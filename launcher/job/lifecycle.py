@@ -116,6 +116,8 @@ class Lifecycle:
         commands = None
         if readiness is compositions.Readiness.COMPOSE:
             commands = self.compositions.go_on(attempt, now)
+        if commands is not None and not self.compositions.lost:
+            self.chaos.others_take_over({*attempt.ranks} - attempt.started, now)
         if commands is None:
             commands = self.fail(failure, now)
             if readiness is compositions.Readiness.TOO_FEW:
