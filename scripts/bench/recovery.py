@@ -3,10 +3,15 @@
     python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
     python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
     python scripts/bench/recovery.py --lost-host [--pairs 3]
+    python scripts/bench/recovery.py --only torchft --torchft PYTHON
 
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
 under `ddp.resilient`, and are measured until all have committed their next step; the others only meet.
+
+With --torchft, the interpreter of an environment that has torchft, that one trains beside them in the way of its own
+example: a lighthouse, and a torchrun for each replica. It is measured until the replaced worker has made a step with
+all others.
 
 With --kills, train_gpt.py runs twice: undisturbed, and with so many workers killed at random moments, one after the
 other, each as soon as all have made 1 to 20 steps since the one before. A recovery is from the KILL to the next step
@@ -27,6 +32,7 @@ import platform
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -81,6 +87,39 @@ def train(state):
 
 train(state)
 """
+TORCHFT = """
+import json, os, pathlib, time
+from datetime import timedelta
+import torch
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+replica, replicas = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["NUM_REPLICA_GROUPS"])
+side = int((float(os.environ["RECOVERY_STATE_MB"]) * 2**20 / 8) ** 0.5)
+net = torch.nn.Linear(side, side, bias=False)
+def state_dict():
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+def load_state_dict(state):
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=load_state_dict,
+    state_dict=state_dict, replica_id=f"replica_{replica}", timeout=timedelta(seconds=30),
+)
+model = DistributedDataParallel(manager, net)
+optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
+attempt, together = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+while True:
+    before = manager.current_step()
+    optimizer.zero_grad()
+    model(torch.randn(4, side)).square().mean().backward()
+    optimizer.step()
+    together += manager.num_participants() == replicas and manager.current_step() > before
+    if together == (1 if attempt else 5):
+        facts = {"pid": os.getpid(), "time": time.monotonic()}
+        path = pathlib.Path(os.environ["RECOVERY_FOLDER"], f"{attempt}.{replica}")
+        path.with_suffix(path.suffix + ".new").write_text(json.dumps(facts))
+        os.rename(path.with_suffix(path.suffix + ".new"), path)
+    time.sleep(0.02)
+"""
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 # Before what runs in it; what stands above, its imports, has to stay there for the warm start.
 SAY_PID = """
@@ -106,7 +145,8 @@ def main() -> None:
     parser.add_argument("--state-mb", type=float, default=1.0, help="weights and momentum of resilient's [%(default)s]")
     parser.add_argument("--kills", type=int, help="kill so many workers of one run of train_gpt.py instead")
     parser.add_argument("--seed", type=int, default=1, help="of the kills [%(default)s]")
-    parser.add_argument("--only", choices=COMMANDS, help="measure one of them, without ratios")
+    parser.add_argument("--torchft", metavar="PYTHON", help="measure torchft as well, which this interpreter has")
+    parser.add_argument("--only", choices=(*COMMANDS, "torchft"), help="measure one of them, without ratios")
     parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
     args = parser.parse_args()
     if args.lost_host:
@@ -115,7 +155,9 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
     if args.kills:
         sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS if args.only in (None, name)}
+    commands = (*COMMANDS, "torchft") if args.torchft else COMMANDS
+    times: dict[str, list[float]] = {name: [] for name in commands if args.only in (None, name)}
+    os.environ["RECOVERY_TORCHFT"] = args.torchft or ""
     os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
     with tempfile.TemporaryDirectory() as name:
         for pair in range(args.pairs + 1):
@@ -251,12 +293,29 @@ def lose_hosts(times: int) -> None:
 
 
 def argv_of(command: str, workers: int, folder: Path) -> list[str]:
-    script = folder / f"{command}.py"
-    script.write_text(RESILIENT if command == "resilient" else SCRIPT)
+    script = folder / f"{command}_script.py"
+    script.write_text({"resilient": RESILIENT, "torchft": TORCHFT}.get(command, SCRIPT))
+    if command == "torchft":
+        return torchft_argv(Path(os.environ["RECOVERY_TORCHFT"]), workers, script)
     options = ["--nproc-per-node", str(workers), "--max-restarts", "1", str(script)]
     if command == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", *options]
     return [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), *options]
+
+
+def torchft_argv(python: Path, replicas: int, script: Path) -> list[str]:
+    """A shell that starts torchft's lighthouse and a torchrun for each replica, and ends with them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lighthouse = f"{python.parent / 'torchft_lighthouse'} --bind [::]:{port} --min_replicas 1 --join_timeout_ms 10000"
+    torchrun = f"{python} -m torch.distributed.run --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d"
+    start = [
+        f"REPLICA_GROUP_ID={replica} {torchrun} --rdzv-endpoint localhost:0 {script} &" for replica in range(replicas)
+    ]
+    export = "unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE\n"  # its manager would wait without end for a store
+    export += f"export TORCHFT_LIGHTHOUSE=http://localhost:{port} NUM_REPLICA_GROUPS={replicas}"
+    return ["bash", "-c", "\n".join(["trap 'trap - TERM; kill 0' TERM", export, f"{lighthouse} &", *start, "wait"])]
 
 
 def recover(argv: list[str], workers: int, folder: Path) -> float:
@@ -274,12 +333,15 @@ def recover(argv: list[str], workers: int, folder: Path) -> float:
         time.sleep(0.2)  # so that nobody is still on the way from the barrier to its sleep
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        return max(rank.time for rank in all_through(process, workers, folder, attempt=1)) - killed
+        again = [1] if argv[0] == "bash" else None  # torchft's survivors are not started anew
+        return max(rank.time for rank in all_through(process, workers, folder, attempt=1, only=again)) - killed
 
 
-def all_through(process: subprocess.Popen[bytes], workers: int, folder: Path, *, attempt: int) -> list[Through]:
-    """Wait until every rank of an attempt has written that it is through."""
-    paths = [folder / f"{attempt}.{rank}" for rank in range(workers)]
+def all_through(
+    process: subprocess.Popen[bytes], workers: int, folder: Path, *, attempt: int, only: list[int] | None = None
+) -> list[Through]:
+    """Wait until every rank of an attempt, or of `only` these, has written that it is through."""
+    paths = [folder / f"{attempt}.{rank}" for rank in only or range(workers)]
     deadline = time.monotonic() + LIMIT_S
     while not all(path.exists() for path in paths):
         if process.poll() is not None or time.monotonic() > deadline:
