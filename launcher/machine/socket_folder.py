@@ -1,4 +1,4 @@
-"""A folder with Unix sockets of this user's processes: this user's alone, and checked before each use.
+"""A folder with Unix sockets of this user's processes, and small files: this user's alone, and checked before each use.
 
 A socket's name begins with which host and which boot of it the process is of, and ends with a word that no other has.
 So a name is never used again, and one of this boot that nobody listens at can be removed, as can all of this host's
@@ -140,6 +140,29 @@ class SocketFolder:
             listening.close()
             raise
         return listening
+
+    def files(self, prefix: str) -> list[str]:
+        """Return the names of the files that begin so."""
+        return [name for name in os.listdir(self._descriptor) if name.startswith(prefix)]
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file. Raises OSError."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file in the place of the one before; whoever reads it sees all of it or that. Raises OSError."""
+        hidden = f".{name}.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(hidden, flags, 0o600, dir_fd=self._descriptor), "wb") as file:
+                file.write(data)
+            os.rename(hidden, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(hidden, dir_fd=self._descriptor)
+            raise
 
     def remove(self, name: str) -> None:
         """Remove a socket's name, and the folder if it was the last."""
