@@ -113,7 +113,9 @@ def _control(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(hold(spec.log_dir, spec.run_id))
-        except UsageError:
+        except UsageError as error:
+            if request.node_role is not None:
+                raise NodeZeroTakenError(str(error)) from error
             if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
                 raise
         return _control_alone(request, options, limits, verbosity, detachment)

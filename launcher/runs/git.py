@@ -7,11 +7,12 @@ import os
 import subprocess
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Git", "GitState", "in_repository", "write_diff"]
+from launcher.frozen import dataclass
+
+__all__ = ["Git", "GitState", "write_diff"]
 
 DIFF_BYTES = 16 << 20
 UNTRACKED = 100  # names
@@ -37,11 +38,6 @@ class GitState:
             "untracked": list(self.untracked[:UNTRACKED]),
             "diff_file": diff_file,
         }
-
-
-def in_repository(folder: Path) -> bool:
-    """Whether a folder may be in a repository, without asking git."""
-    return any((above / ".git").exists() for above in (folder, *folder.parents))
 
 
 class Git:

@@ -49,6 +49,7 @@ def parse_size(text: str, option: str) -> int:
 @contextmanager
 def hold(log_dir: Path, run_id: str) -> Iterator[None]:
     """Be the one run of this name in a log folder for a while. Raises UsageError if there is another that lives."""
+    is_new = not log_dir.exists()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(_lock_file(log_dir, run_id))
@@ -66,6 +67,9 @@ def hold(log_dir: Path, run_id: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 _lock_file(log_dir, run_id).unlink()
             os.close(descriptor)
+            if is_new:
+                with contextlib.suppress(OSError):  # something is kept in it
+                    log_dir.rmdir()
 
 
 def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:

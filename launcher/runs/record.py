@@ -16,7 +16,8 @@
     began, ended    seconds of the clock
     outcome         null until the run has ended, then as --error-json (output/error_json.py)
 
-It is written at the start, at each attempt and at the end, each time in the place of the one before.
+It is written when the hosts are ready, at each attempt and at the end, each time in the place of the one before. A run
+that could not start leaves no folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import __version__
 from launcher.job.attempt import AttemptState
@@ -36,9 +37,11 @@ from launcher.job.failure import first_cause, what_happened
 from launcher.job.job import Job, Phase
 from launcher.machine.packages import installed
 from launcher.placement.job_spec import JobSpec
-from launcher.runs.git import Git, in_repository, write_diff
 from launcher.runs.housekeeping import MANIFEST, Limits, remove_oldest
 from launcher.runs.registry import Entry
+
+if TYPE_CHECKING:
+    from launcher.runs.git import Git
 
 __all__ = ["RunRecord", "read_manifest"]
 
@@ -84,7 +87,7 @@ class RunRecord:
         self._has_started = False
         self._asked: queue.SimpleQueue[queue.SimpleQueue[Content]] = queue.SimpleQueue()
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
-        self._git = Git(spec.workdir)
+        self._git: Git | None = None
         self._slow = threading.Thread(target=self._find_slow_facts, name="record", daemon=True)
         self._lock = threading.Lock()
         self._content: dict[str, Any] = {
@@ -101,7 +104,6 @@ class RunRecord:
             "ended": None,
             "outcome": None,
         }
-        self._write()
 
     def watch(self, job: Job) -> None:
         """Look at what has changed; the loop calls it after each event, so it is quick."""
@@ -133,9 +135,12 @@ class RunRecord:
 
     def end(self, outcome: Content | None, state: str) -> None:
         """Note the end: `outcome` is what --error-json has."""
-        self._look_at_code()  # of a run that has started no worker, too
+        if not self._attempts:
+            return
+        self._look_at_code()
         self._slow.join(END_S)
-        self._git.end()
+        if self._git is not None:
+            self._git.end()
         self._slow.join(END_S)
         self._end_attempt()
         self.state = state
@@ -205,11 +210,19 @@ class RunRecord:
         """Find what takes long to find out, while the workers run."""
         versions = installed(_PACKAGES)
         git = None
-        if in_repository(self._spec.workdir) and (state := self._git.look()) is not None:
-            kept = write_diff(self._folder / _DIFF, state)
-            git = state.as_json(_DIFF if kept else None)
+        if _in_repository(self._spec.workdir):
+            from launcher.runs.git import Git, write_diff
+
+            self._git = Git(self._spec.workdir)
+            if (state := self._git.look()) is not None:
+                kept = write_diff(self._folder / _DIFF, state)
+                git = state.as_json(_DIFF if kept else None)
         with self._lock:
             self._content |= {"versions": versions, "git": git}
         if self._limits:
             remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
         self._write()
+
+
+def _in_repository(folder: Path) -> bool:
+    return any((above / ".git").exists() for above in (folder, *folder.parents))

@@ -13,12 +13,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.decode import decode_dataclass
 from launcher.errors import ProtocolError, RunError, SocketError
+from launcher.frozen import dataclass, replace
 from launcher.machine.processes import find
 from launcher.machine.socket_folder import SocketFolder, prefix_of_boot, this_boot, this_host
 
@@ -170,7 +170,7 @@ def connect(entry: Entry, wait_s: float) -> Iterator[socket.socket | None]:
 
 
 def _write(folder: SocketFolder, entry: Entry) -> None:
-    folder.write(entry.name, json.dumps(asdict(entry)).encode())
+    folder.write(entry.name, json.dumps(vars(entry)).encode())
 
 
 def _forget_oldest(folder: SocketFolder) -> None:

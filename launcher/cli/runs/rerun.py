@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import RunError, UsageError
-from launcher.runs.git import Git, in_repository
+from launcher.runs.git import Git
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import choose, entries
 from launcher.runs.secrets import WITHHELD
@@ -62,13 +63,11 @@ def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_code(run_id: str, manifest: Mapping[str, Any], *, any_commit: bool, say: Callable[[str], None]) -> None:
-    from pathlib import Path
-
     git = manifest["git"]
     if git is None:
         return
     workdir = Path(manifest["workdir"])
-    now = Git(workdir).look() if in_repository(workdir) else None
+    now = Git(workdir).look() if workdir.is_dir() else None
     commit = None if now is None else now.commit
     if commit != git["commit"]:
         is_now = "there is none now" if commit is None else f"now it is {commit[:12]}"

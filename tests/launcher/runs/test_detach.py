@@ -81,9 +81,10 @@ def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     (run,) = ps("--all")
     assert (run["state"], run["exit_code"], run["hosts"], run["workers"]) == ("failed", 7, 1, 2)
     assert dtrain("wait", "last").returncode == 7
-    lines = sorted(dtrain("logs", run_id).stdout.splitlines())
+    lines = dtrain("logs", run_id).stdout.splitlines()
     host = socket.gethostname()
-    assert lines == [f"[{host}:{rank}] rank {rank} {what}" for rank in (0, 1) for what in ("up", "went")]
+    assert {f"[{host}:{rank}] rank {rank} up" for rank in (0, 1)} < set(lines)
+    assert 3 <= len(lines) <= 4, "the second may be stopped before it went"
     assert "exited with code 7" in (folder / "runs" / run_id / "console.log").read_text()
     assert [path.name for path in (folder / "state/dtrain").iterdir() if not path.name.startswith("run-")] == []
 
