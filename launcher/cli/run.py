@@ -77,7 +77,8 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
         from launcher.agent.warm.login import ends_with_login
 
         if ends_with_login():
-            say("logind ends this run with your login (KillUserProcesses); start it by systemd-run --user --scope")
+            say("logind ends this run with your login (KillUserProcesses). To keep it: loginctl enable-linger,")
+            say("once, then start it by: systemd-run --user --scope dtrain run --detach ...")
     if not verbosity.quiet:
         for notice in [*unknown_variables(), *request.notices]:
             say(notice)

@@ -319,3 +319,42 @@ def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: p
     assert [each["run_id"] for each in past] == ["fourth", "third", "second", "base"]
     assert past[0]["commit"] != past[1]["commit"] == past[3]["commit"] == manifest("base")["git"]["commit"]
     assert "fourth" in dtrain("history").stdout
+
+
+def test_leave_and_come_back_wherever_the_hosts_are(folder: Path, where: list[str]) -> None:
+    result = run_dtrain("run", "--detach", "--run-id", "away", "--workdir", str(folder), *where, "script.py")
+    assert (result.returncode, result.stdout) == (0, "away\n"), result
+    (run,) = ps()
+    assert (run["state"], run["workers"]) == ("running", 2)
+    wait_until(lambda: dtrain("logs", "away").stdout.count("up") == 2, "both are up")
+    controller = psutil.Process(run["pid"])
+    os.kill(controller.pid, signal.SIGKILL) if where[0] == "--hosts" else dtrain("stop", "away")
+    wait_until(lambda: not controller.is_running(), "it has ended")
+    (ended,) = ps("--all")
+    assert ended["state"] == ("lost" if where[0] == "--hosts" else "stopped")
+
+
+STEPS = """
+import mmap, os, time, pathlib
+with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:
+    counts = mmap.mmap(file.fileno(), 16)
+for step in range(1, 10_000):
+    counts[:8] = step.to_bytes(8, "little")
+    time.sleep(0.02)
+    if pathlib.Path("go").exists():
+        break
+"""
+
+
+def test_ps_shows_the_step_and_how_fast_it_grows(folder: Path) -> None:
+    (folder / "script.py").write_text(STEPS)
+    start("trains")
+    wait_until(lambda: (ps()[0]["steps_per_s"] or 0) > 0, "two looks at the steps")
+    (run,) = ps()
+    assert run["step"] > 0
+    assert run["steps_per_s"] <= 50
+    row = dtrain("ps").stdout.splitlines()[2].split()
+    assert row[:4] == ["trains", "running", "1", "2"]
+    assert int(row[4]) >= run["step"]
+    (folder / "go").touch()
+    assert dtrain("wait", "trains").returncode == 0
