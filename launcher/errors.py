@@ -8,7 +8,9 @@ DtrainError                 exit code 1
 ├── HostError               one host cannot be used: name, reason, the next step
 │   └── StartError          some hosts could not be made ready, all of them named (hosts/folding.py)
 ├── StreamError             the stream to a host broke, whatever carried it
-├── WarmError               a process that is kept warm cannot be used, or none can be kept
+├── SocketError             a folder of sockets is not this user's alone, or the process behind one is not usable
+│   └── WarmError           a process that is kept warm cannot be used, or none can be kept
+├── RunError                a run that is named by its id cannot be found, or not be asked (runs/)
 ├── StoreError              the rendezvous store could not be opened, or was lost
 ├── JoinError               this node, started by hand, could not take part in the run (transport/tcp/dial.py)
 └── ProtocolError           the bytes of a stream are not this version's protocol
@@ -23,6 +25,8 @@ __all__ = [
     "NodeZeroTakenError",
     "PlacementError",
     "ProtocolError",
+    "RunError",
+    "SocketError",
     "StoreError",
     "StreamError",
     "UsageError",
@@ -61,7 +65,15 @@ class StreamError(DtrainError):
     pass
 
 
-class WarmError(DtrainError):
+class SocketError(DtrainError):
+    pass
+
+
+class WarmError(SocketError):
+    pass
+
+
+class RunError(DtrainError):
     pass
 
 

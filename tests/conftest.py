@@ -170,6 +170,12 @@ def where(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def own_list_of_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the runs of tests out of the user's own list."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test that leaves a process running, here or on an SSH host, and end that process."""
     if request.config.getoption("quick"):  # starts none, and to look takes longer than most of these tests

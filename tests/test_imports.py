@@ -31,7 +31,7 @@ FORK_SERVER = "launcher.agent.workers.fork_server"
 # Top down: each imports only what stands behind it. Packages inside of a package have lines of their own.
 ORDERS = {
     "launcher": [
-        "__main__", "cli", "check", "controller", "transport", "agent", "output", "job", "placement", "hangs",
+        "__main__", "cli", "check", "runs", "controller", "transport", "agent", "output", "job", "placement", "hangs",
         "hosts", "machine", "protocol", "decode", "frozen", "errors",
     ],
     "ddp": [

@@ -21,6 +21,9 @@ from launcher.errors import UsageError
 
 __all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
 
+# Options of commands that look at runs or start none: nothing that a folder has a default for.
+_TYPED_ONLY = {"help", "as_json", "show_all", "follow", "rank", "since", "kill", "any_commit"}
+
 
 @dataclass(frozen=True)
 class ConfigFile:
@@ -43,7 +46,7 @@ class Group(click.Group):
     def read_config_file(self) -> ConfigFile:
         """Read the config file of the current folder."""
         known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        return read_config_file(current_folder(), known - {"help", "as_json"})
+        return read_config_file(current_folder(), known - _TYPED_ONLY)
 
 
 def _defaults(command: click.Command, config_file: ConfigFile, ctx: click.Context) -> dict[str, Any]:

@@ -201,6 +201,90 @@ def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
     sys.exit(run_warm(request.spec, start=start, stop=stop, as_json=as_json, say=_complain))
 
 
+_RUN = click.argument("run_id", metavar="RUN")
+_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+@cli.command(short_help="List your runs: state, hosts, workers, step, age.")
+@click.option("--all", "-a", "show_all", is_flag=True, help="Also those that have ended, and the lost ones.")
+@_JSON
+def ps(show_all: bool, as_json: bool) -> None:
+    """List the runs of this user that go on, in the foreground or detached.
+
+    With --all also those that have ended. One of which the controller was killed, or its machine, is lost.
+    """
+    from launcher.cli.runs.table import show_runs
+
+    sys.exit(show_runs(everything=show_all, as_json=as_json, say=_complain))
+
+
+@cli.command(short_help="List all your runs, and how they ended.")
+@_JSON
+def history(as_json: bool) -> None:
+    """List when each run was started, how long it took, how it ended, and with which commit."""
+    from launcher.cli.runs.table import show_history
+
+    sys.exit(show_history(as_json=as_json, say=_complain))
+
+
+@cli.command(short_help="Show what the workers of a run have written.")
+@_RUN
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+@click.option("--rank", metavar="R,R", help="Only of these ranks.")
+@click.option("--since", metavar="5m|90s|1h", help="Only what was written in this time.")
+def logs(run_id: str, follow: bool, rank: str | None, since: str | None) -> None:
+    """Show the output of RUN: an id, the beginning of one, or `last`."""
+    from launcher.cli.runs.follow import show_logs
+    from launcher.output.filter import parse_ranks
+    from launcher.placement.job_spec import parse_duration
+
+    since_s = None if since is None else parse_duration(since, "--since")
+    sys.exit(show_logs(run_id, follow=follow, ranks=parse_ranks(rank, "--rank"), since_s=since_s))
+
+
+@cli.command(short_help="Show a run as if it were in the foreground.")
+@_RUN
+def attach(run_id: str) -> None:
+    """Show RUN until it ends, and end with its exit code. Ctrl-C asks whether to stop it or to leave it."""
+    from launcher.cli.runs.follow import attach as attach_to
+
+    sys.exit(attach_to(run_id, say=_complain))
+
+
+@cli.command(short_help="Stop a run.")
+@_RUN
+@click.option("--kill", is_flag=True, help="At once: SIGKILL, without --grace-s.")
+def stop(run_id: str, kill: bool) -> None:
+    """Stop RUN as SIGTERM does, and return once nothing of it is left."""
+    from launcher.cli.runs.steer import stop_run
+
+    sys.exit(stop_run(run_id, kill=kill, say=_complain))
+
+
+@cli.command(short_help="Wait for the end of a run; end with its exit code.")
+@_RUN
+def wait(run_id: str) -> None:
+    """Wait for the end of RUN, and end with its exit code. A run that is lost gives 1."""
+    from launcher.cli.runs.steer import wait_for_run
+
+    sys.exit(wait_for_run(run_id, say=_complain))
+
+
+@cli.command(context_settings=_PASS_ON, short_help="Start the same command again, in the same folder.")
+@click.option("--any-commit", is_flag=True, help="Whatever commit is checked out there now.")
+@_RUN
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def rerun(context: click.Context, any_commit: bool, run_id: str, options: tuple[str, ...]) -> None:
+    """Start the command of RUN again, with more OPTIONS of dtrain run, in its folder and with the same git commit."""
+    from launcher.cli.runs.rerun import prepare_rerun
+
+    again = prepare_rerun(run_id, options, any_commit=any_commit, say=_complain)
+    os.environ.update(again.variables)
+    sys.argv[1:] = [*([] if again.as_torchrun else ["run"]), *again.words]
+    cli.main(["run", *again.words], standalone_mode=False, obj=again.as_torchrun)
+
+
 @cli.command(short_help="Show what a bug report needs to say, without secrets.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def env(as_json: bool) -> None:

@@ -124,6 +124,15 @@ class Options:
     python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
     log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
     run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
+    keep_runs: int | None = _option(
+        "Of the runs in --log-dir, keep so many, this one too; remove ended ones, the oldest first.", "N"
+    )
+    log_max_size: str | None = _option(
+        "Remove ended runs, the oldest first, until all in --log-dir take no more.", "20G|500M"
+    )
+    detach: bool = _flag(
+        "Print the run's id and return once all workers have started; see dtrain ps, logs, attach, stop.", env=False
+    )
     start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
     grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
     max_restarts: int = _option(
@@ -217,6 +226,7 @@ class Options:
     # No options
     command: tuple[str, ...] = ()  # SCRIPT [ARGS]
     typed: frozenset[str] = frozenset()  # the names of the options that are on the command line
+    origins: tuple[tuple[str, str], ...] = ()  # where each option is from that is not at its default
     as_torchrun: bool = False  # the command is dtrain-torchrun
     # What torchrun's words may also say.
     any_port: bool = False
@@ -236,12 +246,31 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
         ours = {name: values.pop(name) for name in [*(found.name for found in _DECLARED), "command"]}
         context = click.get_current_context()
         typed = {name for name in ours if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        function(Options(**ours, typed=frozenset(typed), as_torchrun=bool(context.obj)), **values)
+        origins = tuple((name, _origin(context, name)) for name in ours if name != "command")
+        options = Options(
+            **ours,
+            typed=frozenset(typed),
+            origins=tuple((name, origin) for name, origin in origins if origin),
+            as_torchrun=bool(context.obj),
+        )
+        function(options, **values)
 
     click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")(command)
     for declared in reversed(_DECLARED):
         _declare(declared)(command)
     return command
+
+
+def _origin(context: click.Context, name: str) -> str:
+    """Say where an option's value is from; empty for the default."""
+    match context.get_parameter_source(name):
+        case ParameterSource.COMMANDLINE:
+            return "command line"
+        case ParameterSource.ENVIRONMENT:
+            return f"DTRAIN_{name.upper()}"
+        case ParameterSource.DEFAULT_MAP:
+            return "PET_* or the config file" if context.obj else "the config file"
+    return ""
 
 
 def _declare(declared: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

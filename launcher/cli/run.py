@@ -18,11 +18,13 @@ from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
+from launcher.runs.housekeeping import Limits, hold
 from launcher.transport.connect import start_agents
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
+    from launcher.runs.detach import Detachment
 
 __all__ = ["run_job"]
 
@@ -40,7 +42,18 @@ class Verbosity:
 
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
-    """Run what is asked for to its end and return the exit code. Blocks; from the main thread only."""
+    """Run what is asked for to its end, with --detach to its start, and return the exit code.
+
+    Blocks; from the main thread only.
+    """
+    if not options.detach or options.print_commands:
+        return _run(options, say)
+    from launcher.runs.detach import detached
+
+    return detached(lambda detachment: _run(options, say, detachment), print)
+
+
+def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:
     verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
     try:
         if options.print_commands:
@@ -48,8 +61,11 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
             print(commands(options))
             return 0
+        limits = Limits(options.keep_runs, options.log_max_size)
         request = read_request(options, wait=True)
         check_here(request.spec)
+        if detachment is not None and request.node_role is not None:
+            raise UsageError("--detach is for runs that dtrain starts on all nodes; those started by hand stay here")
     except DtrainError as error:  # the file is for runs that end before they began, too
         if verbosity.error_json is not None:
             from launcher.output.error_json import write_usage_error_json
@@ -57,6 +73,12 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             with contextlib.suppress(OSError):  # the error itself is what is to be seen
                 write_usage_error_json(verbosity.error_json, error)
         raise
+    if detachment is not None:
+        from launcher.agent.warm.login import ends_with_login
+
+        if ends_with_login():
+            say("logind ends this run with your login (KillUserProcesses). To keep it: loginctl enable-linger,")
+            say("once, then start it by: systemd-run --user --scope dtrain run --detach ...")
     if not verbosity.quiet:
         for notice in [*unknown_variables(), *request.notices]:
             say(notice)
@@ -66,7 +88,7 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
             signal.signal(signum, lambda *_: None)
     if node_role is None or node_role.lead:
         with contextlib.suppress(NodeZeroTakenError):  # then another command on this machine was first
-            return _control(request, verbosity)
+            return _control(request, options, limits, verbosity, detachment)
         assert node_role is not None
     from launcher.cli.run_node import join_run
 
@@ -85,7 +107,24 @@ def _error_file(text: str | None) -> Path | None:
     return path
 
 
-def _control(request: Request, verbosity: Verbosity) -> int:
+def _control(
+    request: Request, options: Options, limits: Limits, verbosity: Verbosity, detachment: Detachment | None
+) -> int:
+    spec = request.spec
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(spec.log_dir, spec.run_id))
+        except UsageError as error:
+            if request.node_role is not None:
+                raise NodeZeroTakenError(str(error)) from error
+            if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
+                raise
+        return _control_alone(request, options, limits, verbosity, detachment)
+
+
+def _control_alone(
+    request: Request, options: Options, limits: Limits, verbosity: Verbosity, detachment: Detachment | None
+) -> int:
     spec, node_role = request.spec, request.node_role
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
@@ -103,16 +142,28 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     from launcher.output.logfiles import LogFiles, set_aside
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
+    from launcher.runs.session import Session
 
     sys.setswitchinterval(switch_s)
     raise_file_limit()
-    console = Console()
+    console = Console(out=1 if detachment is None else 2)  # stdout is for the run's id
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
         verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
+    session = Session(
+        spec,
+        output,
+        words=sys.argv[1 if options.as_torchrun else 2 :],
+        script=len(options.command),
+        as_torchrun=options.as_torchrun,
+        options={name: (getattr(options, name), origin) for name, origin in options.origins},
+        folder=folder,
+        limits=limits,
+        detachment=detachment,
+    )
     try:
         with contextlib.ExitStack() as stack:
             listener = None
@@ -127,7 +178,9 @@ def _control(request: Request, verbosity: Verbosity) -> int:
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
+                watch=session.watch,
             )
+            session.listen(controller)
             outcome = controller.run(early)
             if listener is not None:
                 line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
@@ -135,6 +188,7 @@ def _control(request: Request, verbosity: Verbosity) -> int:
     finally:
         output.close()
     _report_end(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
+    session.end(outcome, controller.evidence_file)
     return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
 
@@ -162,7 +216,7 @@ def _report_end(
     if verbosity.verbose:
         workers, hosts = count(outcome.world_size, "worker"), count(outcome.hosts, "host")
         ran = f"{workers} on {hosts} for {outcome.duration_s:.1f} s"
-        verbosity.say(f"run {spec.run_id}: {ran}; output in {spec.log_dir / spec.run_id}")
+        verbosity.say(f"run {spec.run_id}: {ran}")
         if outcome.forked:
             were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
             verbosity.say(f"{were} forked from processes that had imported their packages")

@@ -72,6 +72,7 @@ class Controller:
         tell_user: Callable[[str], None],
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
+        watch: Callable[[Job], None] = lambda _: None,
     ) -> None:
         self._spec = spec
         self._opened = opened
@@ -80,6 +81,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
+        self._watch = watch  # the job, after each event
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._links: dict[str, Link] = {}  # the newest of each host
@@ -110,6 +112,14 @@ class Controller:
                 close_links([*self._older, *self._links.values()])
                 self._connector.close()
 
+    def signal(self, signum: int) -> None:
+        """Have the job take a signal as if dtrain had got it. From any thread."""
+        self._events.put(Signalled(signum))
+
+    def wake(self) -> None:
+        """Have the loop go round once. From any thread."""
+        self._events.put(Tick())
+
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
         asleep_s = min(ASLEEP_S, self._spec.heartbeat_timeout_s / 4)
@@ -132,6 +142,7 @@ class Controller:
                         self._carry_out(self._job.handle(ReaderBlocked(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
+            self._watch(self._job)
         self._show_progress("")
         return self._job.outcome
 

@@ -131,6 +131,13 @@ class AttemptState:
         """
         return not self._needed
 
+    @property
+    def steps(self) -> int:
+        """How many training steps a rank has made, by those of the host that is the furthest."""
+        per_host = zip(self.members, self.placement.per_host, strict=True)
+        made = ((self._heartbeats[host].steps, count) for host, count in per_host if host in self._heartbeats)
+        return max((steps // count for steps, count in made if count), default=0)
+
     def needs(self, host: str) -> bool:
         """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
         return host in self._unfinished and (host == self.store_host or self._unfinished[host] > 0)

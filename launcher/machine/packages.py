@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["TESTED_TORCH", "assigned", "folder_of", "how_tested", "torch_build", "torch_file", "version_of"]
+__all__ = [
+    "TESTED_TORCH",
+    "assigned",
+    "folder_of",
+    "how_tested",
+    "installed",
+    "torch_build",
+    "torch_file",
+    "version_of",
+]
 
 TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # with which the tests have passed, ascending
 
@@ -28,6 +41,18 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed(distributions: Collection[str]) -> dict[str, str]:
+    """Return the versions of those that are here, by the names of their metadata alone, in less than a millisecond."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                package, _, version = name.removesuffix(".dist-info").partition("-")
+                if name.endswith(".dist-info") and package in distributions:
+                    found.setdefault(package, version)
+    return found
 
 
 def torch_file() -> str:

@@ -47,6 +47,7 @@ class Console:
         self._terminal = {stream: os.isatty(fd) for stream, fd in self._fds.items()}
         self._coloured = {stream: colour and takes_colour(fd) for stream, fd in self._fds.items()}
         self._lines: dict[tuple[int, int], _Line] = {}
+        self._prefixes: dict[int, bytes] = {}  # without colour
         self._status = ""  # what dtrain is doing
         self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
@@ -61,10 +62,20 @@ class Console:
         """Whether `refresh` has something to do soon."""
         return bool(self._changed) or self._status_since is not None
 
+    def leave_terminal(self, fd: int) -> None:
+        """Write to `fd`, a file, from now on."""
+        self._draw(b"")
+        self._fds = {1: fd, 2: fd}
+        self._terminal = self._coloured = dict.fromkeys(self._fds, False)
+        self._closed.clear()
+        for (rank, _), line in self._lines.items():
+            line.prefix = self._prefixes[rank]
+
     def add_worker(self, rank: int, host: str) -> None:
         """Begin new lines for a rank; `finish` must have written what it left unfinished before."""
+        self._prefixes[rank] = f"[{host}:{rank}] ".encode()
         for stream in (1, 2):
-            prefix = f"[{host}:{rank}] ".encode()
+            prefix = self._prefixes[rank]
             if self._coloured[stream]:
                 prefix = b"\x1b[%dm%b\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], prefix[:-1])
             self._lines[rank, stream] = _Line(prefix, stream)

@@ -38,12 +38,7 @@ Nothing in it is taken from the environment or the arguments of a process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +48,17 @@ from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
 from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
 from launcher.job.outcome import Outcome
+from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
 
-__all__ = ["write_error_json", "write_usage_error_json"]
+__all__ = ["as_json", "write_error_json", "write_usage_error_json"]
 
 VERSION = 2
 
 
 def write_error_json(path: Path, outcome: Outcome, *, folder: Path | None, evidence_file: Path | None = None) -> None:
     """Write the end of a run. Raises OSError; whoever reads the file sees all of it or the one before."""
-    _write(path, _of_outcome(outcome, folder, evidence_file))
+    write_json(path, as_json(outcome, folder, evidence_file))
 
 
 def write_usage_error_json(path: Path, error: DtrainError) -> None:
@@ -72,10 +68,11 @@ def write_usage_error_json(path: Path, error: DtrainError) -> None:
         signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
         no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=0.0,
     )  # fmt: skip
-    _write(path, {**_of_outcome(never, None, None), "run_id": None})
+    write_json(path, {**as_json(never, None, None), "run_id": None})
 
 
-def _of_outcome(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+def as_json(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+    """Return the object that the module describes."""
     error = outcome.error
     hosts = error.reasons if isinstance(error, StartError) else {}
     return {
@@ -144,25 +141,3 @@ def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
         "after_s": round(cause.ran_s, 3),
         "log_folder": None if folder is None else str(log_folder(folder, cause.attempt, cause.rank)),
     }
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    data = json.dumps(content, indent=2).encode() + b"\n"
-    if path.exists() and not path.is_file():  # a pipe or /dev/null: a rename would put a file in its place
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no reader: an error, not a wait
-        with open(descriptor, "wb", buffering=0) as stream:
-            if stream.write(data) != len(data):
-                raise BlockingIOError(errno.EAGAIN, "the pipe is full", str(path))
-        return
-    target = Path(os.path.realpath(path))  # a link stays a link
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can guess, for a file that is not there yet: a link put in its place is never followed.
-    temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

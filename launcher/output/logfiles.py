@@ -1,6 +1,8 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
 `evidence-<number>.txt`: where every rank was at one time.
 
+Also `run.json`, the manifest (runs/record.py), and in each attempt `times.log`.
+
 Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
 """
 
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["STREAM_NAMES", "LogFiles", "attempts_in", "log_folder", "set_aside"]
+from launcher.output.json_file import write_json
+
+__all__ = ["STREAM_NAMES", "LogFiles", "attempts_in", "log_folder", "set_aside", "times_file"]
 
 STREAM_NAMES = {1: "stdout", 2: "stderr"}
 
@@ -26,6 +31,8 @@ class LogFiles:
         self._complain = complain
         self._attempt = 0
         self._files: dict[tuple[int, int], BinaryIO] = {}  # of that attempt
+        self._times: BinaryIO | None = None
+        self._noted: dict[tuple[int, int], int] = {}  # the second of each file's last note
 
     def evidence_path(self, attempt: int, number: int) -> Path:
         return log_folder(self.folder, attempt) / f"evidence-{number}.txt"
@@ -49,14 +56,27 @@ class LogFiles:
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         file = self._files.get((rank, stream))
-        if file is not None:
-            self._try(lambda: _write_all(file, data))
+        if file is None:
+            return
+        if self._noted.get((rank, stream)) != (second := int(time.time())):
+            self._noted[rank, stream] = second
+            self._try(lambda: self._note(second, rank, stream, file.tell()))
+        self._try(lambda: _write_all(file, data))
+
+    def _note(self, second: int, rank: int, stream: int, offset: int) -> None:
+        """Note where in a file the bytes of a second begin."""
+        if self._times is None:
+            self._times = open(times_file(self.folder, self._attempt), "ab", buffering=0)  # noqa: SIM115  # as above
+        _write_all(self._times, f"{second} {rank} {stream} {offset}\n".encode())
 
     def write_error(self, rank: int, attempt: int, text: str) -> None:
         self._write_text(log_folder(self.folder, attempt, rank) / "error.json", text)
 
     def write_evidence(self, attempt: int, number: int, text: str) -> None:
         self._write_text(self.evidence_path(attempt, number), text)
+
+    def write_manifest(self, content: Mapping[str, Any]) -> None:
+        self._try(lambda: write_json(self.folder / "run.json", content))
 
     def _write_text(self, path: Path, text: str) -> None:
         def write() -> None:
@@ -68,7 +88,11 @@ class LogFiles:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+        if self._times is not None:
+            self._times.close()
+        self._times = None
         self._files.clear()
+        self._noted.clear()
 
     def _try(self, action: Callable[[], object]) -> None:
         if not self.usable:
@@ -87,6 +111,14 @@ class LogFiles:
 def log_folder(folder: Path, attempt: int, rank: int | None = None) -> Path:
     """Return where a run with this folder keeps what belongs to an attempt, or to one rank in it."""
     return folder / f"attempt_{attempt}" / ("" if rank is None else str(rank))
+
+
+def times_file(folder: Path, attempt: int) -> Path:
+    """Return where it is noted when the bytes of an attempt's log files came.
+
+    A line says that a file's bytes from an offset on are of a second or later: SECOND RANK STREAM OFFSET.
+    """
+    return log_folder(folder, attempt) / "times.log"
 
 
 def attempts_in(folder: Path) -> list[int]:

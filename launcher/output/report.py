@@ -64,19 +64,24 @@ def _text(
         if outcome.cause is not None and outcome.cause.status == -signal.SIGUSR1:
             lines.append("USR1 killed its workers, which do not handle it: only what they saved before is there")
             lines.append("see ddp.Checkpoint.due, or end with code 75 once it is saved")
-        return "\n".join([*lines, *_scan(outcome)])
+        return "\n".join([lines[0] + _where(folder), *lines[1:], *_scan(outcome)])
     if outcome.cause is not None:
         return "\n".join(_failure(outcome, outcome.cause, folder, tail, evidence_file))
     scan = _scan(outcome)
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
-        return "\n".join([f"{how}; {count(outcome.stopped, 'worker')} stopped", *_left_out(outcome), *scan])
+        stopped = f"{how}; {count(outcome.stopped, 'worker')} stopped{_where(folder)}"
+        return "\n".join([stopped, *_left_out(outcome), *scan])
     success = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
         success += f", {outcome.stopped} of other roles stopped"
     if restarts := outcome.attempts - 1 + outcome.worker_restarts:
         success += f", {count(restarts, 'restart')}"
-    return "\n".join(["; ".join([success, *scan[:1]]), *scan[1:]])
+    return "\n".join(["; ".join([success, *scan[:1]]) + _where(folder), *scan[1:]])
+
+
+def _where(folder: Path | None) -> str:
+    return "" if folder is None else f"; output in {_quote(folder)}"
 
 
 def _faults(outcome: Outcome) -> list[str]:

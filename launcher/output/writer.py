@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.hangs.positions import groups
 from launcher.output.console import Console
@@ -83,6 +84,22 @@ class OutputThread:
         Reading thousands of stacks takes seconds, in which the loop must go on: the thread does it.
         """
         self._put(lambda: self._keep_evidence(attempt, number, evidence, say=say))
+
+    def keep_manifest(self, content: Mapping[str, Any]) -> None:
+        """Write the manifest in the place of the one before; also after `close`, and then at once."""
+        if self._thread.is_alive():
+            self._put(lambda: self._logs.write_manifest(content))
+        else:
+            self._logs.write_manifest(content)
+
+    def leave_terminal(self, fd: int, then: Callable[[], None]) -> None:
+        """Write to `fd`, a file, what comes from now on, and call `then` once all before is on the terminal."""
+
+        def leave() -> None:
+            self._console.leave_terminal(fd)
+            then()
+
+        self._put(leave)
 
     def evidence_path(self, attempt: int, number: int) -> Path:
         return self._logs.evidence_path(attempt, number)

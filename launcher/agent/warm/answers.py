@@ -22,7 +22,7 @@ from launcher.agent.warm.kept import describe, stop
 from launcher.agent.warm.surroundings import find_surroundings
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.decode import decode_dataclass
-from launcher.errors import WarmError
+from launcher.errors import SocketError
 from launcher.machine import processes
 from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
 
@@ -57,7 +57,7 @@ def _answer(question: Question, surroundings: Mapping[str, str]) -> Answer:
             prepare = decode_dataclass(Prepare, about["prepare"])
             return Answer(None, problem=_start(about["key"], prepare, surroundings))
         return Answer(stop() if question.ask == "stop" else describe())
-    except (OSError, WarmError) as error:
+    except (OSError, SocketError) as error:
         return Answer(None, problem=str(error))
 
 

@@ -1,55 +1,32 @@
-"""The folder with the sockets of the processes that are kept warm: this user's alone, and checked before each use.
+"""Where the sockets of the processes that are kept warm are, and their names.
 
-A socket's name says which host, which boot of it, which interpreter, which part of a simulated machine and which script
-the process is for; then comes a word that no other has. So a name is never used again, and one of this boot that nobody
-listens at can be removed, as can all of this host's earlier boots. Hosts may share the folder: names of others are left
-alone.
+After host and boot, a name says which interpreter, which part of a simulated machine and which script the process is
+for; see machine/socket_folder.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import socket
-import stat
-import struct
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager
 
-from launcher.errors import WarmError
+from launcher.machine.socket_folder import SocketFolder, is_ours_alone, prefix_of_boot
 
-__all__ = ["NAME_BYTES", "Folder", "prefix_of"]
+__all__ = ["NAME_BYTES", "open_folder", "prefix_of"]
 
 NAME_BYTES = 4  # at random, in hexadecimal digits at the end of a name
 FALLBACK = "/tmp/dtrain-warm-{}"
-_PEER = struct.Struct("3i")  # pid, uid, gid
-_BACKLOG = 64
 
 
 def prefix_of(key: str) -> str:
     """Return how the names begin of the sockets for a key (transport/connect.py), with this interpreter."""
-    return f"{_host()}-{_boot()}-{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
+    return f"{prefix_of_boot()}{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
 
 
-@cache
-def _host() -> str:
-    """Return what tells this host from others: machines made from one image differ in their names only."""
-    try:
-        with open("/etc/machine-id", "rb") as file:
-            machine = file.read()
-    except OSError:  # in a container
-        machine = b""
-    return f"{zlib.crc32(machine + os.fsencode(os.uname().nodename)):08x}"
-
-
-@cache
-def _boot() -> str:
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return f"{zlib.crc32(file.read()):08x}"
+def open_folder(*, make: bool = False) -> AbstractContextManager[SocketFolder | None]:
+    """Open the folder for a while; see SocketFolder.opened."""
+    return SocketFolder.opened(_place(), make=make)
 
 
 def _place() -> str:
@@ -57,107 +34,8 @@ def _place() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     try:
         found = os.lstat(runtime)
-        if os.path.isabs(runtime) and _is_ours_alone(found):
+        if os.path.isabs(runtime) and is_ours_alone(found):
             return f"{runtime}/dtrain-warm"
     except OSError:
         pass
     return FALLBACK.format(os.geteuid())
-
-
-def _is_ours_alone(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-class Folder:
-    """The folder, open: what its path leads to later does not matter any more."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-
-    @classmethod
-    @contextmanager
-    def opened(cls, *, make: bool = False) -> Iterator[Folder | None]:
-        """Open it for a while; None where there is none. Raises WarmError if others could have a hand in it."""
-        path = _place()
-        try:
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(path, 0o700)
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            yield None
-            return
-        except OSError as error:
-            raise WarmError(f"{path} is no folder of yours alone ({error.strerror}); remove it") from error
-        try:
-            found = os.fstat(descriptor)
-            if not _is_ours_alone(found):
-                owner = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
-                raise WarmError(f"{path} is no folder of yours alone ({owner}); remove it")
-            yield cls(path, descriptor)
-        finally:
-            os.close(descriptor)
-
-    def names(self, prefix: str = "") -> list[str]:
-        """Return the names of this host's sockets that begin so, the newest first; remove those of earlier boots."""
-        found = []
-        this_boot = f"{_host()}-{_boot()}-"
-        for name in os.listdir(self._descriptor):
-            if name.lstrip(".").startswith(f"{_host()}-") and this_boot not in name:
-                self.remove(name)
-            elif name.startswith(prefix or this_boot):
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime_ns, name))
-        return [name for _, name in sorted(found, reverse=True)]
-
-    def connect(self, name: str, wait_s: float) -> socket.socket | None:
-        """Connect to the process behind a socket; None if there is none any more, and then the name is removed.
-
-        Raises WarmError if it is not this user's, or does not take a connection.
-        """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.settimeout(wait_s)
-            connection.connect(f"/proc/self/fd/{self._descriptor}/{name}")
-            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid != os.geteuid():
-                raise WarmError(f"{self.path}/{name} is user {uid}'s")
-        except (ConnectionRefusedError, FileNotFoundError):
-            connection.close()
-            self.remove(name)
-            return None
-        except OSError as error:
-            connection.close()
-            raise WarmError("the process kept warm does not answer") from error
-        except WarmError:
-            connection.close()
-            raise
-        return connection
-
-    def bind(self, name: str) -> socket.socket:
-        """Return a listening socket of that name. Raises OSError, also if who was last in the folder has removed it."""
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            hidden = f".{name}"  # until somebody listens: else another process would take it for one that has ended
-            listening.bind(f"/proc/self/fd/{self._descriptor}/{hidden}")
-            try:
-                listening.listen(_BACKLOG)
-                os.rename(hidden, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-            except OSError:
-                self.remove(hidden)
-                raise
-        except OSError:
-            listening.close()
-            raise
-        return listening
-
-    def remove(self, name: str) -> None:
-        """Remove a socket's name, and the folder if it was the last."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor)
-        try:
-            os.rmdir(self.path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise

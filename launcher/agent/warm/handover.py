@@ -12,8 +12,8 @@ import signal
 import socket
 from typing import Any
 
-from launcher.agent.warm.folder import Folder, prefix_of
-from launcher.errors import WarmError
+from launcher.agent.warm.folder import open_folder, prefix_of
+from launcher.errors import SocketError, WarmError
 
 __all__ = ["ask", "hand_over"]
 
@@ -29,7 +29,7 @@ def hand_over(key: str, script: str = "") -> str:
     """
     why_not = ""
     try:
-        with Folder.opened() as folder:
+        with open_folder() as folder:
             if folder is None or _in_job():
                 return ""
             own = prefix_of(key)
@@ -40,9 +40,9 @@ def hand_over(key: str, script: str = "") -> str:
                     if connection is not None:
                         reason = _offer(connection, own, "" if name.startswith(own) else script)
                         why_not = why_not or reason
-                except (OSError, WarmError) as error:
+                except (OSError, SocketError) as error:
                     why_not = why_not or str(error)
-    except (OSError, WarmError) as error:  # a file system that is read-only or broken keeps no run from its start
+    except (OSError, SocketError) as error:  # a file system that is read-only or broken keeps no run from its start
         return why_not or str(error)
     return why_not
 

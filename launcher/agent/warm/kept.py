@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from launcher.agent.warm.folder import NAME_BYTES, Folder
+from launcher.agent.warm.folder import NAME_BYTES, open_folder
 from launcher.agent.warm.handover import ANSWER_S, ask
-from launcher.errors import WarmError
+from launcher.errors import SocketError, WarmError
 
 __all__ = ["describe", "extend", "new_socket", "stop"]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def describe() -> list[dict[str, Any]]:
-    """Return what each says of itself; one that does not answer is left out. Raises WarmError, as all here."""
+    """Return what each says of itself; one that does not answer is left out. Raises SocketError, as all here."""
     return _of_all("", lambda connection: ask(connection, "describe"))
 
 
@@ -42,7 +42,7 @@ def new_socket(prefix: str) -> Iterator[tuple[str, socket.socket]]:
     """Listen under a new name for a while, and give its path; it is removed if that fails. Raises OSError too."""
     name = f"{prefix}{os.urandom(NAME_BYTES).hex()}"
     for _ in range(_TRIES):
-        with Folder.opened(make=True) as folder:
+        with open_folder(make=True) as folder:
             if folder is None:
                 continue
             try:
@@ -61,7 +61,7 @@ def new_socket(prefix: str) -> Iterator[tuple[str, socket.socket]]:
 
 def _of_all(prefix: str, do: Callable[[socket.socket], T], *, before: str = "") -> list[T]:
     found: list[T] = []
-    with Folder.opened() as folder:
+    with open_folder() as folder:
         if folder is None:
             return found
         names = folder.names(prefix)  # the newest first
@@ -71,6 +71,6 @@ def _of_all(prefix: str, do: Callable[[socket.socket], T], *, before: str = "") 
                 if connection is not None:
                     with connection:
                         found.append(do(connection))
-            except (OSError, WarmError):
+            except (OSError, SocketError):
                 continue
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["why_it_may_end"]
+__all__ = ["ends_with_login", "why_it_may_end"]
 
 _SESSION = re.compile(r"/session-([^/\n]+)\.scope")
 _SESSIONS = Path("/run/systemd/sessions")
@@ -31,6 +31,12 @@ def why_it_may_end(theirs: str, *, ours: str | None = None, sessions: Path = _SE
     if not _goes_on(sessions / session[1]) or not _ends_processes():
         return ""
     return f"logind ends it with the login that left it, session {session[1]} (KillUserProcesses)"
+
+
+def ends_with_login() -> bool:
+    """Whether logind ends this process when its login ends."""
+    ours = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
+    return _SESSION.search(ours) is not None and _ends_processes()
 
 
 def _goes_on(session: Path) -> bool:

@@ -26,7 +26,7 @@ from launcher.agent.run_tag import RunTag
 from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import spawn
-from launcher.errors import WarmError
+from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
 from launcher.protocol import Prepare, StartWorker
 
@@ -360,7 +360,7 @@ class ForkServer:
                 finally:
                     os.close(request)
             stop(prefix, before=os.path.basename(path))  # which this one replaces
-        except (OSError, WarmError) as error:
+        except (OSError, SocketError) as error:
             return f"its process cannot stay: {error}"
         self.pid = None  # no more ours
         self.kill("it stays warm")

@@ -21,11 +21,11 @@ import pytest
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
-from launcher.agent.warm.folder import Folder, prefix_of
+from launcher.agent.warm.folder import open_folder, prefix_of
 from launcher.agent.warm.handover import ask
 from launcher.agent.warm.kept import describe, extend, new_socket, stop
 from launcher.agent.workers.keeper import Keeper
-from launcher.errors import WarmError
+from launcher.errors import SocketError
 
 SCRIPT = """
 import heavy, own
@@ -242,7 +242,7 @@ def test_another_script_uses_it_only_with_the_same_packages(server: int) -> None
 
 
 def test_another_script_in_a_folder_that_is_gone_does_not_use_it(server: int) -> None:
-    with Folder.opened() as folder:
+    with open_folder() as folder:
         assert folder is not None
         connection = folder.connect(folder.names()[0], 10.0)
         assert connection is not None
@@ -594,7 +594,7 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(runtime: Path, tmp_path:
     if fault == "owner":
         os.chown(folder, NOBODY, -1)
     for use in (describe, lambda: new_socket("0").__enter__()):
-        with pytest.raises(WarmError, match=r"is no folder of yours alone .*; remove it"):
+        with pytest.raises(SocketError, match=r"is no folder of yours alone .*; remove it"):
             use()
     folder.unlink() if fault == "link" else folder.rmdir()
 
@@ -604,7 +604,7 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(
 ) -> None:
     monkeypatch.setattr("launcher.agent.warm.folder.FALLBACK", str(tmp_path / "fallback-{}"))
     runtime.chmod(0o755)
-    with Folder.opened(make=True) as folder:
+    with open_folder(make=True) as folder:
         assert folder is not None
         assert folder.path == str(tmp_path / f"fallback-{os.geteuid()}")
     os.rmdir(folder.path)
@@ -642,7 +642,7 @@ def test_another_user_is_given_no_answer(server: int) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
 def test_a_socket_of_another_user_is_not_used(runtime: Path) -> None:
-    with Folder.opened(make=True) as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    with open_folder(make=True) as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         assert folder is not None
         listening.bind(f"{folder.path}/somebody")
         os.setegid(NOBODY)
@@ -652,7 +652,7 @@ def test_a_socket_of_another_user_is_not_used(runtime: Path) -> None:
         finally:
             os.seteuid(0)
             os.setegid(0)
-        with pytest.raises(WarmError, match=f"is user {NOBODY}'s"):
+        with pytest.raises(SocketError, match=f"is user {NOBODY}'s"):
             folder.connect("somebody", 5.0)
         folder.remove("somebody")
 
@@ -696,7 +696,7 @@ def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path,
 
 
 def test_sockets_of_earlier_boots_are_removed_and_those_of_other_hosts_left_alone(runtime: Path) -> None:
-    with Folder.opened(make=True) as folder:
+    with open_folder(make=True) as folder:
         assert folder is not None
         host, boot, rest = prefix_of("0-0").split("-", 2)
         other = f"{int(host, 16) ^ 1:08x}-{boot}-{rest}1"
@@ -712,7 +712,7 @@ def test_sockets_of_earlier_boots_are_removed_and_those_of_other_hosts_left_alon
 
 
 def test_an_order_of_no_sense_ends_the_connection_only(server: int) -> None:
-    with Folder.opened() as folder:
+    with open_folder() as folder:
         assert folder is not None
         for order in (b"no JSON", b"[1]", b'{"ask": "run"}', b'{"ask": "what"}', b"{}"):
             connection = folder.connect(folder.names()[0], 10.0)

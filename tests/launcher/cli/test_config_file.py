@@ -124,7 +124,7 @@ def test_options_of_run_come_from_the_environment_and_the_file_too(folder: Path)
     result = run_dtrain("run", "-q", "show.py", cwd=folder, env={"DTRAIN_NPROC_PER_NODE": "2", "DTRAIN_RUN_ID": "mine"})
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.partition("] ")[2] == "1 a b=c\n"
-    assert {file.name for file in (folder / "runs" / "mine" / "attempt_0").iterdir()} == {"0", "1"}
+    assert {file.name for file in (folder / "runs" / "mine" / "attempt_0").iterdir()} == {"0", "1", "times.log"}
 
 
 # ---- what is wrong -------------------------------------------------------------------------------------------

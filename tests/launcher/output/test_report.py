@@ -337,9 +337,13 @@ def test_everything_at_once_is_one_screen() -> None:
 
 def test_good_end_is_one_line() -> None:
     end = outcome(None, exit_code=0, duration_s=12.34, attempts=2)
-    assert lines(end) == ["all 4 workers finished successfully after 12.3 s, 1 restart; 0 processes left on 2 hosts"]
+    assert lines(end) == [
+        "all 4 workers finished successfully after 12.3 s, 1 restart; 0 processes left on 2 hosts; output in runs/r1"
+    ]
     alone = dataclasses.replace(end, world_size=1, hosts=1, attempts=1)
-    assert lines(alone) == ["the worker finished successfully after 12.3 s; 0 processes left on 1 host"]
+    assert lines(alone) == [
+        "the worker finished successfully after 12.3 s; 0 processes left on 1 host; output in runs/r1"
+    ]
 
 
 def test_good_end_still_names_what_is_left() -> None:
@@ -349,7 +353,10 @@ def test_good_end_still_names_what_is_left() -> None:
 
 def test_stop_by_a_signal() -> None:
     end = outcome(None, exit_code=130, signum=signal.SIGINT, stopped=4, duration_s=3.21)
-    assert lines(end) == ["stopped by SIGINT after 3.2 s; 4 workers stopped", "0 processes left on 2 hosts"]
+    assert lines(end) == [
+        "stopped by SIGINT after 3.2 s; 4 workers stopped; output in runs/r1",
+        "0 processes left on 2 hosts",
+    ]
 
 
 def test_run_that_never_started_says_why_and_counts_no_hosts() -> None:

@@ -1,0 +1,177 @@
+"""`dtrain logs` and `dtrain attach`: what a run has written, and what it writes while somebody looks."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import BinaryIO
+
+from launcher.cli.runs.steer import LOST_EXIT_CODE, end_of, how_it_ended
+from launcher.errors import RunError
+from launcher.output.console import Console
+from launcher.runs.control import ask
+from launcher.runs.log_reader import LogReader
+from launcher.runs.record import read_manifest
+from launcher.runs.registry import Entry, choose, entries
+from launcher.runs.session import CONSOLE_LOG
+
+__all__ = ["attach", "show_logs"]
+
+LOOK_S = 0.2  # between looks at the files
+CONTEXT_BYTES = 4096  # of what was written before, for who comes back
+
+
+class _Shown:
+    """Shows the pieces of the log files as the run would."""
+
+    def __init__(self, entry: Entry, reader: LogReader) -> None:
+        self._entry = entry
+        self._reader = reader
+        self._console = Console()
+        self._attempt = -1
+        self._hosts: dict[int, str] = {}
+
+    def more(self) -> bool:
+        """Show what has come; return whether somebody still reads it."""
+        for piece in self._reader.read():
+            if _nobody_reads():
+                return False
+            if piece.attempt != self._attempt:
+                self._console.finish()
+                self._attempt = piece.attempt
+                self._hosts = _hosts_of(self._entry, piece.attempt)
+                for rank, host in self._hosts.items():
+                    self._console.add_worker(rank, host)
+            if piece.rank not in self._hosts:
+                self._hosts[piece.rank] = "?"
+                self._console.add_worker(piece.rank, "?")
+            self._console.write(piece.rank, piece.stream, piece.data)
+        self._console.refresh(time.monotonic())
+        return not _nobody_reads()
+
+    def finish(self) -> None:
+        self._console.finish()
+
+
+def show_logs(word: str, *, follow: bool, ranks: Collection[int] | None, since_s: float | None) -> int:
+    """Show the output of a run, with `follow` until its end; return 0."""
+    entry = choose(word, entries())
+    folder = Path(entry.folder)
+    if not folder.is_dir():
+        raise RunError(f"the output of run {entry.run_id} is not there any more: {folder}")
+    since = 0.0 if since_s is None else time.time() - since_s
+    shown = _Shown(entry, LogReader(folder, ranks=ranks, since=since))
+    try:
+        while shown.more() and follow:
+            if _has_ended(entry):
+                shown.more()
+                break
+    except KeyboardInterrupt:
+        pass
+    shown.finish()
+    return 0
+
+
+def attach(word: str, *, say: Callable[[str], None]) -> int:
+    """Show a run as if it were in the foreground, until its end; return its exit code. Ctrl-C asks what to do."""
+    entry = choose(word, entries())
+    if entry.state or entry.is_lost:
+        raise RunError(f"{how_it_ended(entry)}; see it: dtrain logs {entry.run_id}")
+    log = Path(entry.folder) / CONSOLE_LOG
+    if log.is_file():
+        with log.open("rb") as file:
+            left = _follow(entry, _console_of(file), say)
+    else:
+        reader = LogReader(Path(entry.folder))
+        reader.skip()
+        shown = _Shown(entry, reader)
+        left = _follow(entry, shown.more, say)
+        shown.finish()
+    if left:
+        return 0
+    entry = end_of(entry)
+    if not entry.state:
+        say(how_it_ended(entry))
+    return entry.exit_code if entry.state else LOST_EXIT_CODE
+
+
+def _follow(entry: Entry, more: Callable[[], bool], say: Callable[[str], None]) -> bool:
+    """Show what comes until the run ends, or until somebody leaves; return whether that is so."""
+    what = "stop"
+    greeting = f"run {entry.run_id} goes on without this terminal; Ctrl-C asks whether to stop it"
+    while True:
+        try:
+            if greeting:
+                say(greeting)
+            greeting = ""
+            while more():
+                if _has_ended(entry):
+                    more()
+                    return False
+            return True
+        except KeyboardInterrupt:
+            if not _wants_to_stop(what):
+                say(f"run {entry.run_id} goes on: dtrain attach {entry.run_id}")
+                return True
+            ask(entry, what)
+            what = "kill"
+
+
+def _wants_to_stop(what: str) -> bool:
+    """Ask; where nobody can answer, the run goes on."""
+    if not os.isatty(0):
+        return False
+    while True:
+        sys.stderr.write(f"\ndtrain: {what} the run, or leave it running? [{what}/leave] ")
+        sys.stderr.flush()
+        try:
+            answer = sys.stdin.readline().strip().lower()
+        except KeyboardInterrupt:  # the second: who types it wants to go
+            return False
+        if answer and what.startswith(answer):
+            return True
+        if not answer or "leave".startswith(answer):
+            return False
+
+
+def _console_of(file: BinaryIO) -> Callable[[], bool]:
+    """Return what shows the end of a file, then what comes."""
+    size = os.fstat(file.fileno()).st_size
+    if size > CONTEXT_BYTES:
+        file.seek(size - CONTEXT_BYTES)
+        file.readline()  # half of one
+
+    def more() -> bool:
+        if _nobody_reads():
+            return False
+        sys.stdout.flush()
+        shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return True
+
+    return more
+
+
+def _has_ended(entry: Entry) -> bool:
+    """Wait for a moment; return whether the run has ended meanwhile."""
+    time.sleep(LOOK_S)
+    if entry.here:
+        return not entry.lives
+    return any(each.name == entry.name and each.state for each in entries())
+
+
+def _hosts_of(entry: Entry, attempt: int) -> dict[int, str]:
+    attempts = read_manifest(entry).get("attempts") or []
+    return {worker[0]: worker[1] for each in attempts if each["number"] == attempt for worker in each["workers"]}
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe of which the reader has gone, as with `head`."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

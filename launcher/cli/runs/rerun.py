@@ -1,0 +1,81 @@
+"""`dtrain rerun`: the command of an earlier run again, in its folder and with the code that it had."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RunError, UsageError
+from launcher.runs.git import Git
+from launcher.runs.record import read_manifest
+from launcher.runs.registry import choose, entries
+from launcher.runs.secrets import WITHHELD
+
+__all__ = ["Again", "prepare_rerun"]
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is to be typed after `dtrain run`, and the variables that the options were taken from."""
+
+    words: tuple[str, ...]
+    as_torchrun: bool
+    variables: Mapping[str, str]
+
+
+def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Callable[[str], None]) -> Again:
+    """Go to the folder of a run and return its command with `more` options. Raises RunError, UsageError."""
+    entry = choose(word, entries())
+    manifest = read_manifest(entry)
+    if not manifest:
+        raise RunError(f"how run {entry.run_id} was started is not there any more: {entry.folder}/run.json")
+    command: Mapping[str, Any] = manifest["command"]
+    words: list[str] = command["words"]
+    if withheld := [each for each in words if WITHHELD in each]:
+        before = words[words.index(withheld[0]) - 1 : words.index(withheld[0])]
+        shown = " ".join([*before, withheld[0]])
+        raise UsageError(
+            f"the command of run {entry.run_id} has secret values, which are not kept: {shown}; "
+            "type it again, and give them by variables or files"
+        )
+    try:
+        os.chdir(command["folder"])
+    except OSError as error:
+        raise RunError(f"the folder of run {entry.run_id}, {command['folder']}: {error.strerror}") from error
+    os.environ["PWD"] = command["folder"]
+    _check_code(entry.run_id, manifest, any_commit=any_commit, say=say)
+    first = len(words) - command["script"]
+    options = [each for each in words[:first] if each != "--"]
+    return Again((*options, *more, "--", *words[first:]), command["as_torchrun"], _variables(manifest))
+
+
+def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that set options then, and that are not set now."""
+    found = {}
+    for option in manifest["options"].values():
+        name, value = option["from"], option["value"]
+        if name.startswith("DTRAIN_") and name not in os.environ and isinstance(value, str | int | float):
+            found[name] = str(value)
+    return found
+
+
+def _check_code(run_id: str, manifest: Mapping[str, Any], *, any_commit: bool, say: Callable[[str], None]) -> None:
+    git = manifest["git"]
+    if git is None:
+        return
+    workdir = Path(manifest["workdir"])
+    now = Git(workdir).look() if workdir.is_dir() else None
+    commit = None if now is None else now.commit
+    if commit != git["commit"]:
+        is_now = "there is none now" if commit is None else f"now it is {commit[:12]}"
+        text = f"run {run_id} had commit {git['commit'][:12]} in {workdir}, {is_now}"
+        if not any_commit:
+            raise UsageError(f"{text}; git checkout {git['commit'][:12]}, or run it as it is: --any-commit")
+        say(text)
+    elif not git["clean"]:
+        say(f"run {run_id} had changes that are not committed; compare them: {git['diff_file']} in its folder")
+    elif now is not None and not now.clean:
+        say(f"there are changes in {workdir} that run {run_id} had not: git diff")

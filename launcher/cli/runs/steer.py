@@ -1,0 +1,60 @@
+"""`dtrain stop` and `dtrain wait`: the end of a run, asked for and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from launcher.errors import RunError
+from launcher.runs.control import ask, wait_for_end
+from launcher.runs.registry import Entry, choose, entries
+
+__all__ = ["end_of", "stop_run", "wait_for_run"]
+
+LOST_EXIT_CODE = 1
+NOTED_S = 5.0  # from the end of the socket to the end of the process
+
+
+def stop_run(word: str, *, kill: bool, say: Callable[[str], None]) -> int:
+    """Stop a run as SIGTERM does, with `kill` without its time of grace; return once it has ended."""
+    entry = choose(word, entries())
+    if entry.state or ask(entry, "kill" if kill else "stop") is None:
+        say(how_it_ended(end_of(entry)))
+        return 0
+    say(f"stopping run {entry.run_id}" + ("" if kill else "; to end it at once: dtrain stop --kill " + entry.run_id))
+    wait_for_end(entry)
+    say(how_it_ended(end_of(entry)))
+    return 0
+
+
+def wait_for_run(word: str, *, say: Callable[[str], None]) -> int:
+    """Wait for the end of a run and return its exit code."""
+    entry = choose(word, entries())
+    wait_for_end(entry)
+    entry = end_of(entry)
+    if not entry.state:
+        say(how_it_ended(entry))
+        return LOST_EXIT_CODE
+    return entry.exit_code
+
+
+def end_of(entry: Entry) -> Entry:
+    """Return what the list says of a run that has ended just now. Raises RunError for one that goes on."""
+    deadline = time.monotonic() + NOTED_S
+    while True:
+        newest = next((each for each in entries() if each.name == entry.name), entry)
+        if newest.state or newest.is_lost:
+            return newest
+        if time.monotonic() > deadline:
+            raise RunError(f"run {entry.run_id} (pid {entry.pid}) goes on, but cannot be asked")
+        time.sleep(0.05)
+
+
+def how_it_ended(entry: Entry) -> str:
+    where = f"output in {entry.folder}"
+    if not entry.state:
+        return (
+            f"run {entry.run_id} is lost: its controller (pid {entry.pid} on {entry.host}) has ended without a word. "
+            f"Its hosts end their workers by themselves (--heartbeat-timeout-s); {where}"
+        )
+    return f"run {entry.run_id} has ended: {entry.state}, exit code {entry.exit_code}; {where}"

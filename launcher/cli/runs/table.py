@@ -1,0 +1,161 @@
+"""`dtrain ps` and `dtrain history`: the runs of this user, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from launcher.errors import RunError
+from launcher.output.text import count, table
+from launcher.output.warm import local_time
+from launcher.runs.control import ask
+from launcher.runs.record import read_manifest
+from launcher.runs.registry import LOST, Entry, entries
+
+__all__ = ["show_history", "show_runs"]
+
+COMMAND_CHARACTERS = 60
+ASKED_AT_ONCE = 16
+
+Row = Mapping[str, Any]
+
+
+def show_runs(*, everything: bool, as_json: bool, say: Callable[[str], None]) -> int:
+    """Print the runs that go on, with `everything` those that have ended too; return the exit code."""
+    found = entries()
+    chosen = [entry for entry in found if everything or not (entry.state or entry.is_lost)]
+    rows = _looked_at(chosen)
+    lost = [] if everything or as_json else [entry.run_id for entry in found if entry.is_lost]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        _print([_cells(row) for row in rows])
+    else:
+        say("there are no runs of yours" if everything else "no run of yours goes on; see dtrain ps --all")
+    if lost:
+        say(f"{count(len(lost), 'run')} lost, {lost[0]} the newest: dtrain ps --all")
+    return 0
+
+
+def show_history(*, as_json: bool, say: Callable[[str], None]) -> int:
+    """Print when each run was started, how long it took, how it ended and where its output is."""
+    rows = [_past(entry) for entry in entries()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        _print([_past_cells(row) for row in rows])
+    else:
+        say("there are no runs of yours")
+    return 0
+
+
+def state_of(entry: Entry) -> str:
+    """Say in one word how a run is, as far as its entry tells; empty if its controller is to be asked."""
+    if entry.state:
+        return entry.state
+    if not entry.here:
+        return f"on {entry.host}"
+    return "" if entry.lives else LOST
+
+
+def _looked_at(chosen: Sequence[Entry]) -> list[Row]:
+    if not chosen:
+        return []
+    with ThreadPoolExecutor(min(len(chosen), ASKED_AT_ONCE)) as pool:  # one that is stopped holds up no other
+        return list(pool.map(_look, chosen))
+
+
+def _look(entry: Entry) -> Row:
+    row = {
+        "run_id": entry.run_id, "state": state_of(entry), "hosts": None, "workers": None, "attempt": None,
+        "step": None, "steps_per_s": None, "waits_for": "", "began": entry.began,
+        "age_s": round((entry.ended or time.time()) - entry.began, 1),
+        "exit_code": entry.exit_code if entry.state else None,
+        "detached": entry.detached, "host": entry.host, "pid": entry.pid, "folder": entry.folder,
+        "command": entry.command,
+    }  # fmt: skip
+    if row["state"]:
+        attempts = read_manifest(entry).get("attempts") or [{}]
+        newest = attempts[-1]
+        return {
+            **row,
+            "hosts": len(newest["hosts"]) if "hosts" in newest else None,
+            "workers": newest.get("world_size"),
+            "attempt": newest.get("number"),
+        }
+    try:
+        answer = ask(entry, "status")
+    except RunError:
+        return {**row, "state": "no answer"}
+    return {**row, "state": LOST} if answer is None else {**row, **answer}
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "run": row["run_id"],
+        "state": row["state"],
+        "hosts": _number(row["hosts"]),
+        "workers": _number(row["workers"]),
+        "step": _number(row["step"] or None),
+        "step/s": _number(row["steps_per_s"]),
+        "age": _span(row["age_s"]),
+        "command": _cut(row["command"]),
+    }
+
+
+def _past(entry: Entry) -> Row:
+    manifest = read_manifest(entry)
+    git = manifest.get("git") or {}
+    return {
+        "run_id": entry.run_id,
+        "began": entry.began,
+        "took_s": round(entry.ended - entry.began, 1) if entry.state else None,
+        "state": state_of(entry) or "running",
+        "exit_code": entry.exit_code if entry.state else None,
+        "attempts": len(manifest.get("attempts") or []),
+        "commit": git.get("commit"),
+        "clean": git.get("clean"),
+        "folder": entry.folder,
+        "command": entry.command,
+    }
+
+
+def _past_cells(row: Row) -> dict[str, str]:
+    commit = (row["commit"] or "-")[:9] + ("+" if row["clean"] is False else "")
+    return {
+        "run": row["run_id"],
+        "began": local_time(row["began"]),
+        "took": "-" if row["took_s"] is None else _span(row["took_s"]),
+        "state": row["state"],
+        "exit": _number(row["exit_code"]),
+        "attempts": _number(row["attempts"]),
+        "commit": commit,
+        "command": _cut(row["command"]),
+    }
+
+
+def _print(rows: Sequence[Mapping[str, str]]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in table(rows)))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= COMMAND_CHARACTERS else f"{text[: COMMAND_CHARACTERS - 3]}..."
+
+
+def _span(seconds: float) -> str:
+    """Write a time as one reads it: 12s, 3m20s, 5h03m, 2d04h."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"

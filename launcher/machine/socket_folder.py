@@ -1,0 +1,175 @@
+"""A folder with Unix sockets of this user's processes, and small files: this user's alone, and checked before each use.
+
+A socket's name begins with which host and which boot of it the process is of, and ends with a word that no other has.
+So a name is never used again, and one of this boot that nobody listens at can be removed, as can all of this host's
+earlier boots. Hosts may share the folder: names of others are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from launcher.errors import SocketError
+
+__all__ = ["SocketFolder", "is_ours_alone", "peer_uid", "prefix_of_boot", "this_boot", "this_host"]
+
+_PEER = struct.Struct("3i")  # pid, uid, gid
+_BACKLOG = 64
+
+
+def prefix_of_boot() -> str:
+    """Return how the names begin of this boot's sockets."""
+    return f"{this_host()}-{this_boot()}-"
+
+
+@cache
+def this_host() -> str:
+    """Return what tells this host from others: machines made from one image differ in their names only."""
+    try:
+        with open("/etc/machine-id", "rb") as file:
+            machine = file.read()
+    except OSError:  # in a container
+        machine = b""
+    return f"{zlib.crc32(machine + os.fsencode(os.uname().nodename)):08x}"
+
+
+@cache
+def this_boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return f"{zlib.crc32(file.read()):08x}"
+
+
+def is_ours_alone(found: os.stat_result) -> bool:
+    """Say whether what was found is a folder of this user, which nobody else may use."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return whose the process at the other end of a Unix socket is."""
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(uid)
+
+
+class SocketFolder:
+    """The folder, open: what its path leads to later does not matter any more."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: str, *, make: bool = False) -> Iterator[SocketFolder | None]:
+        """Open it for a while; None where there is none. Raises SocketError if others could have a hand in it."""
+        try:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            raise SocketError(f"{path} is no folder of yours alone ({error.strerror}); remove it") from error
+        try:
+            found = os.fstat(descriptor)
+            if not is_ours_alone(found):
+                owner = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+                raise SocketError(f"{path} is no folder of yours alone ({owner}); remove it")
+            yield cls(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of this host's sockets that begin so, the newest first; remove those of earlier boots."""
+        found = []
+        of_this_boot = prefix_of_boot()
+        for name in os.listdir(self._descriptor):
+            if name.lstrip(".").startswith(f"{this_host()}-") and of_this_boot not in name:
+                self.remove(name)
+            elif name.startswith(prefix or of_this_boot):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime_ns, name))
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def connect(self, name: str, wait_s: float) -> socket.socket | None:
+        """Connect to the process behind a socket; None if there is none any more, and then the name is removed.
+
+        Raises SocketError if it is not this user's, or does not take a connection.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(wait_s)
+            connection.connect(f"/proc/self/fd/{self._descriptor}/{name}")
+            if (uid := peer_uid(connection)) != os.geteuid():
+                raise SocketError(f"{self.path}/{name} is user {uid}'s")
+        except (ConnectionRefusedError, FileNotFoundError):
+            connection.close()
+            self.remove(name)
+            return None
+        except OSError as error:
+            connection.close()
+            raise SocketError("the process does not answer") from error
+        except SocketError:
+            connection.close()
+            raise
+        return connection
+
+    def bind(self, name: str) -> socket.socket:
+        """Return a listening socket of that name. Raises OSError, also if who was last in the folder has removed it."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            hidden = f".{name}"  # until somebody listens: else another process would take it for one that has ended
+            listening.bind(f"/proc/self/fd/{self._descriptor}/{hidden}")
+            try:
+                listening.listen(_BACKLOG)
+                os.rename(hidden, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            except OSError:
+                self.remove(hidden)
+                raise
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    def files(self, prefix: str) -> list[str]:
+        """Return the names of the files that begin so."""
+        return [name for name in os.listdir(self._descriptor) if name.startswith(prefix)]
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file. Raises OSError."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file in the place of the one before; whoever reads it sees all of it or that. Raises OSError."""
+        hidden = f".{name}.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(hidden, flags, 0o600, dir_fd=self._descriptor), "wb") as file:
+                file.write(data)
+            os.rename(hidden, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(hidden, dir_fd=self._descriptor)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Remove a socket's name, and the folder if it was the last."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+        try:
+            os.rmdir(self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise

@@ -1,0 +1,110 @@
+"""Which state of the code a run has: the commit of its working directory, and what was changed since."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.frozen import dataclass
+
+__all__ = ["Git", "GitState", "write_diff"]
+
+DIFF_BYTES = 16 << 20
+UNTRACKED = 100  # names
+ASK_S = 60.0
+# Nothing of git's own may stay behind, wait for another git, or run a program that the repository names.
+_GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false", "--no-pager")
+_PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color")
+
+
+@dataclass(frozen=True)
+class GitState:
+    """`clean`: nothing that git tracks is changed; `untracked` are files that it does not know nor ignore."""
+
+    commit: str
+    clean: bool
+    untracked: tuple[str, ...]
+    diff: bytes
+
+    def as_json(self, diff_file: str | None) -> Mapping[str, Any]:
+        return {
+            "commit": self.commit,
+            "clean": self.clean,
+            "untracked": list(self.untracked[:UNTRACKED]),
+            "diff_file": diff_file,
+        }
+
+
+class Git:
+    """One look at a repository, which another thread may end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def look(self) -> GitState | None:
+        """Return the state of the code; None without git, a commit, or the time for it. Blocks."""
+        commit = self._ask("rev-parse", "--verify", "HEAD")
+        status = self._ask("status", "--porcelain=v1", "-z") if commit else None
+        if not commit or status is None:
+            return None
+        names = [name.decode(errors="backslashreplace") for name in status.split(b"\0") if name]
+        untracked = tuple(name[3:] for name in names if name.startswith("?? "))
+        clean = len(untracked) == len(names)
+        diff = b"" if clean else self._ask("diff", "HEAD", "--binary", *_PLAIN)
+        if diff is None:
+            return None
+        return GitState(commit.decode().strip(), clean, untracked, diff)
+
+    def end(self) -> None:
+        """End the look, which then has found nothing."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _ask(self, *words: str) -> bytes | None:
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        with self._lock:
+            if self._ended:
+                return None
+            try:
+                process = self._process = subprocess.Popen(
+                    [*_GIT, *words],
+                    cwd=self._folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C at dtrain is not for it
+                )
+            except OSError:  # there is no git here
+                return None
+        with process:
+            try:
+                out, _ = process.communicate(timeout=ASK_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return None
+            finally:
+                with self._lock:
+                    self._process = None
+        return out[:DIFF_BYTES] if process.returncode == 0 else None
+
+
+def write_diff(path: Path, state: GitState) -> bool:
+    """Keep the changes beside the manifest, for this user's eyes; return whether there are any and they are kept."""
+    if state.clean:
+        return False
+    with contextlib.suppress(OSError):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(state.diff)
+        return True
+    return False

@@ -1,0 +1,139 @@
+"""Which runs stay in a log folder: one under one name at a time, and of those that have ended as many as fit.
+
+A living run holds a lock on the file `.RUN_ID.lock` beside its folder; the kernel lets go of it when the process ends.
+Nothing is removed that has no manifest, or whose lock is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher.errors import UsageError
+
+__all__ = ["MANIFEST", "Limits", "hold", "parse_size", "remove_oldest"]
+
+MANIFEST = "run.json"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)  # of file systems that have none
+_TRIES = 100
+
+
+class Limits:
+    """How many runs a log folder may have, this one too, and how many bytes; None: as many as there are."""
+
+    def __init__(self, runs: int | None, size: str | None) -> None:
+        if runs is not None and runs < 1:
+            raise UsageError(f"--keep-runs is {runs}; it must be 1 or more: this run is one of them")
+        self.runs = runs
+        self.max_bytes = None if size is None else parse_size(size, "--log-max-size")
+
+    def __bool__(self) -> bool:
+        return self.runs is not None or self.max_bytes is not None
+
+
+def parse_size(text: str, option: str) -> int:
+    """Read `500M`, `20G` or a number of bytes. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"{option} is {text!r}; write a size such as 500M, 20G or 1T")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@contextmanager
+def hold(log_dir: Path, run_id: str) -> Iterator[None]:
+    """Be the one run of this name in a log folder for a while. Raises UsageError if there is another that lives."""
+    is_new = not log_dir.exists()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(_lock_file(log_dir, run_id))
+    except BlockingIOError as error:
+        raise UsageError(
+            f"a run {run_id} is going on and writes to {log_dir / run_id}; choose another --run-id or --log-dir, "
+            f"or stop it first: dtrain stop {run_id}"
+        ) from error
+    except OSError:  # nothing can be written here, which the log files will say
+        descriptor = None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                _lock_file(log_dir, run_id).unlink()
+            os.close(descriptor)
+            if is_new:
+                with contextlib.suppress(OSError):  # something is kept in it
+                    log_dir.rmdir()
+
+
+def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:
+    """Remove ended runs, oldest first, until the limits are kept; return their names. `own` is this run's id.
+
+    Runs that live count, and stay. Blocks for as long as reading and removing the files takes.
+    """
+    runs = []
+    for path in log_dir.glob(f"*/{MANIFEST}"):
+        with contextlib.suppress(OSError):  # another run removes it just now
+            runs.append((path.stat().st_mtime, path.parent))
+    folders = [folder for _, folder in sorted(runs, reverse=True) if folder.name != own and not folder.is_symlink()]
+    sizes = {} if limits.max_bytes is None else {folder: _size(folder) for folder in [*folders, log_dir / own]}
+    many = len(folders) + 1
+    removed: list[str] = []
+    for folder in reversed(folders):
+        too_many = limits.runs is not None and many > limits.runs
+        too_large = limits.max_bytes is not None and sum(sizes.values()) > limits.max_bytes
+        if not (too_many or too_large):
+            break
+        if _remove(log_dir, folder):
+            removed.append(folder.name)
+            many -= 1
+            sizes.pop(folder, None)
+    return removed
+
+
+def _remove(log_dir: Path, folder: Path) -> bool:
+    import shutil  # a run that removes nothing needs not load it
+
+    try:
+        with hold(log_dir, folder.name):
+            shutil.rmtree(folder)
+    except (UsageError, OSError):  # it lives, or is not ours
+        return False
+    return True
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
+
+
+def _lock_file(log_dir: Path, run_id: str) -> Path:
+    return log_dir / f".{run_id}.lock"
+
+
+def _lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock; None where there are no locks. Raises BlockingIOError if it is held."""
+    for _ in range(_TRIES):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+        os.close(descriptor)  # its holder has just removed the file: another is the lock now
+    return None

@@ -1,0 +1,108 @@
+"""Reads the log files of a run in the order in which its workers wrote, second by second, while it goes on or later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.output.logfiles import STREAM_NAMES, attempts_in, log_folder, times_file
+
+__all__ = ["LogReader", "Piece"]
+
+PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of one rank's stdout (1) or stderr (2)."""
+
+    attempt: int
+    rank: int
+    stream: int
+    data: bytes
+
+
+@dataclass
+class _Attempt:
+    times_read: int = 0  # bytes of its times.log
+    read: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes of each file
+
+
+class LogReader:
+    """What was written since the last `read`. `ranks`: all if None; `since`: a time of the clock, in seconds."""
+
+    def __init__(self, folder: Path, *, ranks: Collection[int] | None = None, since: float = 0.0) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._since = int(since)
+        self._attempts: dict[int, _Attempt] = {}
+
+    def skip(self) -> None:
+        """Leave out all that is there now."""
+        for _ in self.read():
+            pass
+
+    def read(self) -> Iterator[Piece]:
+        """Yield what has come, attempt by attempt."""
+        for number in sorted(attempts_in(self._folder)):
+            if number >= max(self._attempts, default=0):
+                yield from self._read_attempt(number, self._attempts.setdefault(number, _Attempt()))
+
+    def _read_attempt(self, number: int, state: _Attempt) -> Iterator[Piece]:
+        sizes = {key: self._size(number, key) for key in self._files(number)}
+        begins: dict[tuple[int, int], list[tuple[int, int]]] = {key: [] for key in sizes}  # second, offset
+        for second, key, offset in self._times(number, state):
+            if key in begins and offset < sizes[key]:
+                begins[key].append((second, offset))
+        parts = []  # second, rank and stream, first and last byte
+        for key, size in sizes.items():
+            first = state.read.get(key, 0)
+            if not begins[key] and key not in state.read:  # there is no word of when: it is all taken for old
+                begins[key] = [(0, 0)]
+            cuts = [(second, max(first, offset)) for second, offset in begins[key]]
+            if not cuts or cuts[0][1] > first:
+                cuts.insert(0, (self._since, first))  # goes on from what was read before
+            ends = [offset for _, offset in cuts[1:]] + [size]
+            parts += [(second, key, begin, end) for (second, begin), end in zip(cuts, ends, strict=True)]
+            state.read[key] = size
+        for second, (rank, stream), begin, end in sorted(parts):
+            if second >= self._since:
+                yield from self._pieces(number, rank, stream, begin, end)
+
+    def _files(self, number: int) -> list[tuple[int, int]]:
+        folder = log_folder(self._folder, number)
+        ranks = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        wanted = sorted(rank for rank in ranks if self._ranks is None or rank in self._ranks)
+        return [(rank, stream) for rank in wanted for stream in STREAM_NAMES]
+
+    def _path(self, number: int, key: tuple[int, int]) -> Path:
+        return log_folder(self._folder, number, key[0]) / f"{STREAM_NAMES[key[1]]}.log"
+
+    def _size(self, number: int, key: tuple[int, int]) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path(number, key).stat().st_size
+        return 0
+
+    def _times(self, number: int, state: _Attempt) -> Iterator[tuple[int, tuple[int, int], int]]:
+        try:
+            with open(times_file(self._folder, number), "rb") as file:
+                file.seek(state.times_read)
+                text = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return
+        state.times_read += len(text) + bool(text)
+        for line in text.splitlines():
+            second, rank, stream, offset = map(int, line.split())
+            yield second, (rank, stream), offset
+
+    def _pieces(self, number: int, rank: int, stream: int, begin: int, end: int) -> Iterator[Piece]:
+        if begin >= end:
+            return
+        with open(self._path(number, (rank, stream)), "rb") as file:
+            file.seek(begin)
+            while begin < end and (data := os.read(file.fileno(), min(PIECE_BYTES, end - begin))):
+                yield Piece(number, rank, stream, data)
+                begin += len(data)

@@ -1,0 +1,228 @@
+"""What is written of one run: its manifest, `run.json` in the run's folder, and the answers to who asks it.
+
+    version         1; a new number where a key changes its meaning or goes
+    run_id, dtrain, state
+                    state: "starting", "running", "restarting", "stopping", and at the end as `ended` in outcome
+    command         {as_torchrun, words: what was typed after `dtrain run`, script: how many of them are SCRIPT [ARGS],
+                    folder: where it was typed}; secret values are `***`
+    options         {name: {value, from}} of all that are not at their default; from: "command line", the variable's or
+                    the file's name
+    workdir, python of the workers
+    controller      {host, pid, start: in clock ticks since boot}
+    versions        {name: version} of what is installed here
+    git             {commit, clean, untracked, diff_file}, null where workdir is in no repository
+    hosts           the names of all that were asked for
+    attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
+    began, ended    seconds of the clock
+    outcome         null until the run has ended, then as --error-json (output/error_json.py)
+
+It is written when the hosts are ready, at each attempt and at the end, each time in the place of the one before. A run
+that could not start leaves no folder.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import __version__
+from launcher.job.attempt import AttemptState
+from launcher.job.failure import first_cause, what_happened
+from launcher.job.job import Job, Phase
+from launcher.machine.packages import installed
+from launcher.placement.job_spec import JobSpec
+from launcher.runs.housekeeping import MANIFEST, Limits, remove_oldest
+from launcher.runs.registry import Entry
+
+if TYPE_CHECKING:
+    from launcher.runs.git import Git
+
+__all__ = ["RunRecord", "read_manifest"]
+
+VERSION = 1
+SAMPLE_S = 1.0  # between looks at the steps
+RATE_S = 30.0  # over which steps are counted
+END_S = 2.0  # for the look at the repository, at the end of a run
+ANSWER_S = 3.0  # for the loop to say how far it is
+_PACKAGES = ("torch", "numpy")
+_DIFF = "uncommitted.diff"
+
+Content = Mapping[str, Any]
+
+
+def read_manifest(entry: Entry) -> Content:
+    """Return the manifest of a run; empty if it is not there, or is another run's that has its name."""
+    try:
+        content = json.loads((Path(entry.folder) / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        return {}
+    controller = content.get("controller") or {}
+    return content if (controller.get("pid"), controller.get("start")) == (entry.pid, entry.start) else {}
+
+
+class RunRecord:
+    """`keep` writes the manifest, in another thread; `on_start` is called once, when all workers have started."""
+
+    def __init__(
+        self, spec: JobSpec, about: Content, *, folder: Path, limits: Limits,
+        keep: Callable[[Content], None], on_start: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.state = "starting"
+        self._spec = spec
+        self._folder = folder
+        self._limits = limits
+        self._keep = keep
+        self._on_start = on_start
+        self._began = time.time()
+        self._attempt: AttemptState | None = None
+        self._attempts: list[Content] = []
+        self._has_started = False
+        self._asked: queue.SimpleQueue[queue.SimpleQueue[Content]] = queue.SimpleQueue()
+        self._samples: deque[tuple[float, int]] = deque()  # time, steps
+        self._git: Git | None = None
+        self._slow = threading.Thread(target=self._find_slow_facts, name="record", daemon=True)
+        self._lock = threading.Lock()
+        self._content: dict[str, Any] = {
+            "version": VERSION,
+            "run_id": spec.run_id,
+            "dtrain": __version__,
+            **about,
+            "workdir": str(spec.workdir),
+            "python": spec.python,
+            "versions": {},
+            "git": None,
+            "hosts": [host.name for host in spec.hosts],
+            "began": self._began,
+            "ended": None,
+            "outcome": None,
+        }
+
+    def watch(self, job: Job) -> None:
+        """Look at what has changed; the loop calls it after each event, so it is quick."""
+        attempt = job.attempt
+        if attempt is not self._attempt:
+            self._begin(attempt)
+        elif not self._has_started and attempt is not None and attempt.all_started:
+            self._has_started = True
+            self.state = "running"
+            self._look_at_code()
+            self._on_start()
+        now = time.monotonic()
+        if attempt is not None and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
+            self._samples.append((now, attempt.steps))
+            while now - self._samples[0][0] > RATE_S:
+                self._samples.popleft()
+        while not self._asked.empty():
+            self._asked.get().put(self._status(job))
+
+    def status(self, wake: Callable[[], None]) -> Content:
+        """Return how far the run is, from another thread than the loop's, which `wake` has call `watch`. Blocks."""
+        answer: queue.SimpleQueue[Content] = queue.SimpleQueue()
+        self._asked.put(answer)
+        wake()
+        try:
+            return answer.get(timeout=ANSWER_S)
+        except queue.Empty:  # it has ended, or is stopped
+            return {"state": self.state}
+
+    def end(self, outcome: Content | None, state: str) -> None:
+        """Note the end: `outcome` is what --error-json has."""
+        if not self._attempts:
+            return
+        self._look_at_code()
+        self._slow.join(END_S)
+        if self._git is not None:
+            self._git.end()
+        self._slow.join(END_S)
+        self._end_attempt()
+        self.state = state
+        with self._lock:
+            self._content |= {"ended": time.time(), "outcome": outcome}
+        self._write()
+        if self._limits:
+            remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
+
+    def _begin(self, attempt: AttemptState | None) -> None:
+        self._end_attempt()
+        self._attempt = attempt
+        self._samples.clear()
+        if attempt is None:
+            return
+        workers = [[w.rank, w.host, w.local_rank, list(w.gpus)] for w in attempt.placement.workers]
+        self._attempts.append(
+            {
+                "number": attempt.number,
+                "began": time.time(),
+                "ended": None,
+                "hosts": list(attempt.members),
+                "world_size": attempt.world_size,
+                "workers": workers,
+                "cause": None,
+            }
+        )
+        self._write()
+
+    def _end_attempt(self) -> None:
+        if self._attempt is None or not self._attempts:
+            return
+        cause = first_cause(self._attempt.failures)
+        how = None if cause is None else what_happened(cause)
+        self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}
+
+    def _write(self) -> None:
+        with self._lock:
+            content = {**self._content, "state": self.state, "attempts": [*self._attempts]}
+        self._keep(content)
+
+    def _status(self, job: Job) -> Content:
+        attempt = job.attempt
+        if job.phase is Phase.STOPPING:
+            self.state = "stopping"
+        elif attempt is not None and self._has_started:
+            self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
+        per_s = None
+        if len(self._samples) > 1 and self._samples[-1][1]:
+            (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
+            per_s = round((last - first) / (last_at - first_at), 3)
+        return {
+            "state": self.state,
+            "waits_for": job.progress,
+            "hosts": len(job.fleet) if attempt is None else len(attempt.members),
+            "workers": None if attempt is None else attempt.world_size,
+            "attempt": None if attempt is None else attempt.number,
+            "step": None if attempt is None else attempt.steps,
+            "steps_per_s": per_s,
+        }
+
+    def _look_at_code(self) -> None:
+        if self._slow.ident is None:
+            self._slow.start()
+
+    def _find_slow_facts(self) -> None:
+        """Find what takes long to find out, while the workers run."""
+        versions = installed(_PACKAGES)
+        git = None
+        if _in_repository(self._spec.workdir):
+            from launcher.runs.git import Git, write_diff
+
+            self._git = Git(self._spec.workdir)
+            if (state := self._git.look()) is not None:
+                kept = write_diff(self._folder / _DIFF, state)
+                git = state.as_json(_DIFF if kept else None)
+        with self._lock:
+            self._content |= {"versions": versions, "git": git}
+        if self._limits:
+            remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
+        self._write()
+
+
+def _in_repository(folder: Path) -> bool:
+    return any((above / ".git").exists() for above in (folder, *folder.parents))

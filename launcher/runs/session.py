@@ -1,0 +1,124 @@
+"""What makes a run one that can be found again, from its start to its end: record, control socket, and leaving.
+
+cli/run.py makes one for the controller. Nothing here keeps a run from its work: what cannot be written is said once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.job.job import Job
+from launcher.job.outcome import Outcome
+from launcher.machine.processes import find
+from launcher.output.error_json import as_json
+from launcher.output.writer import OutputThread
+from launcher.placement.job_spec import JobSpec
+from launcher.runs.control import Control
+from launcher.runs.housekeeping import Limits
+from launcher.runs.record import RunRecord
+from launcher.runs.registry import registered
+from launcher.runs.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from launcher.controller.controller import Controller
+    from launcher.runs.detach import Detachment
+
+__all__ = ["CONSOLE_LOG", "Session"]
+
+CONSOLE_LOG = "console.log"  # what a detached run would show on its terminal
+
+
+class Session:
+    """`words` were typed after `dtrain run`; `script` of them are SCRIPT [ARGS].
+
+    `options` are the values that are not at their default, each with where it is from.
+    """
+
+    def __init__(
+        self, spec: JobSpec, output: OutputThread, *, words: list[str], script: int, as_torchrun: bool,
+        options: Mapping[str, tuple[Any, str]], folder: Path, limits: Limits, detachment: Detachment | None,
+    ) -> None:  # fmt: skip
+        self._spec = spec
+        self._output = output
+        self._folder = folder
+        self._detachment = detachment
+        self._control: Control | None = None
+        us = find(os.getpid())
+        assert us is not None
+        kept_words = without_secrets(words)
+        self._command = " ".join(kept_words[len(words) - script :])
+        about = {
+            "command": {
+                "as_torchrun": as_torchrun,
+                "words": kept_words,
+                "script": script,
+                "folder": os.getcwd(),
+            },
+            "options": {
+                name: {"value": _without_secrets(value), "from": origin} for name, (value, origin) in options.items()
+            },
+            "controller": {"host": os.uname().nodename, "pid": us.pid, "start": us.start},
+        }
+        self._record = RunRecord(
+            spec, about, folder=folder, limits=limits, keep=output.keep_manifest, on_start=self._leave
+        )
+
+    def watch(self, job: Job) -> None:
+        self._record.watch(job)
+
+    def listen(self, controller: Controller) -> None:
+        """List the run, and answer whoever asks it."""
+
+        def answer(what: str) -> Mapping[str, Any]:
+            if what == "status":
+                return self._record.status(controller.wake)
+            if what in ("stop", "kill"):
+                controller.signal(signal.SIGTERM)
+                if what == "kill":
+                    controller.signal(signal.SIGINT)  # while it stops: at once
+                return {"ok": True}
+            return {"error": f"it does not know how to {what}"}
+
+        detached = self._detachment is not None
+        self._control = Control(
+            lambda: registered(self._spec.run_id, self._folder.absolute(), self._command, detached=detached),
+            answer,
+            # A home that cannot be written is nothing new to a run in the foreground of a container.
+            self._output.say if detached else lambda _: None,
+        )
+        self._control.start()
+
+    def end(self, outcome: Outcome, evidence_file: Path | None) -> None:
+        """Write down how the run has ended, and tell who waits for it. Blocks for a moment."""
+        how = as_json(outcome, self._folder, evidence_file)
+        self._record.end(how, how["ended"])
+        if self._control is not None:
+            self._control.close(how["ended"], outcome.exit_code)
+
+    def _leave(self) -> None:
+        """Let the command return that was typed with --detach."""
+        detachment = self._detachment
+        if detachment is None:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            log = os.open(self._folder / CONSOLE_LOG, flags, 0o666)
+        except OSError:  # the log files have said why nothing is kept
+            log = os.open(os.devnull, flags)
+
+        def leave() -> None:
+            if self._control is not None:
+                self._control.wait_until_listed()
+            detachment.leave(self._spec.run_id, log)
+
+        self._output.leave_terminal(log, leave)
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(without_secrets(value.split(" ")))
+    return without_secrets(value) if isinstance(value, tuple) and all(isinstance(v, str) for v in value) else value

@@ -1,0 +1,360 @@
+"""A run has a name and outlives the terminal: --detach, ps, logs, attach, stop, wait, history, rerun."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.terminal import dtrain_on_terminal
+
+# Says that it is up, then waits for a file, and says when it was there.
+SCRIPT = """
+import os, pathlib, sys, time
+print("rank", os.environ["RANK"], "up", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+print("rank", os.environ["RANK"], "went", flush=True)
+sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+"""
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which the tests type, with script.py; the list of runs is empty, and all end with the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    yield tmp_path
+    for run in ps("--all"):
+        if run["exit_code"] is None and run["state"] != "lost":
+            run_dtrain("stop", "--kill", run["run_id"])
+
+
+def dtrain(*words: str) -> Result:
+    return run_dtrain(*words)
+
+
+def detached(*words: str) -> Result:
+    return run_dtrain("run", "--detach", "--nproc-per-node", "2", *words)
+
+
+def ps(*words: str) -> list[dict[str, Any]]:
+    result = run_dtrain("ps", "--json", *words)
+    assert result.returncode == 0, result
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+def manifest(run_id: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path("runs", run_id, "run.json").read_text())
+    return content
+
+
+def start(run_id: str, *words: str) -> None:
+    result = detached("--run-id", run_id, *words, "script.py")
+    assert (result.returncode, result.stdout) == (0, f"{run_id}\n"), result
+
+
+def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
+    result = detached("script.py", "7")
+    run_id = result.stdout.strip()
+    assert (result.returncode, result.stderr.count("up")) == (0, result.stderr.count("\n")), result
+    (run,) = ps()
+    assert (run["run_id"], run["state"], run["hosts"], run["workers"]) == (run_id, "running", 1, 2)
+    assert run["folder"] == str(folder / "runs" / run_id)
+    controller = psutil.Process(run["pid"])
+    assert controller.terminal() is None
+    assert os.getsid(controller.pid) == controller.pid
+    (folder / "go").touch()
+    waited = dtrain("wait", run_id[:10])
+    assert (waited.returncode, waited.stdout, waited.stderr) == (7, "", ""), waited
+    assert ps() == []
+    (run,) = ps("--all")
+    assert (run["state"], run["exit_code"], run["hosts"], run["workers"]) == ("failed", 7, 1, 2)
+    assert dtrain("wait", "last").returncode == 7
+    lines = dtrain("logs", run_id).stdout.splitlines()
+    host = socket.gethostname()
+    assert {f"[{host}:{rank}] rank {rank} up" for rank in (0, 1)} < set(lines)
+    assert 3 <= len(lines) <= 4, "the second may be stopped before it went"
+    assert "exited with code 7" in (folder / "runs" / run_id / "console.log").read_text()
+    assert [path.name for path in (folder / "state/dtrain").iterdir() if not path.name.startswith("run-")] == []
+
+
+def test_a_detached_run_that_does_not_start_says_why(folder: Path) -> None:
+    missing = detached("missing.py")
+    assert (missing.returncode, missing.stdout) == (2, ""), missing
+    assert "missing.py does not exist" in missing.stderr
+    here = ["run", "--nproc-per-node", "1", "--no-python", "no-such-program"]
+    foreground, detached_one = dtrain(*here), dtrain("run", "--detach", *here[1:])
+    assert (detached_one.returncode, detached_one.stdout) == (foreground.returncode, ""), detached_one
+    assert foreground.returncode != 0
+    assert "no-such-program" in detached_one.stderr
+    assert ps() == []
+
+
+def test_a_run_in_the_foreground_is_listed_looked_into_and_stopped(folder: Path) -> None:
+    with started_dtrain("run", "--nproc-per-node", "2", "--run-id", "front", "script.py") as run:
+        wait_until(lambda: any(each["state"] == "running" for each in ps()), "it is listed")
+        wait_until(lambda: dtrain("logs", "front").stdout.count("up") == 2, "its output is there")
+        stopped = dtrain("stop", "fro")
+        assert (stopped.returncode, run.wait()) == (0, 143), stopped
+        assert "run front has ended: stopped, exit code 143" in stopped.stderr
+        assert run.stderr is not None
+        assert b"stopped by SIGTERM" in run.stderr.read()
+
+
+def test_stop_kill_does_not_wait_for_workers_that_ignore_it(folder: Path) -> None:
+    (folder / "script.py").write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SCRIPT)
+    start("stubborn", "--grace-s", "1000")
+    wait_until(lambda: dtrain("logs", "stubborn").stdout.count("up") == 2, "they ignore it")
+    assert dtrain("stop", "--kill", "stubborn").returncode == 0
+    assert "2 workers stopped" in (folder / "runs/stubborn/console.log").read_text()
+
+
+def test_a_run_of_which_the_controller_was_killed_is_lost(folder: Path) -> None:
+    start("gone", "--heartbeat-timeout-s", "2")
+    (run,) = ps()
+    workers = psutil.Process(run["pid"]).children(recursive=True)
+    os.kill(run["pid"], signal.SIGKILL)
+    wait_until(lambda: not any(each.is_running() for each in workers), "the host has ended its workers")
+    (lost,) = ps("--all")
+    assert (lost["state"], lost["exit_code"], lost["workers"]) == ("lost", None, 2)
+    assert ps() == []
+    waited = dtrain("wait", "gone")
+    assert waited.returncode == 1
+    assert "run gone is lost" in waited.stderr
+    assert "1 run lost, gone the newest" in dtrain("ps").stderr
+    assert dtrain("stop", "gone").returncode == 0
+    assert dtrain("attach", "gone").returncode == 1
+
+
+def test_two_runs_at_once_are_told_apart(folder: Path) -> None:
+    start("exp-1")
+    start("exp-2")
+    assert [run["run_id"] for run in ps()] == ["exp-2", "exp-1"]
+    assert "exp may be exp-1, exp-2; write more of it" in dtrain("stop", "exp").stderr
+    dtrain("stop", "last")
+    assert [run["run_id"] for run in ps()] == ["exp-1"]
+    refused = dtrain("run", "--run-id", "exp-1", "script.py")
+    assert refused.returncode == 2
+    assert "a run exp-1 is going on and writes to runs/exp-1" in refused.stderr
+    elsewhere = detached("--run-id", "exp-1", "--log-dir", "others", "script.py")
+    assert elsewhere.returncode == 0, elsewhere
+    unknown = dtrain("logs", "nothing")
+    assert (unknown.returncode, unknown.stderr) == (1, "dtrain: there is no run nothing; see dtrain ps --all\n")
+    (folder / "go").touch()
+
+
+def test_logs_follow_to_the_end_and_choose_ranks(folder: Path) -> None:
+    start("seen")
+    with started_dtrain("logs", "seen", "-f", "--rank", "1") as logs:
+        assert logs.stdout is not None
+        host = socket.gethostname()
+        assert logs.stdout.readline() == f"[{host}:1] rank 1 up\n".encode()
+        (folder / "go").touch()
+        assert logs.stdout.read() == f"[{host}:1] rank 1 went\n".encode()
+        assert logs.wait() == 0
+    assert dtrain("logs", "seen", "--since", "1h").stdout.count("\n") == 4
+    times = folder / "runs/seen/attempt_0/times.log"
+    old = [line.split(" ", 1) for line in times.read_text().splitlines()]
+    went = [int(second) for second, _ in old]
+    times.write_text("".join(f"{int(second) - 7200 * (second == min(old)[0])} {rest}\n" for second, rest in old))
+    recent = dtrain("logs", "seen", "--since", "1h").stdout
+    assert recent.count("\n") == (2 if max(went) > min(went) else 0)
+    with started_dtrain("logs", "seen") as logs:  # as `dtrain logs | head -1`
+        assert logs.stdout is not None
+        logs.stdout.close()
+        assert logs.wait() == 0
+
+
+@pytest.mark.parametrize("way", ["detached", "foreground"])
+def test_attach_and_leave_then_come_back_and_stop(folder: Path, way: str) -> None:
+    words = ["--nproc-per-node", "2", "--run-id", "there", "script.py"]
+    with started_dtrain("run", *(["--detach"] if way == "detached" else []), *words) as run:
+        if way == "detached":
+            assert run.wait() == 0
+        wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it runs")
+        with dtrain_on_terminal("attach", "last", cwd=folder) as terminal:
+            terminal.read_until("goes on without this terminal")
+            terminal.type("\x03")
+            terminal.read_until("stop the run, or leave it running? [stop/leave]")
+            terminal.type("leave\n")
+            assert terminal.wait() == 0
+            assert "run there goes on: dtrain attach there" in terminal.shown
+        assert [each["state"] for each in ps()] == ["running"]
+        with dtrain_on_terminal("attach", "there", cwd=folder) as terminal:
+            terminal.read_until("goes on without this terminal")
+            terminal.type("\x03")
+            terminal.read_until("[stop/leave]")
+            terminal.type("s\n")
+            assert terminal.wait() == 143
+        assert ps() == []
+
+
+def test_a_run_outlives_the_login_that_started_it(folder: Path) -> None:
+    words = ["run", "--detach", "--nproc-per-node", "2", "--run-id", "stays", "script.py"]
+    with dtrain_on_terminal(*words, cwd=folder) as terminal:
+        terminal.read_until("stays\r\n")
+        assert terminal.wait() == 0
+        terminal.hang_up()
+    (run,) = ps()
+    assert run["state"] == "running"
+    (folder / "go").touch()
+    assert dtrain("wait", "stays").returncode == 0
+
+
+def test_ctrl_c_before_the_start_ends_a_detached_run(folder: Path) -> None:
+    words = ["run", "--detach", "--hosts-script", "true", "--nnodes", "1:2", "--start-timeout-s", "90", "script.py"]
+    with started_dtrain(*words) as run:
+        wait_until(lambda: psutil.Process(run.pid).children(), "its controller is there")
+        wait_until(lambda: signal.SIGINT in _caught(run.pid), "it passes signals on")
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+    assert ps() == []
+
+
+def _caught(pid: int) -> set[int]:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    mask = int(line.split()[1], 16)
+    return {signum for signum in range(1, 65) if mask >> (signum - 1) & 1}
+
+
+def test_a_run_that_is_suspended_says_that_it_does_not_answer(folder: Path) -> None:
+    start("held")
+    (run,) = ps()
+    os.kill(run["pid"], signal.SIGSTOP)
+    try:
+        (held,) = ps()
+        assert held["state"] == "no answer"
+        stopped = dtrain("stop", "held")
+        assert (stopped.returncode, "does not answer" in stopped.stderr) == (1, True), stopped
+    finally:
+        os.kill(run["pid"], signal.SIGCONT)
+    assert dtrain("wait", "held").returncode == 143, "it stops once it goes on"
+
+
+ASK = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.settimeout(60)
+connection.connect(sys.argv[1])
+try:
+    connection.send(b'{"ask": "stop"}')
+    print(connection.recv(1 << 16))
+except ConnectionError:
+    print(b"")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
+def test_other_users_neither_see_nor_stop_a_run(folder: Path) -> None:
+    start("mine")
+    (path,) = (each for each in (folder / "state/dtrain").iterdir() if not each.name.startswith("run-"))
+    assert (folder / "state/dtrain").stat().st_mode & 0o777 == 0o700
+    link = Path("/tmp", f"runs-test-{os.getpid()}")
+    os.link(path, link)  # as if the folder did not keep others out
+    link.chmod(0o777)
+    try:
+        assert run_program(sys.executable, "-c", ASK, link, cwd=Path("/")).stdout == "b''\n"
+    finally:
+        link.unlink()
+    assert [each["state"] for each in ps()] == ["running"]
+    (folder / "state/dtrain").chmod(0o777)
+    result = dtrain("ps")
+    assert (result.returncode, "is no folder of yours alone" in result.stderr) == (1, True), result
+    (folder / "state/dtrain").chmod(0o700)
+
+
+def test_a_home_that_cannot_be_written_keeps_no_run_from_its_work(folder: Path) -> None:
+    (folder / "go").touch()
+    for state in ("script.py", "/proc"):  # a file, and a file system that takes none
+        result = run_dtrain("run", "script.py", env={"XDG_STATE_HOME": str(Path(state).absolute())})
+        assert result.returncode == 0, result
+        assert "dtrain ps" not in result.stderr
+    env = {"XDG_STATE_HOME": "/proc"}
+    told = run_dtrain("run", "--detach", "--run-id", "unseen", "script.py", env=env)
+    assert (told.returncode, told.stdout) == (0, "unseen\n"), told
+    wait_until(lambda: manifest("unseen")["state"] == "finished", "it ends well")
+    both = told.stderr + (folder / "runs/unseen/console.log").read_text()
+    assert both.count("dtrain ps does not show this run") == 1
+
+
+def git(*words: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (folder / "go").touch()
+    (folder / ".gitignore").write_text("runs/\nstate/\ngo\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    first = run_dtrain("run", "--run-id", "base", "script.py", "0", env={"DTRAIN_NPROC_PER_NODE": "2"})
+    assert first.returncode == 0, first
+    away = tmp_path_factory.mktemp("away")
+    again = run_dtrain("rerun", "base", "--run-id", "second", cwd=away)
+    assert again.returncode == 0, again
+    command = manifest("second")["command"]
+    assert command["folder"] == str(folder)
+    assert command["words"] == ["--run-id", "base", "--run-id", "second", "--", "script.py", "0"]
+    assert len(manifest("second")["attempts"][0]["workers"]) == 2
+    assert dtrain("rerun", "second", "--run-id", "third").returncode == 0
+    git("commit", "-qm", "two", "--allow-empty")
+    refused = dtrain("rerun", "base")
+    assert refused.returncode == 2
+    assert "or run it as it is: --any-commit" in refused.stderr
+    assert run_dtrain("rerun", "--any-commit", "base", "--run-id", "fourth", cwd=away).returncode == 0
+    past = json.loads(dtrain("history", "--json").stdout)
+    assert [each["run_id"] for each in past] == ["fourth", "third", "second", "base"]
+    assert past[0]["commit"] != past[1]["commit"] == past[3]["commit"] == manifest("base")["git"]["commit"]
+    assert "fourth" in dtrain("history").stdout
+
+
+def test_leave_and_come_back_wherever_the_hosts_are(folder: Path, where: list[str]) -> None:
+    result = run_dtrain("run", "--detach", "--run-id", "away", "--workdir", str(folder), *where, "script.py")
+    assert (result.returncode, result.stdout) == (0, "away\n"), result
+    (run,) = ps()
+    assert (run["state"], run["workers"]) == ("running", 2)
+    wait_until(lambda: dtrain("logs", "away").stdout.count("up") == 2, "both are up")
+    controller = psutil.Process(run["pid"])
+    os.kill(controller.pid, signal.SIGKILL) if where[0] == "--hosts" else dtrain("stop", "away")
+    wait_until(lambda: not controller.is_running(), "it has ended")
+    (ended,) = ps("--all")
+    assert ended["state"] == ("lost" if where[0] == "--hosts" else "stopped")
+
+
+STEPS = """
+import mmap, os, time, pathlib
+with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:
+    counts = mmap.mmap(file.fileno(), 16)
+for step in range(1, 10_000):
+    counts[:8] = step.to_bytes(8, "little")
+    time.sleep(0.02)
+    if pathlib.Path("go").exists():
+        break
+"""
+
+
+def test_ps_shows_the_step_and_how_fast_it_grows(folder: Path) -> None:
+    (folder / "script.py").write_text(STEPS)
+    start("trains")
+    wait_until(lambda: (ps()[0]["steps_per_s"] or 0) > 0, "two looks at the steps")
+    (run,) = ps()
+    assert run["step"] > 0
+    assert run["steps_per_s"] <= 50
+    row = dtrain("ps").stdout.splitlines()[2].split()
+    assert row[:4] == ["trains", "running", "1", "2"]
+    assert int(row[4]) >= run["step"]
+    (folder / "go").touch()
+    assert dtrain("wait", "trains").returncode == 0

@@ -1,0 +1,87 @@
+"""A program on a terminal of its own: what it shows is read, and keys are typed."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed.processes import TIMEOUT_S, kill_tree
+
+
+class Terminal:
+    """`shown` is all that has come so far."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", master: int) -> None:
+        self.process = process
+        self.shown = ""
+        self._master = master
+
+    def read_until(self, text: str) -> None:
+        """Read until `text` is shown; raise TimeoutError with what was instead."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.shown:
+            if not self._read(0.1) and self.process.poll() is not None and not self._read(0.1):
+                raise EOFError(f"it ended without {text!r}: {self.shown}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not shown: {text!r}, but {self.shown}")
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def wait(self) -> int:
+        """Read to the end and return the exit code."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._read(0.05)
+        while self._read(0.05):
+            pass
+        return self.process.wait(1.0)
+
+    def hang_up(self) -> None:
+        """End the login: the terminal goes, and the kernel sends SIGHUP."""
+        os.close(self._master)
+        self._master = -1
+
+    def close(self) -> None:
+        if self._master >= 0:
+            self.hang_up()
+
+    def _read(self, wait_s: float) -> bool:
+        if not select.select([self._master], [], [], wait_s)[0]:
+            return False
+        try:
+            data = os.read(self._master, 1 << 16)
+        except OSError:  # nobody has the other side open any more
+            return False
+        self.shown += data.decode(errors="replace")
+        return bool(data)
+
+
+@contextlib.contextmanager
+def dtrain_on_terminal(*args: str | Path, cwd: Path) -> Iterator[Terminal]:
+    """Run `dtrain ARGS` as the leader of a session with a terminal; kill its tree if it still runs at the end."""
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", *map(os.fspath, args)],
+        cwd=cwd, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(slave)
+    terminal = Terminal(process, master)
+    try:
+        yield terminal
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        terminal.close()
+        process.wait()
