@@ -49,7 +49,7 @@ def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) 
     options = ended["options"]
     assert options["nnodes"] == {"value": [2, 2], "from": "command line"}
     assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S"}
-    assert options["max_restarts"] == {"value": 1, "from": "the config file"}
+    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml")}
     assert options["export"]["value"] == ["MY_TOKEN=***"]
     assert ended["hosts"] == ["sim0", "sim1"]
     assert [attempt["number"] for attempt in ended["attempts"]] == [0, 1]
