@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from launcher.cli import torchrun
-from launcher.cli.options import Listed
+from launcher.cli.options import CONFIG_SOURCE, Listed
 from launcher.errors import UsageError
 
 __all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
@@ -38,6 +38,7 @@ class Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         config_file = self.read_config_file()
+        ctx.meta[CONFIG_SOURCE] = config_file.source
         ctx.default_map = {name: _defaults(command, config_file, ctx) for name, command in self.commands.items()}
         if ctx.obj:
             ctx.default_map["run"] = torchrun.defaults(os.environ, ctx.default_map["run"])

@@ -22,7 +22,9 @@ from launcher.errors import UsageError
 from launcher.machine.numa import MODES
 from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
-__all__ = ["Listed", "Options", "takes_options", "unknown_variables"]
+__all__ = ["CONFIG_SOURCE", "Listed", "Options", "takes_options", "unknown_variables"]
+
+CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
 # Variables that are no option's. The first are for the workers.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
@@ -269,7 +271,8 @@ def _origin(context: click.Context, name: str) -> str:
         case ParameterSource.ENVIRONMENT:
             return f"DTRAIN_{name.upper()}"
         case ParameterSource.DEFAULT_MAP:
-            return "PET_* or the config file" if context.obj else "the config file"
+            file = context.meta.get(CONFIG_SOURCE) or "the config file"
+            return f"PET_{name.upper()} or {file}" if context.obj else file
     return ""
 
 

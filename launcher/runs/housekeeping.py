@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ MANIFEST = "run.json"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)  # of file systems that have none
 _TRIES = 100
+_REMOVED = ".removed"
 
 
 class Limits:
@@ -47,8 +49,11 @@ def parse_size(text: str, option: str) -> int:
 
 
 @contextmanager
-def hold(log_dir: Path, run_id: str) -> Iterator[None]:
-    """Be the one run of this name in a log folder for a while. Raises UsageError if there is another that lives."""
+def hold(log_dir: Path, run_id: str) -> Iterator[bool]:
+    """Be the one run of this name in a log folder for a while. Raises UsageError if there is another that lives.
+
+    Yields whether that is certain: some file systems have no locks.
+    """
     is_new = not log_dir.exists()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,7 @@ def hold(log_dir: Path, run_id: str) -> Iterator[None]:
     except OSError:  # nothing can be written here, which the log files will say
         descriptor = None
     try:
-        yield
+        yield descriptor is not None
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
@@ -77,11 +82,14 @@ def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:
 
     Runs that live count, and stay. Blocks for as long as reading and removing the files takes.
     """
+    for half in log_dir.glob(f".*{_REMOVED}"):
+        _remove_half(half)
     runs = []
-    for path in log_dir.glob(f"*/{MANIFEST}"):
+    for path in log_dir.glob(f"[!.]*/{MANIFEST}"):
         with contextlib.suppress(OSError):  # another run removes it just now
             runs.append((path.stat().st_mtime, path.parent))
-    folders = [folder for _, folder in sorted(runs, reverse=True) if folder.name != own and not folder.is_symlink()]
+    others = (folder for _, folder in sorted(runs, reverse=True) if folder.name != own)
+    folders = [folder for folder in others if not folder.is_symlink() and _is_run(folder)]
     sizes = {} if limits.max_bytes is None else {folder: _size(folder) for folder in [*folders, log_dir / own]}
     many = len(folders) + 1
     removed: list[str] = []
@@ -101,11 +109,30 @@ def _remove(log_dir: Path, folder: Path) -> bool:
     import shutil  # a run that removes nothing needs not load it
 
     try:
-        with hold(log_dir, folder.name):
-            shutil.rmtree(folder)
+        with hold(log_dir, folder.name) as is_locked:
+            if not is_locked:  # it may live
+                return False
+            away = log_dir / f".{folder.name}{_REMOVED}"  # what a run that is killed here leaves, the next one finds
+            folder.rename(away)
+            shutil.rmtree(away)
     except (UsageError, OSError):  # it lives, or is not ours
         return False
     return True
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a run's of dtrain: other programs have files of that name, too."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"dtrain", "run_id", "attempts"} <= content.keys()
+
+
+def _remove_half(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)  # another run may do the same
 
 
 def _size(folder: Path) -> int:

@@ -131,7 +131,10 @@ def entries() -> list[Entry]:
         for name in sorted(folder.files(_PREFIX), reverse=True):
             with contextlib.suppress(FileNotFoundError, ProtocolError, ValueError):  # half of a file: of a full disk
                 values: Any = json.loads(folder.read(name))
-                found.append(decode_dataclass(Entry, {**values, "name": name}))
+                entry = decode_dataclass(Entry, {**values, "name": name})
+                found.append(entry)
+                if entry.is_lost:
+                    folder.remove(entry.socket)  # which its controller could not
     return found
 
 

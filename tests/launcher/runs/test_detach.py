@@ -135,6 +135,7 @@ def test_a_run_of_which_the_controller_was_killed_is_lost(folder: Path) -> None:
     assert "1 run lost, gone the newest" in dtrain("ps").stderr
     assert dtrain("stop", "gone").returncode == 0
     assert dtrain("attach", "gone").returncode == 1
+    assert [path.name for path in (folder / "state/dtrain").iterdir() if not path.name.startswith("run-")] == []
 
 
 def test_two_runs_at_once_are_told_apart(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The run's folder: its manifest, what it never holds, and how many runs stay."""
 
+import errno
 import json
 import os
 import subprocess
@@ -48,7 +49,7 @@ def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) 
     options = ended["options"]
     assert options["nnodes"] == {"value": [2, 2], "from": "command line"}
     assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S"}
-    assert options["max_restarts"] == {"value": 1, "from": "the config file"}
+    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml")}
     assert options["export"]["value"] == ["MY_TOKEN=***"]
     assert ended["hosts"] == ["sim0", "sim1"]
     assert [attempt["number"] for attempt in ended["attempts"]] == [0, 1]
@@ -116,7 +117,7 @@ def test_a_lock_keeps_a_second_run_of_one_name_out(folder: Path) -> None:
 def ended_run(folder: Path, name: str, age: int, size: int = 0) -> None:
     (folder / name).mkdir()
     (folder / name / "output").write_bytes(b"x" * size)
-    (folder / name / "run.json").write_text("{}")
+    (folder / name / "run.json").write_text(json.dumps({"dtrain": "0", "run_id": name, "attempts": []}))
     os.utime(folder / name / "run.json", (1e9 - age, 1e9 - age))
 
 
@@ -126,11 +127,26 @@ def test_the_oldest_runs_are_removed_and_none_that_lives(folder: Path) -> None:
     (folder / "own").mkdir()
     (folder / "data").mkdir()  # no run of dtrain
     (folder / "link").symlink_to("newer")
+    ended_run(folder, "else", 9)
+    (folder / "else/run.json").write_text('{"run_id": 7}')  # another program's
+    ended_run(folder, ".half.removed", 9)  # of a run that was killed just then
     with hold(folder, "living"):
         assert remove_oldest(folder, Limits(3, None), own="own") == ["old", "newer"]
         assert remove_oldest(folder, Limits(None, "1.5M"), own="own") == ["newest"]
         assert remove_oldest(folder, Limits(1, "1K"), own="own") == []
-    assert {path.name for path in folder.iterdir()} == {"own", "living", "data", "link"}
+    assert {path.name for path in folder.iterdir()} == {"own", "living", "data", "link", "else"}
+
+
+def test_without_locks_nothing_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_run(folder, "old", 1)
+
+    def flock(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert remove_oldest(folder, Limits(1, None), own="own") == []
+    with hold(folder, "r") as is_locked:
+        assert not is_locked
 
 
 def test_keep_runs_by_the_command(folder: Path) -> None:
