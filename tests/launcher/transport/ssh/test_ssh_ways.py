@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import signal
 import socket
 import threading
@@ -343,6 +344,8 @@ def test_a_noisy_slow_shell_and_a_banner_do_no_harm(ssh_hosts: SshHosts, tmp_pat
 
 
 def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    if Path(pwd.getpwuid(os.getuid()).pw_shell).name != "bash":
+        pytest.skip("the account's shell does not read .bashrc")
     script = tmp_path / "script.py"
     script.write_text("")
     waiting = tmp_path / "pid"
