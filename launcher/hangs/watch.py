@@ -91,6 +91,10 @@ class HangWatch:
         else:
             self._suspects.pop(host, None)
 
+    def forget(self, host: str) -> None:
+        """Go on without a host."""
+        self._suspects.pop(host, None)
+
     def wants_look(self, now: float) -> bool:
         """Whether all ranks are to be looked at: some are stopped, or silent for too long."""
         if not self._suspects:
