@@ -104,7 +104,10 @@ class Compositions:
         is_first = not self.lost
         self.lost[name] = failure
         self._timers.set(Timer.PAUSE, now + wait_s if is_first else max(now + wait_s, self._timers.at(Timer.PAUSE)))
-        commands: list[Command] = [notice, *self._gathering.count_loss(name, failed=not made_progress)]
+        commands: list[Command] = [
+            notice,
+            *self._gathering.count_loss(name, failed=not (made_progress or failure.injected)),
+        ]
         if is_first:
             self._timers.set(Timer.COMPOSE, now + wait_s + self._spec.start_timeout_s)
             later = NextGeneration(attempt.number, self._generations.number_at_once(now), "later")

@@ -194,7 +194,7 @@ class Restarts:
 
     def lost(self, attempt: AttemptState, failure: Failure, *, progress: int) -> tuple[float, Notice] | None:
         """Decide on a lost host without which the attempt can go on: when, and what to say; None: it ends it."""
-        free, name = self._spec.elastic, failure.host
+        free, name = failure.injected or self._spec.elastic, failure.host
         made = FailedAttempt(failure, failure.ran_s, progress, free=free, lost_host=name)
         decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is None:

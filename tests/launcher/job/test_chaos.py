@@ -11,7 +11,18 @@ from launcher.job.events import Command, Lost
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
 from launcher.placement.chaos_plan import parse_chaos
-from launcher.protocol import EndAttempt, KillWorker, LoseHost, RestartWorker, Started, Stepped, StoreOpened
+from launcher.protocol import (
+    EndAttempt,
+    Heartbeat,
+    KillWorker,
+    LoseHost,
+    OpenStore,
+    RestartWorker,
+    Started,
+    StartWorker,
+    Stepped,
+    StoreOpened,
+)
 
 
 def running(text: str, **options: Any) -> Drive:
@@ -133,3 +144,59 @@ def test_before_all_workers_run_nothing_is_made() -> None:
     drive.check()
     drive.say("a", StoreOpened(0, "10.0.0.9", 29500))
     assert messages(drive.wait(20, heard="ab"), KillWorker) == []
+
+
+def simulated(*names: str) -> tuple[Host, ...]:
+    return tuple(Host(name, HostKind.SIMULATED, slots=2) for name in names)
+
+
+def lost(drive: Drive, hosts: str) -> str:
+    """Let hosts of resilient workers send heartbeats until one of them is lost on purpose."""
+    for _ in range(20):
+        for name in hosts:
+            drive.say(name, Heartbeat(drive.time(name), resilient=True))
+        if ordered := told(drive.wait(1.0), LoseHost):
+            drive.lose(ordered[0])
+            return ordered[0]
+    raise AssertionError("no host was lost")
+
+
+def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
+    drive = running("kill host every 5s, seed 1", max_restarts=0, hosts=simulated("a", "b"))
+    hit = []
+    for _ in range(4):
+        hit.append(lost(drive, "ab"))
+        assert drive.job.phase is Phase.RUNNING
+        drive.wait(0.1)
+        other = "b" if hit[-1] == "a" else "a"
+        drive.say(other, Heartbeat(drive.time(other), resilient=True))
+        commands = drive.back(hit[-1])
+        for host in told(commands, OpenStore):
+            commands += drive.say(host, StoreOpened(0, "127.0.0.1", 1234))
+        starts = messages(commands, StartWorker)
+        assert len(starts) == 2
+        for start in starts:
+            drive.say(hit[-1], Started(0, start.rank, 500 + start.rank, drive.time(hit[-1])), Stepped(0, start.rank))
+    assert max(map(hit.count, hit)) >= 2
+    assert {state.failed_attempts for state in drive.job.fleet} == {0}
+    assert [text for text in notices(drive.commands) if "excluded" in text] == []
+
+
+def test_a_host_whose_workers_are_killed_on_purpose_is_not_excluded() -> None:
+    drive = running("kill worker every 5s, seed 1", max_restarts=0, nnodes=(1, 2))
+    hit = []
+    for _ in range(5):
+        order = fault(drive, 30)
+        hit.append(drive.host_of(order.rank))
+        ends(drive, order)
+        drive.collected()
+        for rank in {*range(4)} - {order.rank}:
+            drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, -15, provoked=True))
+        drive.swept()
+        drive.wait(4, heard="ab")
+        assert drive.members == ("a", "b")
+        drive.begin()
+        for rank in range(4):
+            drive.say(drive.host_of(rank), Stepped(drive.number, rank))
+    assert hit[0] == hit[1] or hit[1] == hit[2] or hit[2] == hit[3] or hit[3] == hit[4]
+    assert [text for text in notices(drive.commands) if "excluded" in text] == []
