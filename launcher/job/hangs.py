@@ -53,6 +53,10 @@ class Hangs:
         return self.policy.watches and not self._killed and self._watch.wants_look(now)
 
     def blame(self, evidence: tuple[Evidence, ...], now: float) -> Blame | None:
+        """Return which ranks hang by this look, if any; it has found nothing where not all hosts have answered."""
+        if not evidence:
+            self._watch.missed(now)
+            return None
         return self._watch.looked(evidence, now)
 
     def take(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:

@@ -225,6 +225,20 @@ def test_a_host_that_is_lost_is_suspected_no_longer() -> None:
     assert len(messages(drive.commands, Collect)) == before
 
 
+@pytest.mark.parametrize("known", [{"stopped": [5]}, {"silent_s": 130.0}])
+def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -> None:
+    drive = three()
+    asked: set[int] = set()
+    for _ in range(600):
+        for host in "abc":
+            drive.say(host, Heartbeat(drive.time(host), steps=50, resilient=True, **(known if host == "c" else {})))
+        drive.wait(1.0)
+        asked = {each.number for each in messages(drive.commands, Collect)}
+        drive.say("a", Collected(max(asked)))
+    looks = len(asked)
+    assert 3 <= looks <= 10
+
+
 def test_nobody_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
     drive = three()
     drive.lose("c")
