@@ -34,7 +34,7 @@ from launcher.job.host_state import HostPhase
 from launcher.job.orders import composed_workers, open_store
 from launcher.job.progress_messages import composed
 from launcher.job.restarts import PROGRESS_S, Restarts
-from launcher.job.timers import Timer, Timers
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place_job
 from launcher.protocol import EndAttempt, NextGeneration, StoreOpened
@@ -108,8 +108,13 @@ class Compositions:
             notice,
             *self._gathering.count_loss(name, failed=not (made_progress or failure.injected)),
         ]
+        fenced_at = self._fleet.states[name].fenced_at
+        begin = max(now + wait_s, now if fenced_at in (None, NEVER) else fenced_at)
+        limit = begin + self._spec.start_timeout_s
+        self._timers.set(Timer.COMPOSE, limit if is_first else max(limit, self._timers.at(Timer.COMPOSE)))
+        for joining in [*self._joining]:  # it may take the place of the lost one instead
+            commands += self.leave(attempt, joining, f"{name} is lost", failed=False)
         if is_first:
-            self._timers.set(Timer.COMPOSE, now + wait_s + self._spec.start_timeout_s)
             later = NextGeneration(attempt.number, self._generations.number_at_once(now), "later")
             commands += [Send(host, later) for host in self._fleet.workers_of(attempt.members)]
         return commands
@@ -172,7 +177,7 @@ class Compositions:
         if attempt.store is None or attempt.store_host not in self._ranks:
             stay = [name for name in members if name in self._ranks]
             if not self._store_asked[0]:
-                return self._ask_for_store(attempt, (*stay, *(name for name in members if name not in stay)))
+                return self._ask_for_store(attempt, (*stay, *(name for name in members if name not in stay)), now)
             attempt.store_host = self._store_asked[0]
         failure = next(iter(self.lost.values()))
         commands = self._compose(attempt, members, now, when="now")
@@ -188,8 +193,10 @@ class Compositions:
         attempt.made_progress(now)
         return commands
 
-    def _ask_for_store(self, attempt: AttemptState, hosts: Sequence[str]) -> list[Command]:
+    def _ask_for_store(self, attempt: AttemptState, hosts: Sequence[str], now: float) -> list[Command]:
         states = [self._fleet.states[name] for name in hosts]
+        if attempt.store is not None:  # the first that is asked has its time
+            self._timers.set(Timer.COMPOSE, max(now + self._spec.start_timeout_s, self._timers.at(Timer.COMPOSE)))
         attempt.store, self._store_asked = None, (hosts[0], states[0].link)
         self._fleet.occupy(states[0])
         self._ranks.setdefault(hosts[0], ())
@@ -308,12 +315,12 @@ class Compositions:
         self._joining[name].discard(rank)
         attempt.forget_heartbeat(name)  # it may have been sent before
 
-    def leave(self, attempt: AttemptState, name: str, why: str) -> list[Command]:
-        """Do without a host that was to join; what runs there is ended."""
+    def leave(self, attempt: AttemptState, name: str, why: str, *, failed: bool = True) -> list[Command]:
+        """Do without a host that was to join; what runs there is ended. `failed`: through that host."""
         self._ranks.pop(name)
         del self._joining[name]
         end = [Send(host, EndAttempt(attempt.number, signal.SIGTERM)) for host in self._fleet.workers_of([name])]
-        excluded = self._gathering.count_loss(name, failed=True)
+        excluded = self._gathering.count_loss(name, failed=True) if failed else []
         return [Notice(f"{name} does not join: {why}"), *end, *excluded]
 
 

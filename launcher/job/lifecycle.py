@@ -307,7 +307,8 @@ class Lifecycle:
     def _looked(self, now: float) -> list[Command]:
         """Act on ranks that hang, if the look that is over shows any."""
         number, found = self.evidence.end_look()
-        if self.phase is not Phase.RUNNING or not found or (blame := self.hangs.blame(found, now)) is None:
+        blame = self.hangs.blame(found, now)
+        if self.phase is not Phase.RUNNING or blame is None:
             return []
         if blame.hung:
             return self.hangs.take(self.current, blame, number)
@@ -339,7 +340,7 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            decision = self.restarts.judge_early(cause)
+            decision = self.restarts.judge_early(cause, succeeds=attempt.is_successor(cause.rank))
             if decision.again_after_s is None:
                 return self.stop(now, no_restart_reason=decision.reason)
         attempt.stopped_at = now
