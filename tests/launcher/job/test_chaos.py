@@ -1,11 +1,13 @@
 """Faults on purpose: when they come, whom they hit, what they cost, and that no restart is counted for them."""
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, told
 
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Command, Lost
 from launcher.job.failure import FailureKind
@@ -136,6 +138,20 @@ def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for(
     drive.end_well()
     assert drive.outcome.exit_code == 0
     assert [cost.detection_s for cost in drive.outcome.faults] == [None]
+
+
+def test_only_workers_that_have_made_a_step_are_stopped() -> None:
+    drive = Drive("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
+    drive.run()
+    commands = drive.wait(11, heard="ab")
+    assert messages(commands, KillWorker) == []
+    assert len([text for text in notices(commands) if "no worker is stopped this time" in text]) == 2
+    drive.say("a", Stepped(0, 1))
+    order = fault(drive, 5)
+    assert (order.rank, order.signum) == (1, signal.SIGSTOP)
+    ends(drive, replace(order, signum=signal.SIGKILL), restart_policy=3, steps=1)
+    drive.say("a", Started(0, 1, 999, drive.time("a")))
+    assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
 
 
 def test_before_all_workers_run_nothing_is_made() -> None:
