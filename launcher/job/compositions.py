@@ -18,6 +18,7 @@ Workers of a host that has come get ranks that nobody has.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -73,10 +74,12 @@ class Compositions:
         self._ranks: dict[str, tuple[int, ...]] = {}  # of the hosts that run workers
         self._joining: dict[str, set[int]] = {}  # hosts that are to join, and their ranks that have not started yet
         self._store_asked = ("", 0)  # the host that opens another store, and its link
+        self._unanswered: Counter[tuple[str, int]] = Counter()  # such orders, by host and link
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
         self.lost, self._ranks, self._joining, self._store_asked = {}, {}, {}, ("", 0)
+        self._unanswered.clear()
         self._timers.cancel(Timer.COMPOSE, Timer.JOIN)
 
     def joins(self, host: str) -> bool:
@@ -198,13 +201,16 @@ class Compositions:
         if attempt.store is not None:  # the first that is asked has its time
             self._timers.set(Timer.COMPOSE, max(now + self._spec.start_timeout_s, self._timers.at(Timer.COMPOSE)))
         attempt.store, self._store_asked = None, (hosts[0], states[0].link)
+        self._unanswered[self._store_asked] += 1
         self._fleet.occupy(states[0])
         self._ranks.setdefault(hosts[0], ())
         return [Send(hosts[0], open_store(self._spec, states, attempt.number))]
 
     def opened(self, attempt: AttemptState, host: str, store: StoreOpened) -> None:
         """Take the store that was asked for."""
-        if host == self._store_asked[0]:
+        asked = (host, self._fleet.states[host].link)
+        self._unanswered[asked] -= 1
+        if asked == self._store_asked and not self._unanswered[asked]:  # else that of an earlier order, closed since
             attempt.store = store
 
     def _compose(

@@ -257,6 +257,19 @@ def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenc
     assert told(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == ["b", "c"]
 
 
+def test_the_answer_to_an_earlier_order_for_a_store_is_not_taken_for_that_to_the_last_one() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("a")
+    assert told(fence(drive, "bc"), OpenStore) == ["b"]
+    drive.lose("c")
+    assert told(fence(drive, "b"), OpenStore) == ["b"], "for others than before"
+    assert messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == [], (
+        "closed by the second order"
+    )
+    (news,) = messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4712)), NextGeneration)
+    assert {env["MASTER_PORT"] for env in news.variables.values()} == {"4712"}
+
+
 def test_a_missing_module_on_a_new_host_does_not_end_a_run_that_was_well() -> None:
     drive = running("a", "b", "c", nnodes=(2, 2), max_restarts=5)
     drive.lose("b")
