@@ -201,6 +201,8 @@ class _Look:
     def ask(self) -> None:
         if self._answers:
             with contextlib.suppress(OSError):  # it has become another user's
+                os.truncate(self._subject.stack_file, 0)  # the worker appends; earlier answers were read
+                self._size = self._began_at = 0
                 os.kill(self._subject.pid, STACK_SIGNAL)
                 self.asked = True
         self.wants_py_spy = not self.asked

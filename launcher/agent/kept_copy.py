@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ class KeptCopy:
         self._descriptor = -1
         self._note = ""
         self._until: float | None = None
+        self._closed = False
 
     def open(self, folder: str) -> None:
         """Make the memory; the note is to lie in `folder`."""
@@ -44,7 +46,7 @@ class KeptCopy:
 
     def worker_ended(self, pid: int) -> None:
         """Have the copy of a worker that has ended saved, unless it is."""
-        if not self.variables or self.pid is not None:
+        if not self.variables or self.pid is not None or self._closed:
             return
         argv = self._command_of(pid)
         if not argv:
@@ -82,12 +84,14 @@ class KeptCopy:
         elif now >= self._until:
             print(f"dtrain agent: what a worker saved was not written within {_WRITE_S:g} s", file=sys.stderr)
             self.kill()
+            self._until = math.inf  # once: a program that waits for a disk ends later
         return False
 
     def pause_s(self, now: float) -> float:
         return max(0.0, self._until - now) if self._until is not None and self.pid is not None else float("inf")
 
     def kill(self) -> None:
-        """End the program; the caller reaps it."""
+        """End the program, which the caller reaps, and start none any more."""
+        self._closed = True
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)

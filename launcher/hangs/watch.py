@@ -81,7 +81,7 @@ class HangWatch:
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
-        self._suspects, self._before = {}, None
+        self._suspects, self._before, self._rarer = {}, None, 1.0
 
     def heard(self, host: str, beat: Heartbeat) -> None:
         for phase, longest_s in enumerate(beat.longest_s):
@@ -91,19 +91,27 @@ class HangWatch:
         else:
             self._suspects.pop(host, None)
 
+    def forget(self, host: str) -> None:
+        """Go on without a host."""
+        self._suspects.pop(host, None)
+
     def wants_look(self, now: float) -> bool:
         """Whether all ranks are to be looked at: some are stopped, or silent for too long."""
         if not self._suspects:
             self._before, self._rarer = None, 1.0
             return False
-        is_first = self._before is None and any(beat.stopped for beat in self._suspects.values())
+        is_first = self._before is None and self._rarer == 1.0 and any(beat.stopped for beat in self._suspects.values())
         return is_first or now >= self._next_look
+
+    def missed(self, now: float) -> None:
+        """Take a look that not all hosts have answered: like any other, it is not made again at once."""
+        self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4) * self._rarer
+        self._rarer = min(RARER, 1.5 * self._rarer)
 
     def looked(self, evidence: Sequence[Evidence], now: float) -> Blame | None:
         """Take a look at all ranks; return who hangs, once that is certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
-        self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4) * self._rarer
-        self._rarer = min(RARER, 1.5 * self._rarer)
+        self.missed(now)
         known = [each for each in evidence if each.steps >= STEPS] or list(evidence)
         stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
         if stopped and any(not _is_stopped(each) and not each.traced for each in known):

@@ -185,6 +185,10 @@ class AttemptState:
         self._restarts[rank] = self._restarts.get(rank, 0) + 1
         return self.number + self._restarts[rank]
 
+    def is_successor(self, rank: int | None) -> bool:
+        """Whether a worker takes the place of an earlier one, or its host that of another, in this attempt."""
+        return rank in self._restarts
+
     def made_progress(self, now: float) -> None:
         at = now + self._stall_s
         self._timers.set(Timer.STALL, at if self._has_stepped else max(at, self._starts_until))

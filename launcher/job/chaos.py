@@ -57,6 +57,7 @@ class Chaos:
         self._is_announced = False
         self._under_way: _UnderWay | None = None
         self._stepping: set[int] = set()  # ranks that have ever counted a step
+        self._training: set[int] = set()  # ranks whose present process has
         self._unsaved: dict[int, tuple[int, int, int]] = {}  # by rank that has ended: steps, saves, steps since
 
     @property
@@ -84,7 +85,12 @@ class Chaos:
             host = self._random.choice(attempt.members)
             rank, what, order = None, f"host {host}", Send(host, LoseHost())
         else:
-            worker = self._random.choice(attempt.placement.workers)
+            workers = attempt.placement.workers
+            if fault.action == "stop":  # of another one, nobody would know that it does not go on (hangs/watch.py)
+                workers = tuple(worker for worker in workers if len(workers) > 1 and worker.rank in self._training)
+            if not workers:
+                return [Notice("--chaos: no worker is stopped this time: that takes two, and one that has made a step")]
+            worker = self._random.choice(workers)
             host, rank, what = worker.host, worker.rank, f"rank {worker.rank} on {worker.host}"
             signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
             order = Send(host, KillWorker(rank=worker.rank, attempt=attempt.number, signum=signum))
@@ -109,6 +115,7 @@ class Chaos:
     def others_take_over(self, ranks: Collection[int], now: float) -> None:
         """Take a composition without the lost host: these ranks are new in it, and no step is lost."""
         fault = self._under_way
+        self._training -= {*ranks}
         if fault is None or not fault.is_detected or fault.rank is not None:
             return
         fault.lacking = frozenset(ranks)
@@ -120,12 +127,14 @@ class Chaos:
     def exited(self, exited: Exited) -> None:
         """Take the end of a worker, whose steps may be lost."""
         fault = self._under_way
+        self._training.discard(exited.rank)
         self._unsaved[exited.rank] = (exited.steps, exited.saved, exited.unsaved)
         if fault is not None and not fault.is_detected and exited.rank == fault.rank and exited.status == 0:
             self._under_way = None  # it had ended before
 
     def attempt_begins(self, attempt: AttemptState, now: float) -> None:
         """All processes start again."""
+        self._training.clear()
         if (fault := self._under_way) is None:
             return
         if fault.is_detected:
@@ -145,6 +154,7 @@ class Chaos:
         """Take the start of a process, or its first step."""
         if has_stepped:
             self._stepping.add(rank)
+            self._training.add(rank)
         fault = self._under_way
         if fault is None or not fault.is_detected or (rank in self._stepping and not has_stepped):
             return

@@ -18,6 +18,7 @@ Workers of a host that has come get ranks that nobody has.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -34,7 +35,7 @@ from launcher.job.host_state import HostPhase
 from launcher.job.orders import composed_workers, open_store
 from launcher.job.progress_messages import composed
 from launcher.job.restarts import PROGRESS_S, Restarts
-from launcher.job.timers import Timer, Timers
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place_job
 from launcher.protocol import EndAttempt, NextGeneration, StoreOpened
@@ -73,10 +74,12 @@ class Compositions:
         self._ranks: dict[str, tuple[int, ...]] = {}  # of the hosts that run workers
         self._joining: dict[str, set[int]] = {}  # hosts that are to join, and their ranks that have not started yet
         self._store_asked = ("", 0)  # the host that opens another store, and its link
+        self._unanswered: Counter[tuple[str, int]] = Counter()  # such orders, by host and link
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
         self.lost, self._ranks, self._joining, self._store_asked = {}, {}, {}, ("", 0)
+        self._unanswered.clear()
         self._timers.cancel(Timer.COMPOSE, Timer.JOIN)
 
     def joins(self, host: str) -> bool:
@@ -104,9 +107,17 @@ class Compositions:
         is_first = not self.lost
         self.lost[name] = failure
         self._timers.set(Timer.PAUSE, now + wait_s if is_first else max(now + wait_s, self._timers.at(Timer.PAUSE)))
-        commands: list[Command] = [notice, *self._gathering.count_loss(name, failed=not made_progress)]
+        commands: list[Command] = [
+            notice,
+            *self._gathering.count_loss(name, failed=not (made_progress or failure.injected)),
+        ]
+        fenced_at = self._fleet.states[name].fenced_at
+        begin = max(now + wait_s, now if fenced_at in (None, NEVER) else fenced_at)
+        limit = begin + self._spec.start_timeout_s
+        self._timers.set(Timer.COMPOSE, limit if is_first else max(limit, self._timers.at(Timer.COMPOSE)))
+        for joining in [*self._joining]:  # it may take the place of the lost one instead
+            commands += self.leave(attempt, joining, f"{name} is lost", failed=False)
         if is_first:
-            self._timers.set(Timer.COMPOSE, now + wait_s + self._spec.start_timeout_s)
             later = NextGeneration(attempt.number, self._generations.number_at_once(now), "later")
             commands += [Send(host, later) for host in self._fleet.workers_of(attempt.members)]
         return commands
@@ -169,7 +180,7 @@ class Compositions:
         if attempt.store is None or attempt.store_host not in self._ranks:
             stay = [name for name in members if name in self._ranks]
             if not self._store_asked[0]:
-                return self._ask_for_store(attempt, (*stay, *(name for name in members if name not in stay)))
+                return self._ask_for_store(attempt, (*stay, *(name for name in members if name not in stay)), now)
             attempt.store_host = self._store_asked[0]
         failure = next(iter(self.lost.values()))
         commands = self._compose(attempt, members, now, when="now")
@@ -185,16 +196,21 @@ class Compositions:
         attempt.made_progress(now)
         return commands
 
-    def _ask_for_store(self, attempt: AttemptState, hosts: Sequence[str]) -> list[Command]:
+    def _ask_for_store(self, attempt: AttemptState, hosts: Sequence[str], now: float) -> list[Command]:
         states = [self._fleet.states[name] for name in hosts]
+        if attempt.store is not None:  # the first that is asked has its time
+            self._timers.set(Timer.COMPOSE, max(now + self._spec.start_timeout_s, self._timers.at(Timer.COMPOSE)))
         attempt.store, self._store_asked = None, (hosts[0], states[0].link)
+        self._unanswered[self._store_asked] += 1
         self._fleet.occupy(states[0])
         self._ranks.setdefault(hosts[0], ())
         return [Send(hosts[0], open_store(self._spec, states, attempt.number))]
 
     def opened(self, attempt: AttemptState, host: str, store: StoreOpened) -> None:
         """Take the store that was asked for."""
-        if host == self._store_asked[0]:
+        asked = (host, self._fleet.states[host].link)
+        self._unanswered[asked] -= 1
+        if asked == self._store_asked and not self._unanswered[asked]:  # else that of an earlier order, closed since
             attempt.store = store
 
     def _compose(
@@ -305,12 +321,12 @@ class Compositions:
         self._joining[name].discard(rank)
         attempt.forget_heartbeat(name)  # it may have been sent before
 
-    def leave(self, attempt: AttemptState, name: str, why: str) -> list[Command]:
-        """Do without a host that was to join; what runs there is ended."""
+    def leave(self, attempt: AttemptState, name: str, why: str, *, failed: bool = True) -> list[Command]:
+        """Do without a host that was to join; what runs there is ended. `failed`: through that host."""
         self._ranks.pop(name)
         del self._joining[name]
         end = [Send(host, EndAttempt(attempt.number, signal.SIGTERM)) for host in self._fleet.workers_of([name])]
-        excluded = self._gathering.count_loss(name, failed=True)
+        excluded = self._gathering.count_loss(name, failed=True) if failed else []
         return [Notice(f"{name} does not join: {why}"), *end, *excluded]
 
 

@@ -115,8 +115,9 @@ class Gathering:
 
     def leave_out(self, attempt: AttemptState, cause: Failure | None) -> list[Command]:
         """Count which hosts ended attempts; dismiss those that did so too often in a row, if others are enough."""
-        failed = {failure.host for failure in attempt.failures if failure.kind is FailureKind.HOST_LOST}
-        failed |= {cause.host} if cause is not None else set()
+        ended = [failure for failure in attempt.failures if failure.kind is FailureKind.HOST_LOST]
+        ended += [cause] if cause is not None else []
+        failed = {failure.host for failure in ended if not failure.injected}
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
             self._fleet.count_failed(state, failed=state.name in failed)

@@ -7,6 +7,7 @@ restart policy says (restarts.py); its failure then has a kind of its own.
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from dataclasses import replace
 
 from launcher.hangs.positions import rank_position
@@ -25,8 +26,8 @@ class Hangs:
     def __init__(self, policy: HangPolicy) -> None:
         self.policy = policy
         self._watch = HangWatch(policy)
-        self._killed: dict[int, tuple[str, str]] = {}  # by pid: what it did, and where
-        self._told: set[int] = set()  # pids
+        self._killed: dict[tuple[int, int], tuple[str, str]] = {}  # by rank and pid: what it did, and where
+        self._told: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
@@ -36,44 +37,60 @@ class Hangs:
     def heard(self, host: str, beat: Heartbeat) -> None:
         self._watch.heard(host, beat)
 
+    def lose(self, host: str, ranks: Collection[int]) -> None:
+        """Go on without the workers of a lost host."""
+        self._watch.forget(host)
+        for rank in ranks:
+            self.ended(rank)
+
+    def ended(self, rank: int) -> None:
+        """Wait no longer for the end of a rank that was killed."""
+        self._killed = {name: found for name, found in self._killed.items() if name[0] != rank}
+        self._told = {name for name in self._told if name[0] != rank}
+
     def wants_look(self, now: float) -> bool:
         """Whether all ranks are to be looked at; not while one that is killed has not ended."""
         return self.policy.watches and not self._killed and self._watch.wants_look(now)
 
     def blame(self, evidence: tuple[Evidence, ...], now: float) -> Blame | None:
+        """Return which ranks hang by this look, if any; it has found nothing where not all hosts have answered."""
+        if not evidence:
+            self._watch.missed(now)
+            return None
         return self._watch.looked(evidence, now)
 
     def take(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:
         """Act on ranks that hang, or tell the user once; `number` is that of the look."""
         if not self.policy.acts:
-            news = [each for each in blame.hung if each.pid not in self._told]
-            self._told.update(each.pid for each in news)
+            news = [each for each in blame.hung if (each.rank, each.pid) not in self._told]
+            self._told.update((each.rank, each.pid) for each in news)
             advice = "dtrain leaves that to you; with --hang auto it would take such a rank as failed"
             said = [Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}") for each in news]
             return [*said, SaveEvidence(attempt.number, number, blame.looked_at, asked=True)] if news else []
         attempt.evidence = blame.looked_at
         commands: list[Command] = [SaveEvidence(attempt.number, number, blame.looked_at, asked=False)]
         for each in blame.hung:
-            self._killed[each.pid] = (_what(each, blame), rank_position(each).where)
+            self._killed[each.rank, each.pid] = (_what(each, blame), rank_position(each).where)
             order = KillWorker(rank=each.rank, attempt=attempt.number, signum=signal.SIGKILL)
             commands += [
                 Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; taken as failed"),
-                Send(attempt.placement.workers[each.rank].host, order),
+                Send(attempt.host_of(each.rank), order),
             ]
         return commands
 
     def name(self, failure: Failure) -> Failure:
         """Return the failure of a worker, of another kind if it was killed since it hung."""
-        if failure.pid not in self._killed:
+        rank = -1 if failure.rank is None else failure.rank
+        found = self._killed.get((rank, failure.pid))
+        self.ended(rank)
+        if found is None or failure.status != -signal.SIGKILL:  # it has ended by itself before
             return failure
-        what, where = self._killed.pop(failure.pid)
-        if failure.status != -signal.SIGKILL:  # it has ended by itself before
-            return failure
+        what, where = found
         return replace(failure, kind=FailureKind.HUNG, message=what, where=where)
 
 
 def _who(attempt: AttemptState, evidence: Evidence) -> str:
-    return f"rank {evidence.rank} on {attempt.placement.workers[evidence.rank].host} (pid {evidence.pid})"
+    return f"rank {evidence.rank} on {attempt.host_of(evidence.rank)} (pid {evidence.pid})"
 
 
 def _what(evidence: Evidence, blame: Blame) -> str:

@@ -242,7 +242,8 @@ class Job:
 
     def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
         saved = attempt.take_heartbeat(state.name, beat, now)
-        self._run.hangs.heard(state.name, beat)
+        if state.name in attempt.members:  # others are about to join, and not looked at
+            self._run.hangs.heard(state.name, beat)
         if saved and self._run.preempted and self._run.stopping is None:
             return self._run.stop(now)
         return self._run.look_for_hangs(now)
@@ -260,6 +261,8 @@ class Job:
         at = state.clock.corrected(exited.time) if known is None else known.at
         attempt.take_exit(state.name, exited, at, now)
         self._run.chaos.exited(exited)
+        if exited.status == 0:
+            self._run.hangs.ended(exited.rank)
         if known is not None and exited.status != 0:
             attempt.take_end(known, failure_of(state.name, exited, at, attempt=attempt.number))
         elif exited.status != 0:

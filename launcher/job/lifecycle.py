@@ -256,8 +256,10 @@ class Lifecycle:
     def lose(self, failure: Failure, now: float) -> list[Command]:
         """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
         if self.phase is Phase.RUNNING and not self.preempted:
+            gone = [worker.rank for worker in self.current.placement.workers if worker.host == failure.host]
             commands = self.compositions.lose(self.current, failure, now)
             if commands is not None:
+                self.hangs.lose(failure.host, gone)
                 return commands
         return self.fail(failure, now)
 
@@ -292,11 +294,12 @@ class Lifecycle:
         return self.evidence.begin(self.fleet.workers_of(self.current.members), now, asked=asked)
 
     def look_for_hangs(self, now: float) -> list[Command]:
-        """Look where all ranks are, if some may hang; not while a process is started, for which others may wait."""
+        """Look where all ranks are, if some may hang; not while others may wait for one that is to be started."""
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
             return []
-        is_busy = self.restarts.under_way or self.evidence.under_way or self.evidence.looks
+        waits = self.compositions.lost or self.restarts.under_way or self.generations.missing
+        is_busy = waits or self.evidence.under_way or self.evidence.looks
         if is_busy or not self.hangs.wants_look(now):
             return []
         return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
@@ -304,7 +307,8 @@ class Lifecycle:
     def _looked(self, now: float) -> list[Command]:
         """Act on ranks that hang, if the look that is over shows any."""
         number, found = self.evidence.end_look()
-        if self.phase is not Phase.RUNNING or not found or (blame := self.hangs.blame(found, now)) is None:
+        blame = self.hangs.blame(found, now)
+        if self.phase is not Phase.RUNNING or blame is None:
             return []
         if blame.hung:
             return self.hangs.take(self.current, blame, number)
@@ -336,7 +340,7 @@ class Lifecycle:
             return self.stop(now)
         self.preempted = False  # whatever it was warned of
         if cause is not None:
-            decision = self.restarts.judge_early(cause)
+            decision = self.restarts.judge_early(cause, succeeds=attempt.is_successor(cause.rank))
             if decision.again_after_s is None:
                 return self.stop(now, no_restart_reason=decision.reason)
         attempt.stopped_at = now

@@ -45,7 +45,8 @@ class FailedAttempt:
     restart.
 
     With a `rank`, a process that failed while the attempt went on; `may_follow`: it is resilient, and failed as one
-    does that has lost a peer. With a `lost_host`, one that the attempt went on without.
+    does that has lost a peer. With a `lost_host`, one that the attempt went on without. `succeeds`: that of a worker
+    whose rank another process had before it, in the same attempt.
     """
 
     cause: Failure
@@ -55,6 +56,7 @@ class FailedAttempt:
     rank: int | None = None
     lost_host: str = ""
     may_follow: bool = False
+    succeeds: bool = False
 
     @property
     def progress(self) -> bool:
@@ -74,9 +76,9 @@ class RestartDecision:
     reason: str = ""
 
 
-def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int) -> FailedAttempt:
+def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int, succeeds: bool = False) -> FailedAttempt:
     free = cause.injected or (spec.elastic and cause.kind is FailureKind.HOST_LOST)
-    return FailedAttempt(cause, ran_s, saved, free)
+    return FailedAttempt(cause, ran_s, saved, free, succeeds=succeeds)
 
 
 def _restarts_used(past: Sequence[FailedAttempt]) -> int:
@@ -104,7 +106,7 @@ def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
         if spec.max_restarts > 1:
             restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
         return RestartDecision(None, restarts if spec.max_restarts else "")
-    if last.cause.attempt == spec.first_attempt and counts and _is_futile(last.cause):
+    if last.cause.attempt == spec.first_attempt and counts and not last.succeeds and _is_futile(last.cause):
         return RestartDecision(None, "not tried again: a restart cannot fix that")
     if last.cause.injected:
         return RestartDecision(BACK_OFF_S[0])
@@ -167,7 +169,8 @@ class Restarts:
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=failure.injected, rank=rank)
         looks_so = looks_like_consequence(failure)
-        made = replace(made, may_follow=looks_so and exited.restart_policy == RESILIENT)
+        may_follow = looks_so and exited.restart_policy == RESILIENT
+        made = replace(made, may_follow=may_follow, succeeds=attempt.is_successor(rank))
         decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is not None:
             self.past.append(made)
@@ -194,7 +197,7 @@ class Restarts:
 
     def lost(self, attempt: AttemptState, failure: Failure, *, progress: int) -> tuple[float, Notice] | None:
         """Decide on a lost host without which the attempt can go on: when, and what to say; None: it ends it."""
-        free, name = self._spec.elastic, failure.host
+        free, name = failure.injected or self._spec.elastic, failure.host
         made = FailedAttempt(failure, failure.ran_s, progress, free=free, lost_host=name)
         decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is None:
@@ -214,17 +217,19 @@ class Restarts:
         """Note that other hosts have taken over what lost ones had."""
         self._lost_hosts.clear()
 
-    def judge_early(self, cause: Failure) -> RestartDecision:
+    def judge_early(self, cause: Failure, *, succeeds: bool = False) -> RestartDecision:
         """Decide while an attempt is about to end by this cause: as if it had made progress, known only later."""
         reason, failures = self._last
         if any(failure is cause for failure in failures):
             return RestartDecision(None, reason)
-        return judge(self._spec, [*self.past, failed_attempt(self._spec, cause, ran_s=cause.ran_s, saved=1)])
+        made = failed_attempt(self._spec, cause, ran_s=cause.ran_s, saved=1, succeeds=succeeds)
+        return judge(self._spec, [*self.past, made])
 
     def attempt_failed(self, attempt: AttemptState, cause: Failure) -> RestartDecision:
         """Decide after an attempt that has ended by this cause."""
         ran_s = max(0.0, cause.at - attempt.began)
-        self.past.append(failed_attempt(self._spec, cause, ran_s=ran_s, saved=attempt.saved))
+        succeeds = attempt.is_successor(cause.rank)
+        self.past.append(failed_attempt(self._spec, cause, ran_s=ran_s, saved=attempt.saved, succeeds=succeeds))
         return judge(self._spec, self.past)
 
     def due(self, attempt: AttemptState, now: float) -> list[Command]:

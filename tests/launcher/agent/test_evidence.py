@@ -156,6 +156,7 @@ def test_only_the_newest_stack_counts(workers: Workers) -> None:
     (two,) = workers.collect()
     assert rank_position(two).where == f"{script}:5 in second"
     assert "in first" not in two.stack
+    assert "in first" not in workers.stack_file(0).read_text(), "the file does not grow for ever"
 
 
 def test_main_thread_is_told_from_others(workers: Workers) -> None:

@@ -1,17 +1,30 @@
 """Faults on purpose: when they come, whom they hit, what they cost, and that no restart is counted for them."""
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, told
 
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Command, Lost
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
 from launcher.placement.chaos_plan import parse_chaos
-from launcher.protocol import EndAttempt, KillWorker, LoseHost, RestartWorker, Started, Stepped, StoreOpened
+from launcher.protocol import (
+    EndAttempt,
+    Heartbeat,
+    KillWorker,
+    LoseHost,
+    OpenStore,
+    RestartWorker,
+    Started,
+    StartWorker,
+    Stepped,
+    StoreOpened,
+)
 
 
 def running(text: str, **options: Any) -> Drive:
@@ -127,9 +140,79 @@ def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for(
     assert [cost.detection_s for cost in drive.outcome.faults] == [None]
 
 
+def test_only_workers_that_have_made_a_step_are_stopped() -> None:
+    drive = Drive("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
+    drive.run()
+    commands = drive.wait(11, heard="ab")
+    assert messages(commands, KillWorker) == []
+    assert len([text for text in notices(commands) if "no worker is stopped this time" in text]) == 2
+    drive.say("a", Stepped(0, 1))
+    order = fault(drive, 5)
+    assert (order.rank, order.signum) == (1, signal.SIGSTOP)
+    ends(drive, replace(order, signum=signal.SIGKILL), restart_policy=3, steps=1)
+    drive.say("a", Started(0, 1, 999, drive.time("a")))
+    assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
+
+
 def test_before_all_workers_run_nothing_is_made() -> None:
     drive = Drive("a", "b", chaos=parse_chaos("kill worker every 1s"))
     drive.join()
     drive.check()
     drive.say("a", StoreOpened(0, "10.0.0.9", 29500))
     assert messages(drive.wait(20, heard="ab"), KillWorker) == []
+
+
+def simulated(*names: str) -> tuple[Host, ...]:
+    return tuple(Host(name, HostKind.SIMULATED, slots=2) for name in names)
+
+
+def lost(drive: Drive, hosts: str) -> str:
+    """Let hosts of resilient workers send heartbeats until one of them is lost on purpose."""
+    for _ in range(20):
+        for name in hosts:
+            drive.say(name, Heartbeat(drive.time(name), resilient=True))
+        if ordered := told(drive.wait(1.0), LoseHost):
+            drive.lose(ordered[0])
+            return ordered[0]
+    raise AssertionError("no host was lost")
+
+
+def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
+    drive = running("kill host every 5s, seed 1", max_restarts=0, hosts=simulated("a", "b"))
+    hit = []
+    for _ in range(4):
+        hit.append(lost(drive, "ab"))
+        assert drive.job.phase is Phase.RUNNING
+        drive.wait(0.1)
+        other = "b" if hit[-1] == "a" else "a"
+        drive.say(other, Heartbeat(drive.time(other), resilient=True))
+        commands = drive.back(hit[-1])
+        for host in told(commands, OpenStore):
+            commands += drive.say(host, StoreOpened(0, "127.0.0.1", 1234))
+        starts = messages(commands, StartWorker)
+        assert len(starts) == 2
+        for start in starts:
+            drive.say(hit[-1], Started(0, start.rank, 500 + start.rank, drive.time(hit[-1])), Stepped(0, start.rank))
+    assert max(map(hit.count, hit)) >= 2
+    assert {state.failed_attempts for state in drive.job.fleet} == {0}
+    assert [text for text in notices(drive.commands) if "excluded" in text] == []
+
+
+def test_a_host_whose_workers_are_killed_on_purpose_is_not_excluded() -> None:
+    drive = running("kill worker every 5s, seed 1", max_restarts=0, nnodes=(1, 2))
+    hit = []
+    for _ in range(5):
+        order = fault(drive, 30)
+        hit.append(drive.host_of(order.rank))
+        ends(drive, order)
+        drive.collected()
+        for rank in {*range(4)} - {order.rank}:
+            drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, -15, provoked=True))
+        drive.swept()
+        drive.wait(4, heard="ab")
+        assert drive.members == ("a", "b")
+        drive.begin()
+        for rank in range(4):
+            drive.say(drive.host_of(rank), Stepped(drive.number, rank))
+    assert hit[0] == hit[1] or hit[1] == hit[2] or hit[2] == hit[3] or hit[3] == hit[4]
+    assert [text for text in notices(drive.commands) if "excluded" in text] == []

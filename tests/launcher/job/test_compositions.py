@@ -142,7 +142,9 @@ def test_a_second_loss_before_the_first_is_fenced_is_one_composition() -> None:
 def test_too_few_hosts_end_the_run_in_time() -> None:
     drive = running("a", "b", max_restarts=3)
     drive.lose("b")
-    drive.wait(61.0, heard="a")
+    drive.wait(FENCED_S + 58.0, heard="a")
+    assert drive.job.phase is Phase.RUNNING, "others have --start-timeout-s once it is fenced"
+    drive.wait(2.0, heard="a")
     assert drive.job.phase in (Phase.STOPPING, Phase.ENDED)
     drive.stop_all()
     drive.wait(60.0)
@@ -221,6 +223,61 @@ def test_what_fails_before_it_has_joined_ends_alone() -> None:
     commands = drive.say("c", drive.exited("c", 4, 1))
     assert "c is excluded from further attempts: it was lost 2 times in a row" in notices(commands)
     assert messages(drive.say("c", Swept(0, 0, 0, [])), StartWorker) == []
+
+
+def test_a_host_that_was_to_join_takes_the_place_of_one_that_is_lost() -> None:
+    drive = Drive("a", "b", "c", nnodes=(2, 3), max_restarts=3, last_call_s=0.0)
+    drive.join("a", "b")
+    drive.check("a", "b")
+    drive.wait(1.0, heard="ab")
+    drive.begin()
+    for name in "ab":
+        say_resilient(drive, name)
+    drive.join("c")
+    assert told(drive.check("c"), StartWorker) == ["c", "c"]
+    commands = drive.lose("b")
+    assert told(commands, EndAttempt) == ["c"]
+    assert "c does not join: b is lost" in notices(commands)
+    drive.say("c", Swept(0, 0, 0, []))
+    commands = fence(drive, "ac")
+    assert told(commands, StartWorker) == ["c", "c"]
+    assert drive.members == ("a", "c")
+    assert drive.job.fleet.states["c"].failed_attempts == 0
+
+
+@pytest.mark.parametrize("timeout_s", [30.0, 60.0])
+def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenced(timeout_s: float) -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3), heartbeat_timeout_s=timeout_s)
+    drive.lose("a")
+    commands = []
+    for _ in range(int(1.1 * timeout_s) + 1):
+        commands += say_resilient(drive, "b") + say_resilient(drive, "c") + drive.wait(1.0)
+    assert told(commands, OpenStore) == ["b"]
+    drive.wait(50.0, heard="bc")
+    assert told(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == ["b", "c"]
+
+
+def test_the_answer_to_an_earlier_order_for_a_store_is_not_taken_for_that_to_the_last_one() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.lose("a")
+    assert told(fence(drive, "bc"), OpenStore) == ["b"]
+    drive.lose("c")
+    assert told(fence(drive, "b"), OpenStore) == ["b"], "for others than before"
+    assert messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == [], (
+        "closed by the second order"
+    )
+    (news,) = messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4712)), NextGeneration)
+    assert {env["MASTER_PORT"] for env in news.variables.values()} == {"4712"}
+
+
+def test_a_missing_module_on_a_new_host_does_not_end_a_run_that_was_well() -> None:
+    drive = running("a", "b", "c", nnodes=(2, 2), max_restarts=5)
+    drive.lose("b")
+    started(drive, fence(drive, "ac"))
+    error = {"type": "ModuleNotFoundError", "message": "No module named 'x'", "where": "", "inside": ""}
+    commands = drive.say("c", drive.exited("c", 2, 1, restart_policy=3, error=error))
+    assert notices(commands)[0].endswith("only this worker restarts (restart 1 of 5)")
+    assert drive.job.phase is Phase.RUNNING
 
 
 def placed(*names: str, slots: int = 2) -> Placement:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, told
+from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.hangs.watch import HangPolicy
 from launcher.job.events import Command, SaveEvidence, Signalled
@@ -41,6 +41,43 @@ def hang(drive: Drive) -> list[Command]:
     beat(drive, "a")
     assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
     return seen(drive, stopped=(3,))
+
+
+def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: float = 0.0) -> list[Command]:
+    """Let hosts of resilient workers send heartbeats; those of `stopped` are of the last one."""
+    commands = []
+    for host in hosts:
+        known = {"stopped": [*stopped], "silent_s": silent_s} if host == hosts[-1] else {}
+        commands += drive.say(host, Heartbeat(drive.time(host), steps=50, resilient=True, **known))
+    return commands
+
+
+def look(drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None) -> list[Command]:
+    """Let the hosts of the present composition answer the newest look."""
+    number, attempt, commands = messages(drive.commands, Collect)[-1].number, drive.job.attempt, []
+    assert attempt is not None
+    for rank in attempt.ranks:
+        state, pid = "T" if rank in stopped else "S", (pids or {}).get(rank, 100 + rank)
+        found = Evidence(number, drive.number, rank, pid, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
+        commands += drive.say(attempt.host_of(rank), found)
+    hosts = dict.fromkeys(attempt.host_of(rank) for rank in attempt.ranks)
+    return commands + [c for host in hosts for c in drive.say(host, Collected(number))]
+
+
+def without(drive: Drive, host: str, *, others: str) -> None:
+    """Lose a host; the others go on once it is fenced."""
+    drive.lose(host)
+    for _ in range(34):
+        beats(drive, others)
+        drive.wait(1.0)
+    assert (drive.job.phase, drive.members) == (Phase.RUNNING, tuple(others))
+
+
+def three(policy: HangPolicy = AUTO) -> Drive:
+    drive = Drive("a", "b", "c", hang=policy, nnodes=(1, 3), max_restarts=3)
+    drive.run()
+    beats(drive, "abc")
+    return drive
 
 
 def killed(drive: Drive, *, restart_policy: int = 0) -> list[Command]:
@@ -137,3 +174,72 @@ def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
     drive.say("b", replace(drive.exited("b", 3, 7)))
     drive.stop_all()
     assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.EXITED, 7)
+
+
+@pytest.mark.parametrize("policy", [AUTO, REPORT])
+def test_after_the_loss_of_a_host_the_right_one_is_told_to_kill_the_rank(policy: HangPolicy) -> None:
+    drive = three(policy)
+    without(drive, "b", others="ac")
+    beats(drive, "ac", stopped=(5,))
+    commands = look(drive, stopped=(5,))
+    assert notices(commands)[0].startswith("rank 5 on c (pid 105) hangs")
+    orders = [(tell.host, tell.message.rank) for tell in tells(commands) if isinstance(tell.message, KillWorker)]
+    assert orders == ([("c", 5)] if policy.acts else [])
+
+
+def test_ranks_of_the_same_pid_on_two_hosts_are_two() -> None:
+    drive = three(REPORT)
+    beats(drive, "abc", stopped=(5,))
+    assert len(notices(look(drive, stopped=(5,), pids={5: 57, 3: 57}))) == 1
+    drive.wait(60, heard="abc")
+    beats(drive, "acb", stopped=(3,))
+    (said,) = notices(look(drive, stopped=(3,), pids={5: 57, 3: 57}))
+    assert said.startswith("rank 3 on b (pid 57) hangs")
+
+
+@pytest.mark.parametrize("end", ["its host is lost", "it has finished"])
+def test_others_are_watched_after_a_rank_that_was_killed_has_ended_otherwise(end: str) -> None:
+    drive = three()
+    beats(drive, "abc", stopped=(5,))
+    assert len(messages(look(drive, stopped=(5,)), KillWorker)) == 1
+    if end == "its host is lost":
+        without(drive, "c", others="ab")
+    else:
+        drive.say("c", drive.exited("c", 5))
+        beats(drive, "c")
+    drive.wait(60, heard="ab" if end == "its host is lost" else "abc")
+    commands = beats(drive, "ab", stopped=(3,))
+    assert "b" in told(commands, Collect)
+    assert told(look(drive, stopped=(3,)), KillWorker) == ["b"]
+
+
+def test_a_host_that_is_lost_is_suspected_no_longer() -> None:
+    drive = three()
+    beats(drive, "abc", silent_s=130.0)
+    look(drive)
+    without(drive, "c", others="ab")
+    before = len(messages(drive.commands, Collect))
+    for _ in range(60):
+        beats(drive, "ab")
+        drive.wait(1.0)
+    assert len(messages(drive.commands, Collect)) == before
+
+
+@pytest.mark.parametrize("known", [{"stopped": [5]}, {"silent_s": 130.0}])
+def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -> None:
+    drive = three()
+    asked: set[int] = set()
+    for _ in range(600):
+        for host in "abc":
+            drive.say(host, Heartbeat(drive.time(host), steps=50, resilient=True, **(known if host == "c" else {})))
+        drive.wait(1.0)
+        asked = {each.number for each in messages(drive.commands, Collect)}
+        drive.say("a", Collected(max(asked)))
+    looks = len(asked)
+    assert 3 <= looks <= 10
+
+
+def test_nobody_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
+    drive = three()
+    drive.lose("c")
+    assert told(beats(drive, "ab", stopped=(3,)), Collect) == []
