@@ -67,7 +67,9 @@ def start(run_id: str, *words: str) -> None:
 def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     result = detached("script.py", "7")
     run_id = result.stdout.strip()
-    assert (result.returncode, result.stderr.count("up")) == (0, result.stderr.count("\n")), result
+    told = [line for line in result.stderr.splitlines() if "logind" not in line and "systemd-run" not in line]
+    assert result.returncode == 0, result
+    assert all(line.endswith("up") for line in told), result
     (run,) = ps()
     assert (run["run_id"], run["state"], run["hosts"], run["workers"]) == (run_id, "running", 1, 2)
     assert run["folder"] == str(folder / "runs" / run_id)
@@ -121,7 +123,7 @@ def test_stop_kill_does_not_wait_for_workers_that_ignore_it(folder: Path) -> Non
 
 
 def test_a_run_of_which_the_controller_was_killed_is_lost(folder: Path) -> None:
-    start("gone", "--heartbeat-timeout-s", "2")
+    start("gone", "--heartbeat-timeout-s", "10")
     (run,) = ps()
     workers = psutil.Process(run["pid"]).children(recursive=True)
     os.kill(run["pid"], signal.SIGKILL)
@@ -166,11 +168,11 @@ def test_logs_follow_to_the_end_and_choose_ranks(folder: Path) -> None:
         assert logs.wait() == 0
     assert dtrain("logs", "seen", "--since", "1h").stdout.count("\n") == 4
     times = folder / "runs/seen/attempt_0/times.log"
-    old = [line.split(" ", 1) for line in times.read_text().splitlines()]
-    went = [int(second) for second, _ in old]
-    times.write_text("".join(f"{int(second) - 7200 * (second == min(old)[0])} {rest}\n" for second, rest in old))
-    recent = dtrain("logs", "seen", "--since", "1h").stdout
-    assert recent.count("\n") == (2 if max(went) > min(went) else 0)
+    lines = [line.split() for line in times.read_text().splitlines()]
+    shifted = [[str(int(second) - 7200 * (where[-1] == "0")), *where] for second, *where in lines]  # where they began
+    times.write_text("".join(" ".join(line) + "\n" for line in shifted))
+    noted_apart = len(lines) - 2  # those of which both lines are not of one second
+    assert dtrain("logs", "seen", "--since", "1h").stdout.count("\n") == noted_apart
     with started_dtrain("logs", "seen") as logs:  # as `dtrain logs | head -1`
         assert logs.stdout is not None
         logs.stdout.close()
@@ -217,7 +219,7 @@ def test_ctrl_c_before_the_start_ends_a_detached_run(folder: Path) -> None:
     words = ["run", "--detach", "--hosts-script", "true", "--nnodes", "1:2", "--start-timeout-s", "90", "script.py"]
     with started_dtrain(*words) as run:
         wait_until(lambda: psutil.Process(run.pid).children(), "its controller is there")
-        wait_until(lambda: signal.SIGINT in _caught(run.pid), "it passes signals on")
+        wait_until(lambda: signal.SIGTERM in _caught(run.pid), "it passes signals on")
         run.send_signal(signal.SIGINT)
         assert run.wait() == 130
     assert ps() == []
