@@ -23,6 +23,7 @@ that could not start leaves no folder.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
@@ -134,18 +135,26 @@ class RunRecord:
             return {"state": self.state}
 
     def end(self, outcome: Content | None, state: str) -> None:
-        """Note the end: `outcome` is what --error-json has."""
+        """Note the end: `outcome` is what --error-json has. What is slow comes with `finish`."""
         if not self._attempts:
             return
         self._look_at_code()
-        self._slow.join(END_S)
-        if self._git is not None:
-            self._git.end()
-        self._slow.join(END_S)
         self._end_attempt()
         self.state = state
         with self._lock:
             self._content |= {"ended": time.time(), "outcome": outcome}
+        self._write()
+
+    def finish(self) -> None:
+        """Wait a while for what is known of the code, then remove old runs. Blocks; an exception may end it early."""
+        if not self._attempts:
+            return
+        try:
+            self._slow.join(END_S)
+        finally:
+            if self._git is not None:
+                self._git.end()
+        self._slow.join(END_S)
         self._write()
         if self._limits:
             remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
@@ -178,9 +187,8 @@ class RunRecord:
         self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}
 
     def _write(self) -> None:
-        with self._lock:
-            content = {**self._content, "state": self.state, "attempts": [*self._attempts]}
-        self._keep(content)
+        with self._lock:  # until it is written: what was known earlier must not take its place
+            self._keep({**self._content, "state": self.state, "attempts": [*self._attempts]})
 
     def _status(self, job: Job) -> Content:
         attempt = job.attempt
@@ -225,4 +233,4 @@ class RunRecord:
 
 
 def _in_repository(folder: Path) -> bool:
-    return any((above / ".git").exists() for above in (folder, *folder.parents))
+    return any(os.path.exists(above / ".git") for above in (folder, *folder.parents))

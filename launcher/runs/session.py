@@ -5,6 +5,7 @@ cli/run.py makes one for the controller. Nothing here keeps a run from its work:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -93,11 +94,15 @@ class Session:
         self._control.start()
 
     def end(self, outcome: Outcome, evidence_file: Path | None) -> None:
-        """Write down how the run has ended, and tell who waits for it. Blocks for a moment."""
+        """Write down how the run has ended, and tell who waits for it. Blocks for a while; Ctrl-C ends that early."""
         how = as_json(outcome, self._folder, evidence_file)
-        self._record.end(how, how["ended"])
-        if self._control is not None:
-            self._control.close(how["ended"], outcome.exit_code)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
+            if self._control is not None:
+                at_end.callback(self._control.close)
+            self._record.end(how, how["ended"])
+            if self._control is not None:
+                self._control.note_end(how["ended"], outcome.exit_code)
+            self._record.finish()
 
     def _leave(self) -> None:
         """Let the command return that was typed with --detach."""

@@ -1,5 +1,6 @@
 """A run has a name and outlives the terminal: --detach, ps, logs, attach, stop, wait, history, rerun."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,11 @@ import psutil
 import pytest
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.terminal import dtrain_on_terminal
+
+from launcher.errors import SocketError
+from launcher.machine.socket_folder import SocketFolder
+from launcher.runs.control import ask
+from launcher.runs.registry import connect, entries, place, registered
 
 # Says that it is up, then waits for a file, and says when it was there.
 SCRIPT = """
@@ -138,6 +144,88 @@ def test_a_run_of_which_the_controller_was_killed_is_lost(folder: Path) -> None:
     assert dtrain("stop", "gone").returncode == 0
     assert dtrain("attach", "gone").returncode == 1
     assert [path.name for path in (folder / "state/dtrain").iterdir() if not path.name.startswith("run-")] == []
+
+
+def test_a_run_in_another_container_is_not_taken_for_lost(folder: Path) -> None:
+    start("outside")
+    there = {path.name for path in (folder / "state/dtrain").iterdir()}
+    container = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if run_program(*container, "true").returncode != 0:
+        pytest.skip("no container can be made here")
+    inside = run_program(*container, sys.executable, "-m", "launcher", "ps", "--json")
+    assert [each["state"] for each in json.loads(inside.stdout)] == [f"on {socket.gethostname()}"], inside
+    assert {path.name for path in (folder / "state/dtrain").iterdir()} == there
+    assert [each["state"] for each in ps()] == ["running"]
+
+
+def test_the_list_forgets_no_run_that_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.runs.registry.KEPT", 1)
+    place().parent.mkdir()
+    runs = [registered(name, folder, "", detached=False) for name in "abc"]
+    for run in runs[1:]:
+        run.end("finished", 0)
+    assert [entry.run_id for entry in entries()] == ["c", "a"]
+    runs[0].end("finished", 0)
+    assert [entry.run_id for entry in entries()] == ["c"]
+    for run in runs:
+        run.close()
+
+
+def test_lost_runs_are_listed_where_the_home_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place().parent.mkdir()
+    run = registered("gone", folder, "", detached=False)
+    (entry,) = entries()
+    file = place() / entry.name
+    file.write_text(json.dumps({**json.loads(file.read_text()), "start": 1}))
+
+    def remove(_folder: SocketFolder, _name: str) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SocketFolder, "remove", remove)
+        assert [each.is_lost for each in entries()] == [True]
+    run.close()
+
+
+def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    with pytest.raises(SocketError, match="has no home; set HOME or XDG_STATE_HOME"):
+        place()
+
+
+def test_who_no_longer_waits_leaves_no_descriptor(folder: Path) -> None:
+    start("long")
+    (entry,) = entries()
+
+    def descriptors() -> int:
+        assert ask(entry, "status")
+        return len(os.listdir(f"/proc/{entry.pid}/fd"))
+
+    before = descriptors()
+    for _ in range(8):
+        with connect(entry, 60.0) as connection:
+            assert connection is not None
+            connection.send(b'{"ask": "wait"}')
+    wait_until(lambda: descriptors() < before + 4, "they are closed")
+
+
+def test_ctrl_c_after_the_report_changes_nothing(folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin/git").write_text("#!/bin/sh\nexec sleep 60\n")  # it would say what the code is
+    (folder / "bin/git").chmod(0o755)
+    (folder / ".git").mkdir()
+    (folder / "go").touch()
+    env = {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    with started_dtrain("run", "--run-id", "over", "script.py", env=env) as run:
+        wait_until(lambda: [entry.state for entry in entries()] == ["finished"], "its end is noted")
+        assert manifest("over")["outcome"]["exit_code"] == 0
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 0
+    assert [path.name for path in place().iterdir() if not path.name.startswith("run-")] == []
 
 
 def test_two_runs_at_once_are_told_apart(folder: Path) -> None:

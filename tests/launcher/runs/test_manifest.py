@@ -115,6 +115,15 @@ def test_a_lock_keeps_a_second_run_of_one_name_out(folder: Path) -> None:
         pass
 
 
+def test_a_second_node_0_of_one_run_is_refused(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--run-id", "r", "script.py"]
+    with hold(folder / "runs", "r"):
+        refused = run_dtrain("run", *words, env={"DTRAIN_TOKEN": "0" * 64})
+    assert refused.returncode == 2
+    assert "a run r is going on and writes to runs/r" in refused.stderr
+
+
 def ended_run(folder: Path, name: str, age: int, size: int = 0) -> None:
     (folder / name).mkdir()
     (folder / name / "output").write_bytes(b"x" * size)
