@@ -73,7 +73,7 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
             with contextlib.suppress(OSError):  # the error itself is what is to be seen
                 write_usage_error_json(verbosity.error_json, error)
         raise
-    if detachment is not None:
+    if detachment is not None and not verbosity.quiet:
         from launcher.agent.warm.login import ends_with_login
 
         if ends_with_login():

@@ -5,12 +5,12 @@
                     state: "starting", "running", "restarting", "stopping", and at the end as `ended` in outcome
     command         {as_torchrun, words: what was typed after `dtrain run`, script: how many of them are SCRIPT [ARGS],
                     folder: where it was typed}; secret values are `***`
-    options         {name: {value, from}} of all that are not at their default; from: "command line", the variable's or
-                    the file's name
+    options         {name: {value, from, text}} of all that are not at their default; from: "command line", the
+                    variable's or the file's name; text: the variable's, else null
     workdir, python of the workers
     controller      {host, pid, start: in clock ticks since boot}
     versions        {name: version} of what is installed here
-    git             {commit, clean, untracked, diff_file}, null where workdir is in no repository
+    git             {commit, clean, untracked, diff_file, diff_too_large}, null where workdir is in no repository
     hosts           the names of all that were asked for
     attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
     began, ended    seconds of the clock
@@ -117,7 +117,7 @@ class RunRecord:
             self._look_at_code()
             self._on_start()
         now = time.monotonic()
-        if attempt is not None and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
+        if attempt is not None and attempt.steps and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
             self._samples.append((now, attempt.steps))
             while now - self._samples[0][0] > RATE_S:
                 self._samples.popleft()
@@ -197,7 +197,7 @@ class RunRecord:
         elif attempt is not None and self._has_started:
             self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
         per_s = None
-        if len(self._samples) > 1 and self._samples[-1][1]:
+        if len(self._samples) > 1:
             (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
             per_s = round((last - first) / (last_at - first_at), 3)
         return {

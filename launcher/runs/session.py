@@ -22,7 +22,7 @@ from launcher.runs.control import Control
 from launcher.runs.housekeeping import Limits
 from launcher.runs.record import RunRecord
 from launcher.runs.registry import registered
-from launcher.runs.secrets import without_secrets
+from launcher.runs.secrets import WITHHELD, without_secrets
 
 if TYPE_CHECKING:
     from launcher.controller.controller import Controller
@@ -60,7 +60,8 @@ class Session:
                 "folder": os.getcwd(),
             },
             "options": {
-                name: {"value": _without_secrets(value), "from": origin} for name, (value, origin) in options.items()
+                name: {"value": _without_secrets(value), "from": origin, "text": _text_of(origin)}
+                for name, (value, origin) in options.items()
             },
             "controller": {"host": os.uname().nodename, "pid": us.pid, "start": us.start},
         }
@@ -121,6 +122,13 @@ class Session:
             detachment.leave(self._spec.run_id, log)
 
         self._output.leave_terminal(log, leave)
+
+
+def _text_of(origin: str) -> str | None:
+    """Return the text of the variable that an option is from; None where it is from no variable."""
+    variable = origin.partition(" or ")[0]  # PET_NNODES or a file
+    text = os.environ.get(variable) if variable.startswith(("DTRAIN_", "PET_")) else None
+    return text if text is None or _without_secrets(text) == text else WITHHELD
 
 
 def _without_secrets(value: Any) -> Any:

@@ -401,14 +401,25 @@ def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: p
     assert command["words"] == ["--run-id", "base", "--run-id", "second", "--", "script.py", "0"]
     assert len(manifest("second")["attempts"][0]["workers"]) == 2
     assert dtrain("rerun", "second", "--run-id", "third").returncode == 0
+    env = {"DTRAIN_NNODES": "1:2", "DTRAIN_EXPORT": "A=1 'B=x y'", "DTRAIN_HOSTS_SCRIPT": "echo localhost:1"}
+    assert run_dtrain("run", "--run-id", "lists", "script.py", env=env).returncode == 0
+    assert dtrain("rerun", "lists", "--run-id", "lists-again").returncode == 0
+    (one, other) = (manifest(name)["options"] for name in ("lists", "lists-again"))
+    assert [one[name] == other[name] for name in ("nnodes", "export", "hosts_script")] == [True] * 3
+    secret = run_dtrain("run", "--run-id", "secret", "script.py", env={"DTRAIN_EXPORT": "A=1 MY_TOKEN='x y'"})
+    assert secret.returncode == 0, secret
+    assert "x y" not in (folder / "runs/secret/run.json").read_text()
+    assert "set DTRAIN_EXPORT again" in dtrain("rerun", "secret").stderr
     git("commit", "-qm", "two", "--allow-empty")
     refused = dtrain("rerun", "base")
     assert refused.returncode == 2
     assert "or run it as it is: --any-commit" in refused.stderr
     assert run_dtrain("rerun", "--any-commit", "base", "--run-id", "fourth", cwd=away).returncode == 0
     past = json.loads(dtrain("history", "--json").stdout)
-    assert [each["run_id"] for each in past] == ["fourth", "third", "second", "base"]
-    assert past[0]["commit"] != past[1]["commit"] == past[3]["commit"] == manifest("base")["git"]["commit"]
+    assert [each["run_id"] for each in past] == [
+        "fourth", "secret", "lists-again", "lists", "third", "second", "base",
+    ]  # fmt: skip
+    assert past[0]["commit"] != past[1]["commit"] == past[6]["commit"] == manifest("base")["git"]["commit"]
     assert "fourth" in dtrain("history").stdout
 
 

@@ -47,9 +47,9 @@ def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) 
     assert ended["command"]["words"][-3:] == ["script.py", "--api-key", "***"]
     assert ended["command"]["script"] == 3
     options = ended["options"]
-    assert options["nnodes"] == {"value": [2, 2], "from": "command line"}
-    assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S"}
-    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml")}
+    assert options["nnodes"] == {"value": [2, 2], "from": "command line", "text": None}
+    assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S", "text": "2"}
+    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml"), "text": None}
     assert options["export"]["value"] == ["MY_TOKEN=***"]
     assert ended["hosts"] == ["sim0", "sim1"]
     assert [attempt["number"] for attempt in ended["attempts"]] == [0, 1]
@@ -77,6 +77,10 @@ def test_the_manifest_keeps_what_is_not_committed(folder: Path) -> None:
     diff = folder / "runs/dirty" / git["diff_file"]
     assert "+print(2)" in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0
+    (folder / "script.py").write_text("#" * (17 << 20))
+    assert run_dtrain("run", "--run-id", "large", "script.py").returncode == 0
+    git = manifest("large")["git"]
+    assert (git["diff_file"], git["diff_too_large"], git["clean"]) == (None, True, False)
 
 
 @pytest.mark.parametrize("fault", ["full", "unwritable"])
