@@ -94,8 +94,13 @@ def _end(status: int) -> NoReturn:
 
 
 def _complain(text: str) -> None:
+    colour = None
+    if "\x1b" in text:  # which click would take out of all that is not for a terminal
+        from launcher.output.console import takes_colour
+
+        colour = takes_colour(2)
     with contextlib.suppress(OSError):  # stderr is gone; the exit code still says what happened
-        click.echo("\n".join(f"dtrain: {line}" for line in text.splitlines()), err=True)
+        click.echo("\n".join(f"dtrain: {line}" for line in text.splitlines()), err=True, color=colour)
 
 
 @click.group(

@@ -73,7 +73,7 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
             with contextlib.suppress(OSError):  # the error itself is what is to be seen
                 write_usage_error_json(verbosity.error_json, error)
         raise
-    if detachment is not None:
+    if detachment is not None and not verbosity.quiet:
         from launcher.agent.warm.login import ends_with_login
 
         if ends_with_login():
@@ -82,18 +82,24 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     if not verbosity.quiet:
         for notice in [*unknown_variables(), *request.notices]:
             say(notice)
-    spec, node_role = request.spec, request.node_role
+    spec, node_role, taken = request.spec, request.node_role, ""
     if in_slurm(os.environ):  # which may send them while we start
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda *_: None)
     if node_role is None or node_role.lead:
-        with contextlib.suppress(NodeZeroTakenError):  # then another command on this machine was first
+        try:
             return _control(request, options, limits, verbosity, detachment)
+        except NodeZeroTakenError as error:  # another command on this machine was first
+            taken = f"; this command is not node 0, since {error}"
         assert node_role is not None
-    from launcher.cli.run_node import join_run
+    from launcher.cli.run_node import JoinError, join_run
 
     # Under srun all tasks share one terminal, where node 0 says everything.
-    return join_run(node_role, spec, say if node_role.by_hand and not verbosity.quiet else lambda _: None)
+    tell = say if node_role.by_hand and not verbosity.quiet else lambda _: None
+    try:
+        return join_run(node_role, spec, tell)
+    except JoinError as error:
+        raise JoinError(f"{error}{taken}") from error
 
 
 def _error_file(text: str | None) -> Path | None:
@@ -115,7 +121,7 @@ def _control(
         try:
             stack.enter_context(hold(spec.log_dir, spec.run_id))
         except UsageError as error:
-            if request.node_role is not None:
+            if request.node_role is not None and request.node_role.node_rank is None:
                 raise NodeZeroTakenError(str(error)) from error
             if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
                 raise

@@ -28,7 +28,7 @@ from launcher.transport.tcp.join import join
 from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.rendezvous import Endpoint, find_token, new_token, publish, read_endpoint
 
-__all__ = ["join_run", "listen_for_nodes"]
+__all__ = ["JoinError", "join_run", "listen_for_nodes"]
 
 
 @contextmanager

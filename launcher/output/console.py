@@ -235,6 +235,8 @@ def _shortened(line: _Line, data: bytes) -> bytes:
         line.length += len(text)
         if end:
             if line.length > TERMINAL_LINE_BYTES:
+                if b"\x1b" in line.text or b"\x1b" in shown:  # it may be cut inside a colour
+                    shown += b"\x1b[0m"
                 shown += f"... ({size(line.length)})".encode()
             shown += end
             line.length = 0

@@ -76,7 +76,7 @@ class LogFiles:
         self._write_text(self.evidence_path(attempt, number), text)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
-        self._try(lambda: write_json(self.folder / "run.json", content))
+        self._try(lambda: write_json(self.folder / "run.json", content, mode=0o600))
 
     def _write_text(self, path: Path, text: str) -> None:
         def write() -> None:

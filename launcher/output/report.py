@@ -169,8 +169,11 @@ def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[
 
 
 def _consequences(outcome: Outcome, cause: Failure) -> list[str]:
-    same = [failure for failure in outcome.secondary_failures if _is_the_same(failure, cause)]
-    counted = group_secondary_failures([each for each in outcome.secondary_failures if each not in same])
+    same: list[Failure] = []
+    others: list[Failure] = []
+    for failure in outcome.secondary_failures:
+        (same if _is_the_same(failure, cause) else others).append(failure)
+    counted = group_secondary_failures(others)
     lines = _left_out(outcome)
     if same:
         who = f"all {outcome.world_size} workers" if len(same) + 1 == outcome.world_size else count(len(same), "other")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ __all__ = ["Control", "ask", "wait_for_end"]
 
 ANSWER_S = 5.0
 MOST_BYTES = 1 << 16
+RETRY_S = 0.1  # where no connection can be accepted: there may be no descriptor
 START_S = 5.0  # for the list to be written, at the end of a run that was very short
 
 Answer = Mapping[str, Any]
@@ -39,6 +41,7 @@ class Control:
         self._complain = complain
         self._registration: Registration | None = None
         self._waiting: list[socket.socket] = []
+        self._closing = threading.Event()
         self._listed = threading.Event()  # or it is known that it cannot be
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
 
@@ -53,8 +56,8 @@ class Control:
         self._listed.wait(START_S)
         return self._registration is not None
 
-    def close(self, state: str, exit_code: int) -> None:
-        """Note how the run has ended, and let those know who wait for it."""
+    def note_end(self, state: str, exit_code: int) -> None:
+        """Note in the list how the run has ended."""
         self._listed.wait(START_S)
         if self._registration is None:
             return
@@ -62,6 +65,12 @@ class Control:
             self._registration.end(state, exit_code)
         except (OSError, DtrainError) as error:
             self._complain(f"dtrain ps shows this run as lost, since its end could not be noted: {error}")
+
+    def close(self) -> None:
+        """Let those know who wait for the end; call after `note_end`."""
+        if self._registration is None:
+            return
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._registration.listening.shutdown(socket.SHUT_RDWR)  # ends accept in the thread
         self._thread.join(ANSWER_S)
@@ -77,16 +86,28 @@ class Control:
             return
         finally:
             self._listed.set()
-        while True:
+        while not self._closing.is_set():
+            self._forget_those_who_left()
             try:
                 connection, _ = self._registration.listening.accept()
-            except OSError:  # it was shut down
-                return
+            except OSError:  # it was shut down, or all descriptors are used
+                self._closing.wait(RETRY_S)
+                continue
             try:
                 if not self._take(connection):
                     connection.close()
             except (OSError, ValueError, RunError):  # who asked has gone, or does not know how to
                 connection.close()
+
+    def _forget_those_who_left(self) -> None:
+        """Close the connections of commands that were interrupted while they waited."""
+        poll = select.poll()
+        for connection in self._waiting:
+            poll.register(connection, 0)
+        gone = {descriptor for descriptor, _ in poll.poll(0)}
+        for connection in [each for each in self._waiting if each.fileno() in gone]:
+            self._waiting.remove(connection)
+            connection.close()
 
     def _take(self, connection: socket.socket) -> bool:
         """Answer one request; return whether the connection stays open until the run ends."""

@@ -40,18 +40,24 @@ def detached(run: Callable[[Detachment], int], announce: Callable[[str], None]) 
     Must be called while there is one thread.
     """
     reading, writing = os.pipe()
-    pid = os.fork()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # one that comes now would end this side alone
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+        else:  # the process is there, or not waited for yet: its id is no other's
+            for signum in _PASSED_ON:
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    signal.signal(signum, lambda signum, _: os.kill(pid, signum))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid == 0:
         os.close(reading)
-        os.setsid()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
         return run(Detachment(writing))
     os.close(writing)
-    for signum in _PASSED_ON:  # the process is there, or not waited for yet: its id is no other's
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, lambda signum, _: os.kill(pid, signum))
     with open(reading, encoding="utf-8") as pipe:
         run_id = pipe.readline().strip()
     if run_id:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -14,22 +15,26 @@ from launcher.frozen import dataclass
 
 __all__ = ["Git", "GitState", "write_diff"]
 
-DIFF_BYTES = 16 << 20
+MOST_BYTES = 16 << 20  # of a diff
 UNTRACKED = 100  # names
 ASK_S = 60.0
-# Nothing of git's own may stay behind, wait for another git, or run a program that the repository names.
+# Nothing of git's own may stay behind, wait for another git, or run a program that the repository names; but for its
+# clean filters, without which the diff would be wrong.
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false", "--no-pager")
 _PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color")
 
 
 @dataclass(frozen=True)
 class GitState:
-    """`clean`: nothing that git tracks is changed; `untracked` are files that it does not know nor ignore."""
+    """`clean`: nothing that git tracks is changed; `untracked` are files that it does not know nor ignore.
+
+    `diff` is None if it is too large to be kept.
+    """
 
     commit: str
     clean: bool
     untracked: tuple[str, ...]
-    diff: bytes
+    diff: bytes | None
 
     def as_json(self, diff_file: str | None) -> Mapping[str, Any]:
         return {
@@ -37,6 +42,7 @@ class GitState:
             "clean": self.clean,
             "untracked": list(self.untracked[:UNTRACKED]),
             "diff_file": diff_file,
+            "diff_too_large": self.diff is None,
         }
 
 
@@ -61,14 +67,13 @@ class Git:
         diff = b"" if clean else self._ask("diff", "HEAD", "--binary", *_PLAIN)
         if diff is None:
             return None
-        return GitState(commit.decode().strip(), clean, untracked, diff)
+        return GitState(commit.decode().strip(), clean, untracked, diff if len(diff) <= MOST_BYTES else None)
 
     def end(self) -> None:
         """End the look, which then has found nothing."""
         with self._lock:
             self._ended = True
-            if self._process is not None:
-                self._process.kill()
+        self._kill()
 
     def _ask(self, *words: str) -> bytes | None:
         environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -87,24 +92,39 @@ class Git:
                 )
             except OSError:  # there is no git here
                 return None
+        assert process.stdout is not None
+        timer = threading.Timer(ASK_S, self._kill)
+        timer.daemon = True
         with process:
+            with contextlib.suppress(RuntimeError):  # no more threads can be had: `end` still ends it
+                timer.start()
             try:
-                out, _ = process.communicate(timeout=ASK_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return None
+                out = process.stdout.read(MOST_BYTES + 1)
+                if len(out) > MOST_BYTES:
+                    self._kill()
             finally:
+                timer.cancel()
                 with self._lock:
                     self._process = None
-        return out[:DIFF_BYTES] if process.returncode == 0 else None
+        return out if process.returncode == 0 or len(out) > MOST_BYTES else None
+
+    def _kill(self) -> None:
+        """End git and the filters that it runs."""
+        with self._lock:
+            if self._process is not None:  # not waited for: the group's number is no other's
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def write_diff(path: Path, state: GitState) -> bool:
     """Keep the changes beside the manifest, for this user's eyes; return whether there are any and they are kept."""
-    if state.clean:
+    if state.clean or state.diff is None:
         return False
-    with contextlib.suppress(OSError):
+    try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(state.diff)
-        return True
-    return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()  # half of it, of a full disk
+        return False
+    return True

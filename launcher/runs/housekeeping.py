@@ -1,7 +1,7 @@
 """Which runs stay in a log folder: one under one name at a time, and of those that have ended as many as fit.
 
 A living run holds a lock on the file `.RUN_ID.lock` beside its folder; the kernel lets go of it when the process ends.
-Nothing is removed that has no manifest, or whose lock is held.
+Nothing is removed that has no manifest, whose lock is held, or that is another user's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import UsageError
 
@@ -80,14 +81,17 @@ def hold(log_dir: Path, run_id: str) -> Iterator[bool]:
 def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:
     """Remove ended runs, oldest first, until the limits are kept; return their names. `own` is this run's id.
 
-    Runs that live count, and stay. Blocks for as long as reading and removing the files takes.
+    Runs that live count, and stay; other users' do not count. Blocks for as long as reading and removing the files
+    takes.
     """
     for half in log_dir.glob(f".*{_REMOVED}"):
-        _remove_half(half)
+        if _is_ours(half):
+            _remove_half(half)
     runs = []
     for path in log_dir.glob(f"[!.]*/{MANIFEST}"):
         with contextlib.suppress(OSError):  # another run removes it just now
-            runs.append((path.stat().st_mtime, path.parent))
+            if _is_ours(path.parent):
+                runs.append((path.stat().st_mtime, path.parent))
     others = (folder for _, folder in sorted(runs, reverse=True) if folder.name != own)
     folders = [folder for folder in others if not folder.is_symlink() and _is_run(folder)]
     sizes = {} if limits.max_bytes is None else {folder: _size(folder) for folder in [*folders, log_dir / own]}
@@ -110,23 +114,47 @@ def _remove(log_dir: Path, folder: Path) -> bool:
 
     try:
         with hold(log_dir, folder.name) as is_locked:
-            if not is_locked:  # it may live
+            if not is_locked or _may_live_elsewhere(folder):
                 return False
             away = log_dir / f".{folder.name}{_REMOVED}"  # what a run that is killed here leaves, the next one finds
             folder.rename(away)
-            shutil.rmtree(away)
-    except (UsageError, OSError):  # it lives, or is not ours
+            try:
+                shutil.rmtree(away)
+            except OSError:
+                if (away / MANIFEST).exists():  # it is still a run
+                    away.rename(folder)
+                raise
+    except (UsageError, OSError):  # it lives, or cannot be removed
         return False
     return True
 
 
+def _is_ours(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.geteuid()
+    except OSError:  # another run removes it just now
+        return False
+
+
 def _is_run(folder: Path) -> bool:
     """Whether a folder is a run's of dtrain: other programs have files of that name, too."""
+    return {"dtrain", "run_id", "attempts"} <= _manifest(folder).keys()
+
+
+def _may_live_elsewhere(folder: Path) -> bool:
+    """Whether another host's run has noted no end: the locks of some network file systems are not seen here."""
+    content = _manifest(folder)
+    controller = content.get("controller")
+    here = isinstance(controller, dict) and controller.get("host") == os.uname().nodename
+    return content.get("ended") is None and not here
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and {"dtrain", "run_id", "attempts"} <= content.keys()
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _remove_half(folder: Path) -> None:

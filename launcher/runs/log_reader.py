@@ -67,10 +67,14 @@ class LogReader:
                 cuts.insert(0, (self._since, first))  # goes on from what was read before
             ends = [offset for _, offset in cuts[1:]] + [size]
             parts += [(second, key, begin, end) for (second, begin), end in zip(cuts, ends, strict=True)]
-            state.read[key] = size
-        for second, (rank, stream), begin, end in sorted(parts):
+        for second, key, begin, end in sorted(parts):
+            state.read.setdefault(key, 0)
             if second >= self._since:
-                yield from self._pieces(number, rank, stream, begin, end)
+                for piece in self._pieces(number, *key, begin, end):
+                    begin += len(piece.data)
+                    state.read[key] = max(state.read[key], begin)
+                    yield piece  # Ctrl-C may end this round here
+            state.read[key] = max(state.read[key], end)
 
     def _files(self, number: int) -> list[tuple[int, int]]:
         folder = log_folder(self._folder, number)

@@ -5,12 +5,12 @@
                     state: "starting", "running", "restarting", "stopping", and at the end as `ended` in outcome
     command         {as_torchrun, words: what was typed after `dtrain run`, script: how many of them are SCRIPT [ARGS],
                     folder: where it was typed}; secret values are `***`
-    options         {name: {value, from}} of all that are not at their default; from: "command line", the variable's or
-                    the file's name
+    options         {name: {value, from, text}} of all that are not at their default; from: "command line", the
+                    variable's or the file's name; text: the variable's, else null
     workdir, python of the workers
     controller      {host, pid, start: in clock ticks since boot}
     versions        {name: version} of what is installed here
-    git             {commit, clean, untracked, diff_file}, null where workdir is in no repository
+    git             {commit, clean, untracked, diff_file, diff_too_large}, null where workdir is in no repository
     hosts           the names of all that were asked for
     attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
     began, ended    seconds of the clock
@@ -23,6 +23,7 @@ that could not start leaves no folder.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
@@ -116,7 +117,7 @@ class RunRecord:
             self._look_at_code()
             self._on_start()
         now = time.monotonic()
-        if attempt is not None and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
+        if attempt is not None and attempt.steps and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
             self._samples.append((now, attempt.steps))
             while now - self._samples[0][0] > RATE_S:
                 self._samples.popleft()
@@ -134,18 +135,26 @@ class RunRecord:
             return {"state": self.state}
 
     def end(self, outcome: Content | None, state: str) -> None:
-        """Note the end: `outcome` is what --error-json has."""
+        """Note the end: `outcome` is what --error-json has. What is slow comes with `finish`."""
         if not self._attempts:
             return
         self._look_at_code()
-        self._slow.join(END_S)
-        if self._git is not None:
-            self._git.end()
-        self._slow.join(END_S)
         self._end_attempt()
         self.state = state
         with self._lock:
             self._content |= {"ended": time.time(), "outcome": outcome}
+        self._write()
+
+    def finish(self) -> None:
+        """Wait a while for what is known of the code, then remove old runs. Blocks; an exception may end it early."""
+        if not self._attempts:
+            return
+        try:
+            self._slow.join(END_S)
+        finally:
+            if self._git is not None:
+                self._git.end()
+        self._slow.join(END_S)
         self._write()
         if self._limits:
             remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
@@ -178,9 +187,8 @@ class RunRecord:
         self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}
 
     def _write(self) -> None:
-        with self._lock:
-            content = {**self._content, "state": self.state, "attempts": [*self._attempts]}
-        self._keep(content)
+        with self._lock:  # until it is written: what was known earlier must not take its place
+            self._keep({**self._content, "state": self.state, "attempts": [*self._attempts]})
 
     def _status(self, job: Job) -> Content:
         attempt = job.attempt
@@ -189,7 +197,7 @@ class RunRecord:
         elif attempt is not None and self._has_started:
             self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
         per_s = None
-        if len(self._samples) > 1 and self._samples[-1][1]:
+        if len(self._samples) > 1:
             (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
             per_s = round((last - first) / (last_at - first_at), 3)
         return {
@@ -225,4 +233,4 @@ class RunRecord:
 
 
 def _in_repository(folder: Path) -> bool:
-    return any((above / ".git").exists() for above in (folder, *folder.parents))
+    return any(os.path.exists(above / ".git") for above in (folder, *folder.parents))

@@ -39,6 +39,7 @@ class Entry:
     host: str
     machine: str  # which tells hosts of one name apart
     boot: str
+    pid_namespace: int
     pid: int
     start: int
     socket: str
@@ -51,8 +52,8 @@ class Entry:
 
     @property
     def here(self) -> bool:
-        """Whether its controller runs or ran on this host."""
-        return self.machine == this_host()
+        """Whether its controller runs or ran on this host, and is seen from here: not in another container."""
+        return self.machine == this_host() and (self.boot != this_boot() or self.pid_namespace == _pid_namespace())
 
     @property
     def lives(self) -> bool:
@@ -69,9 +70,16 @@ class Entry:
 
 
 def place() -> Path:
-    """Return the path of the folder, whether or not it is there."""
+    """Return the path of the folder, whether or not it is there. Raises SocketError if this user has no home."""
     given = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path("~/.local/state").expanduser()) / "dtrain"
+    try:
+        return (Path(given) if os.path.isabs(given) else Path("~/.local/state").expanduser()) / "dtrain"
+    except RuntimeError as error:
+        raise SocketError(f"user {os.geteuid()} has no home; set HOME or XDG_STATE_HOME") from error
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 class Registration:
@@ -105,7 +113,8 @@ def registered(run_id: str, run_folder: Path, command: str, *, detached: bool) -
     word = os.urandom(4).hex()
     entry = Entry(
         run_id=run_id, folder=str(run_folder), command=command, host=os.uname().nodename, machine=this_host(),
-        boot=this_boot(), pid=us.pid, start=us.start, socket=f"{prefix_of_boot()}{word}", began=began,
+        boot=this_boot(), pid_namespace=_pid_namespace(), pid=us.pid, start=us.start,
+        socket=f"{prefix_of_boot()}{word}", began=began,
         name=f"{_PREFIX}{int(began * 1000):014d}-{word}.json", detached=detached,
     )  # fmt: skip
     place().parent.mkdir(parents=True, exist_ok=True)
@@ -128,12 +137,13 @@ def entries() -> list[Entry]:
     with SocketFolder.opened(str(place())) as folder:
         if folder is None:
             return found
+        sockets = set(folder.files(""))
         for name in sorted(folder.files(_PREFIX), reverse=True):
-            with contextlib.suppress(FileNotFoundError, ProtocolError, ValueError):  # half of a file: of a full disk
-                values: Any = json.loads(folder.read(name))
-                entry = decode_dataclass(Entry, {**values, "name": name})
-                found.append(entry)
-                if entry.is_lost:
+            if (entry := _read(folder, name)) is None:
+                continue
+            found.append(entry)
+            if entry.is_lost and entry.socket in sockets:
+                with contextlib.suppress(OSError):  # of a home that cannot be written
                     folder.remove(entry.socket)  # which its controller could not
     return found
 
@@ -176,6 +186,17 @@ def _write(folder: SocketFolder, entry: Entry) -> None:
     folder.write(entry.name, json.dumps(vars(entry)).encode())
 
 
+def _read(folder: SocketFolder, name: str) -> Entry | None:
+    """Return an entry; None if it is gone or, of a full disk, only half there."""
+    try:
+        values: Any = json.loads(folder.read(name))
+        return decode_dataclass(Entry, {**values, "name": name})
+    except (FileNotFoundError, ProtocolError, ValueError):
+        return None
+
+
 def _forget_oldest(folder: SocketFolder) -> None:
     for name in sorted(folder.files(_PREFIX), reverse=True)[KEPT:]:
-        folder.remove(name)
+        entry = _read(folder, name)
+        if entry is None or entry.state or entry.is_lost:
+            folder.remove(name)

@@ -5,6 +5,7 @@ cli/run.py makes one for the controller. Nothing here keeps a run from its work:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from launcher.runs.control import Control
 from launcher.runs.housekeeping import Limits
 from launcher.runs.record import RunRecord
 from launcher.runs.registry import registered
-from launcher.runs.secrets import without_secrets
+from launcher.runs.secrets import WITHHELD, without_secrets
 
 if TYPE_CHECKING:
     from launcher.controller.controller import Controller
@@ -59,7 +60,8 @@ class Session:
                 "folder": os.getcwd(),
             },
             "options": {
-                name: {"value": _without_secrets(value), "from": origin} for name, (value, origin) in options.items()
+                name: {"value": _without_secrets(value), "from": origin, "text": _text_of(origin)}
+                for name, (value, origin) in options.items()
             },
             "controller": {"host": os.uname().nodename, "pid": us.pid, "start": us.start},
         }
@@ -93,11 +95,15 @@ class Session:
         self._control.start()
 
     def end(self, outcome: Outcome, evidence_file: Path | None) -> None:
-        """Write down how the run has ended, and tell who waits for it. Blocks for a moment."""
+        """Write down how the run has ended, and tell who waits for it. Blocks for a while; Ctrl-C ends that early."""
         how = as_json(outcome, self._folder, evidence_file)
-        self._record.end(how, how["ended"])
-        if self._control is not None:
-            self._control.close(how["ended"], outcome.exit_code)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
+            if self._control is not None:
+                at_end.callback(self._control.close)
+            self._record.end(how, how["ended"])
+            if self._control is not None:
+                self._control.note_end(how["ended"], outcome.exit_code)
+            self._record.finish()
 
     def _leave(self) -> None:
         """Let the command return that was typed with --detach."""
@@ -116,6 +122,13 @@ class Session:
             detachment.leave(self._spec.run_id, log)
 
         self._output.leave_terminal(log, leave)
+
+
+def _text_of(origin: str) -> str | None:
+    """Return the text of the variable that an option is from; None where it is from no variable."""
+    variable = origin.partition(" or ")[0]  # PET_NNODES or a file
+    text = os.environ.get(variable) if variable.startswith(("DTRAIN_", "PET_")) else None
+    return text if text is None or _without_secrets(text) == text else WITHHELD
 
 
 def _without_secrets(value: Any) -> Any:

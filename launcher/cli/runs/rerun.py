@@ -41,6 +41,7 @@ def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Call
             f"the command of run {entry.run_id} has secret values, which are not kept: {shown}; "
             "type it again, and give them by variables or files"
         )
+    variables = _variables(entry.run_id, manifest)
     try:
         os.chdir(command["folder"])
     except OSError as error:
@@ -49,16 +50,19 @@ def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Call
     _check_code(entry.run_id, manifest, any_commit=any_commit, say=say)
     first = len(words) - command["script"]
     options = [each for each in words[:first] if each != "--"]
-    return Again((*options, *more, "--", *words[first:]), command["as_torchrun"], _variables(manifest))
+    return Again((*options, *more, "--", *words[first:]), command["as_torchrun"], variables)
 
 
-def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that set options then, and that are not set now."""
+def _variables(run_id: str, manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that set options then, and that are not set now. Raises UsageError for a secret one."""
     found = {}
     for option in manifest["options"].values():
-        name, value = option["from"], option["value"]
-        if name.startswith("DTRAIN_") and name not in os.environ and isinstance(value, str | int | float):
-            found[name] = str(value)
+        name, text = option["from"].partition(" or ")[0], option["text"]
+        if text is None or name in os.environ:
+            continue
+        if text == WITHHELD:
+            raise UsageError(f"run {run_id} had secret values in {name}, which are not kept; set {name} again")
+        found[name] = text
     return found
 
 
@@ -76,6 +80,7 @@ def _check_code(run_id: str, manifest: Mapping[str, Any], *, any_commit: bool, s
             raise UsageError(f"{text}; git checkout {git['commit'][:12]}, or run it as it is: --any-commit")
         say(text)
     elif not git["clean"]:
-        say(f"run {run_id} had changes that are not committed; compare them: {git['diff_file']} in its folder")
+        kept = f"compare them: {git['diff_file']} in its folder" if git["diff_file"] else "they were not kept"
+        say(f"run {run_id} had changes that are not committed; {kept}")
     elif now is not None and not now.clean:
         say(f"there are changes in {workdir} that run {run_id} had not: git diff")

@@ -161,6 +161,16 @@ def test_who_gets_colours(
         os.close(other)
 
 
+def test_a_line_that_is_cut_leaves_no_colour() -> None:
+    main, terminal = pty.openpty()
+    console = Console(out=terminal, err=terminal, colour=False)
+    console.add_worker(0, "a")
+    with read_until_closed(main) as seen:
+        console.write(0, 1, b"\x1b[31m" + b"x" * 5000 + b"\x1b[0m\n")
+        os.close(terminal)
+    assert bytes(seen).endswith(b"x\x1b[0m... (4.9 KB)\r\n")
+
+
 def test_the_unfinished_line_that_began_last_is_at_the_bottom_of_the_terminal(no_files: LogFiles) -> None:
     main, terminal = pty.openpty()
     console = Console(out=terminal, err=terminal, colour=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from testbed.outcomes import STOOD, evidence, failure, outcome
+from testbed.processes import run_dtrain
 
 from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
@@ -36,6 +37,15 @@ def gloo(source: str, port: int) -> str:
 
 
 # ---- the cause ----
+
+
+@pytest.mark.parametrize(("variable", "is_coloured"), [("FORCE_COLOR", True), ("NO_COLOR", False)])
+def test_the_first_line_of_a_failure_is_coloured_where_that_is_wanted(
+    variable: str, is_coloured: bool, tmp_path: Path
+) -> None:
+    result = run_dtrain("run", "--no-python", "false", cwd=tmp_path, env={variable: "1"})
+    assert result.returncode == 1, result
+    assert ("dtrain: \x1b[1;31m" in result.stderr) == is_coloured, result
 
 
 def test_exception_names_rank_message_and_line() -> None:

@@ -47,9 +47,9 @@ def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) 
     assert ended["command"]["words"][-3:] == ["script.py", "--api-key", "***"]
     assert ended["command"]["script"] == 3
     options = ended["options"]
-    assert options["nnodes"] == {"value": [2, 2], "from": "command line"}
-    assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S"}
-    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml")}
+    assert options["nnodes"] == {"value": [2, 2], "from": "command line", "text": None}
+    assert options["grace_s"] == {"value": 2.0, "from": "DTRAIN_GRACE_S", "text": "2"}
+    assert options["max_restarts"] == {"value": 1, "from": str(folder / "dtrain.toml"), "text": None}
     assert options["export"]["value"] == ["MY_TOKEN=***"]
     assert ended["hosts"] == ["sim0", "sim1"]
     assert [attempt["number"] for attempt in ended["attempts"]] == [0, 1]
@@ -58,6 +58,7 @@ def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) 
     assert [worker[:3] for worker in ended["attempts"][1]["workers"]] == [[0, "sim0", 0], [1, "sim1", 0]]
     assert "torch" in ended["versions"]
     assert ended["git"] is None
+    assert Path("runs/r/run.json").stat().st_mode & 0o077 == 0
     assert not any(word in Path("runs/r/run.json").read_text() for word in ("hidden", "hush"))
 
 
@@ -76,6 +77,10 @@ def test_the_manifest_keeps_what_is_not_committed(folder: Path) -> None:
     diff = folder / "runs/dirty" / git["diff_file"]
     assert "+print(2)" in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0
+    (folder / "script.py").write_text("#" * (17 << 20))
+    assert run_dtrain("run", "--run-id", "large", "script.py").returncode == 0
+    git = manifest("large")["git"]
+    assert (git["diff_file"], git["diff_too_large"], git["clean"]) == (None, True, False)
 
 
 @pytest.mark.parametrize("fault", ["full", "unwritable"])
@@ -114,10 +119,20 @@ def test_a_lock_keeps_a_second_run_of_one_name_out(folder: Path) -> None:
         pass
 
 
+def test_a_second_node_0_of_one_run_is_refused(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--run-id", "r", "script.py"]
+    with hold(folder / "runs", "r"):
+        refused = run_dtrain("run", *words, env={"DTRAIN_TOKEN": "0" * 64})
+    assert refused.returncode == 2
+    assert "a run r is going on and writes to runs/r" in refused.stderr
+
+
 def ended_run(folder: Path, name: str, age: int, size: int = 0) -> None:
     (folder / name).mkdir()
     (folder / name / "output").write_bytes(b"x" * size)
-    (folder / name / "run.json").write_text(json.dumps({"dtrain": "0", "run_id": name, "attempts": []}))
+    content = {"dtrain": "0", "run_id": name, "attempts": [], "ended": 1.0, "controller": {"host": "elsewhere"}}
+    (folder / name / "run.json").write_text(json.dumps(content))
     os.utime(folder / name / "run.json", (1e9 - age, 1e9 - age))
 
 
@@ -135,6 +150,35 @@ def test_the_oldest_runs_are_removed_and_none_that_lives(folder: Path) -> None:
         assert remove_oldest(folder, Limits(None, "1.5M"), own="own") == ["newest"]
         assert remove_oldest(folder, Limits(1, "1K"), own="own") == []
     assert {path.name for path in folder.iterdir()} == {"own", "living", "data", "link", "else"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has files of others")
+def test_the_runs_of_other_users_stay(folder: Path) -> None:
+    for name in ("theirs", "ours", ".theirs.removed"):
+        ended_run(folder, name, 1)
+        if "theirs" in name:
+            os.chown(folder / name, 65534, 65534)
+    assert remove_oldest(folder, Limits(1, None), own="own") == ["ours"]
+    assert {path.name for path in folder.iterdir()} == {"theirs", ".theirs.removed"}
+
+
+def test_a_run_of_another_host_stays_until_it_has_noted_its_end(folder: Path) -> None:
+    for name, host in (("there", "elsewhere"), ("killed", os.uname().nodename)):
+        ended_run(folder, name, 1)
+        path = folder / name / "run.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "ended": None, "controller": {"host": host}}))
+    assert remove_oldest(folder, Limits(1, None), own="own") == ["killed"]
+
+
+def test_a_run_that_cannot_be_removed_keeps_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_run(folder, "old", 1)
+
+    def rmtree(_path: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    assert remove_oldest(folder, Limits(1, None), own="own") == []
+    assert [path.name for path in folder.iterdir()] == ["old"]
 
 
 def test_without_locks_nothing_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +217,11 @@ def test_sizes(text: str, size: int) -> None:
         (["https://me:pw@host/x"], ["https://me:***@host/x"]),
         (["hf_abcdefghijklmnopqrstuvwx"], ["***"]),
         (["--password"], ["--password"]),
+        (["--export=WANDB_API_KEY=k", "--env=A=1,TOKEN=t=u"], ["--export=WANDB_API_KEY=***", "--env=A=1,TOKEN=***"]),
+        (["-x", "PGPASSWORD=p", "--wandbApiKey", "k"], ["-x", "PGPASSWORD=***", "--wandbApiKey", "***"]),
+        (["--password", "123456", "--api-key=7"], ["--password", "***", "--api-key=***"]),
+        (["--pad-token", "50256", "--token=1234567"], ["--pad-token", "50256", "--token=***"]),
+        (["--tokenFile=t", "--tokenizer=gpt2", "--key=k"], ["--tokenFile=t", "--tokenizer=gpt2", "--key=k"]),
     ],
 )
 def test_secrets_are_not_kept(words: list[str], kept: list[str]) -> None:
