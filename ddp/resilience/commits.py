@@ -67,6 +67,11 @@ class Commits:
         """Whether this rank has begun what it cannot undo."""
         return any(part.is_dirty for part in self.parts.values())
 
+    @property
+    def can_deal_over(self) -> bool:
+        """Whether this can go on with another number of ranks."""
+        return all(part.can_deal_over for part in self._samplers)
+
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank.
 

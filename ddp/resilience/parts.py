@@ -277,6 +277,11 @@ class SamplerPart(Part):
             # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
             self.sampler.before_rest(before_rest)
 
+    @property
+    def can_deal_over(self) -> bool:
+        """Whether it can deal out the rest of an epoch to another number of ranks."""
+        return isinstance(self.sampler, DistributedSampler)
+
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
         """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""
         sampler = self.sampler
