@@ -8,6 +8,7 @@ optimizers, gradients travel between their steps, so each copies what it is abou
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, Protocol
@@ -97,6 +98,7 @@ class Commits:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
         known: list[Any] = [part.wrapper for part in self._models.values()]
         known += [part.optimizer for part in self._optimizers if is_distributed(part.optimizer)]
+        gc.collect()  # wrappers that nobody has any more count on no rank
         wrapped = [each for each in communicating() if isinstance(each, nn.Module | torch.optim.Optimizer)]
         others = [each for each in wrapped if not any(each is one for one in known)]
         if any(each is part.optimizer for each in others for part in self._optimizers):
