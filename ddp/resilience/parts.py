@@ -224,7 +224,7 @@ class OptimizerPart(Part):
 
 
 class StatefulPart(Part):
-    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; copied as far as it changes."""
+    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; a commit copies its tensors."""
 
     def __init__(self, name: str, stateful: Any) -> None:
         try:
