@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ddp.errors import UnsupportedError
 from ddp.resilience.random_states import RandomStates
 from ddp.torch_internals import foreach_copy
 
@@ -23,7 +24,7 @@ __all__ = ["RankPage"]
 _VARIABLE = "DTRAIN_STATE_FILE"
 _RECORDS = 4
 _HEAD = struct.Struct("<QI")  # number + 1, and how long `own` is
-_OWN_BYTES = 16 << 10
+_OWN_BYTES = 1 << 20  # what is not used takes no memory
 _RANDOM_AT = 64
 _OWN_AT = _RANDOM_AT + RandomStates.size
 _MOST_BUFFER_BYTES = 4 << 20  # larger ones would take too long to copy in each step
@@ -33,7 +34,7 @@ _ALIGN_BYTES = 64
 class RankPage:
     """Of this rank. `buffers` are those of its models that it keeps: all, if they are in host memory, and not large.
 
-    `own` returns what else is to be kept, if anything is; more than 16 KiB are not.
+    `own` returns what else is to be kept, if anything is: 1 MiB at most, else UnsupportedError when it is to be kept.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], own: Callable[[], bytes] | None) -> None:
@@ -105,9 +106,13 @@ class RankPage:
         self._random.keep(record)
         foreach_copy(self._kept[record], [*(get() for get in self._get_states), *self._buffers])
         own = b"" if self._own is None else self._own()
-        if own and len(own) <= _OWN_BYTES:
-            self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
-        _HEAD.pack_into(self._memory, start, step + 1, len(own) if len(own) <= _OWN_BYTES else 0)
+        if len(own) > _OWN_BYTES:
+            raise UnsupportedError(
+                f"what this rank has by itself, such as sums for metrics, takes {len(own)} bytes, and {_OWN_BYTES} can "
+                "come back after a failure: take fewer metrics, or Trainer(resilient=False)"
+            )
+        self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
+        _HEAD.pack_into(self._memory, start, step + 1, len(own))
 
 
 def _room(tensor: torch.Tensor) -> int:

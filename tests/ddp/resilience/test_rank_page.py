@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp.checkpoint import rng
+from ddp.errors import UnsupportedError
 from ddp.resilience import random_states
 from ddp.resilience.rank_page import RankPage
 
@@ -66,6 +67,19 @@ def test_what_was_there_when_gradients_left_is_known_until_the_commit(page: list
     assert found is not None
     rng.restore(found[0])
     assert drawn() == expected
+
+
+def test_what_is_a_rank_s_own_may_take_up_to_1_mib(page: list[torch.Tensor]) -> None:
+    own = bytes(range(256)) * 4096
+    first = RankPage(page, lambda: own)
+    first.commit(3)
+    found = RankPage(page, None).at(3)
+    assert found is not None
+    assert found[1] == own
+    own += b"."
+    with pytest.raises(UnsupportedError, match=r"1048577 bytes.*resilient=False"):
+        first.commit(4)
+    assert RankPage(page, None).at(4) is None
 
 
 def test_generators_memory_is_read_where_it_holds_what_they_tell() -> None:
