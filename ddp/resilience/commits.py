@@ -9,7 +9,7 @@ optimizers, gradients travel between their steps, so each copies what it is abou
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from ddp.resilience.copies import copied
 from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
 from ddp.resilience.rank_page import RankPage
+from ddp.torch_internals import buffers_of
 from ddp.world import communicating
 
 __all__ = ["Commits", "OwnState"]
@@ -82,8 +83,8 @@ class Commits:
             raise UnsupportedError(problem)
         given = self._trained()
         own = [part.module for part in self._models.values() if part.is_trained(given)]
-        buffers = [buffer for module in own for buffer in module.buffers()]
-        self._page = RankPage(buffers, None if self._own is None else self._own.own_state)
+        tables = [table for module in own for part in module.modules() if (table := buffers_of(part))]
+        self._page = RankPage(partial(_buffers, tables), None if self._own is None else self._own.own_state)
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
@@ -257,3 +258,7 @@ class Commits:
             sampler.begin(None if random is None else partial(rng.restore, random))
         self.number = number - 1
         self.take()
+
+
+def _buffers(tables: Sequence[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [buffer for table in tables for buffer in table.values() if buffer is not None]
