@@ -405,7 +405,7 @@ class Heartbeat(Command, Report):
     silent_in: int = 0  # its phase
     longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
     stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
-    resilient: bool = False  # whether all of them that run have restart policy 3
+    resilient: bool = False  # whether all of them that run have restart policy 3, so can go on with other hosts
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

@@ -64,7 +64,8 @@ class Callback:
     After the failure of a process in a resilient `fit` (see `ddp.Trainer`), callbacks of every replica see what they
     see in a run that is resumed: `close`, `load_state_dict` with what `state_dict` gave at the newest commit,
     `on_fit_begin`, `on_epoch_begin`, and `on_step_end` of the last step, or what followed it, once more. What is not in
-    `state_dict` stays as it is, and begins anew in the new process; a state that cannot be sent lets all start again.
+    `state_dict` stays as it is, and begins anew in the new process; where one replica's first `state_dict` raises, or
+    cannot be sent, all start again.
     """
 
     trainer: Training
@@ -101,7 +102,11 @@ class Callback:
         """When `fit` ends, also with an error: close files."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: None, numbers, strings, tensors, and lists and dicts of them."""
+        """What a checkpoint keeps of this callback: None, numbers, strings, tensors, and lists and dicts of them.
+
+        A resilient `fit` calls it before `on_restore` and `on_fit_begin`, and after every step; it must not
+        communicate.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -312,10 +312,13 @@ class Checkpoint:
                 content = copies.of(content)
 
         def write() -> None:
-            nonlocal note
+            nonlocal note, memory
             copies.wait()
             if memory is not None and note is None:
-                note = memory.keep(step, path, content)
+                try:
+                    note = memory.keep(step, path, content)
+                except Exception:  # as above
+                    memory = None
             if memory is None or note is None:
                 checkpoint_file.write(self.folder, step, content)
             else:

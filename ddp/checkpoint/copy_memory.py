@@ -20,6 +20,7 @@ from ddp.checkpoint import kept_copy
 from ddp.checkpoint.atomic_file import leave_to_parent
 from ddp.checkpoint.host_copy import tensors_in
 from ddp.checkpoint.kept_copy import Note
+from ddp.comm.pinned_buffer import has_stream
 from ddp.environment import run_of
 
 __all__ = ["CopyMemory", "is_on_host", "needed_bytes"]
@@ -41,7 +42,7 @@ class CopyMemory:
 
     @classmethod
     def of_host(cls) -> CopyMemory | None:
-        """Return this process's; None where the launcher has none, or another process uses it. May wait for 60 s.
+        """Return this process's; None where the launcher has none, or another process uses it. May wait for 60 s, once.
 
         That is when the file of one that is gone is still being written.
         """
@@ -97,12 +98,16 @@ class CopyMemory:
 
 
 _memory: CopyMemory | None = None
+_wait_s = _WAIT_S
 
 
 def needed_bytes(content: Any) -> int:
     """Return about how many bytes a copy takes."""
     tensors = [tensor for tensor in tensors_in(content) if tensor.layout is torch.strided]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
+    has_storage = [tensor.is_cpu or has_stream(tensor.device) for tensor in tensors]  # torch_xla's have none
+    storages = [tensor.untyped_storage() for tensor, has in zip(tensors, has_storage, strict=True) if has]
+    others = sum(tensor.nbytes for tensor, has in zip(tensors, has_storage, strict=True) if not has)
+    return others + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def is_on_host(content: Any) -> bool:
@@ -115,9 +120,12 @@ def _claimed(path: Path) -> CopyMemory | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # the launcher's process is gone, or not one of this container
         return None
-    until = time.monotonic() + _WAIT_S
+    global _wait_s
+    until = time.monotonic() + _wait_s
     while not kept_copy.lock(descriptor):
-        if time.monotonic() > until or not _writes_for_dead(kept_copy.find()):
+        if time.monotonic() > until:
+            _wait_s = 0.0  # no later save waits again
+        if not _wait_s or not _writes_for_dead(kept_copy.find()):
             os.close(descriptor)
             return None
         time.sleep(_PAUSE_S)

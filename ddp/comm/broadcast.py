@@ -82,8 +82,10 @@ def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
     """Broadcast one tensor from its own memory if that is in one piece, else through memory that is free afterwards."""
-    if len(chunk) == 1 and chunk[0].is_contiguous():  # on this rank; as bytes it is the same on all
-        flat = chunk[0].data.view(-1).view(torch.uint8)
+    first = chunk[0]
+    is_plain = first.is_contiguous() and not (first.is_conj() or first.is_neg())  # a conjugated view has other bytes
+    if len(chunk) == 1 and is_plain:  # on this rank; as bytes it is the same on all
+        flat = first.data.view(-1).view(torch.uint8)
         wait(_broadcast(group, flat, root), "broadcast of a tensor", device=flat.device)
         return
     package = _Package(chunk)

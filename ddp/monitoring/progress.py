@@ -89,13 +89,14 @@ def set_restart_policy(kind: int) -> None:
     3, resilient: as 2, and the others are told at once to meet it again, in the next generation: each reads its number
     from the FIFO that DTRAIN_GENERATION_PIPE names, and the process started in its place has it in DTRAIN_GENERATION
     (launcher/agent/workers/worker.py has the format). That takes all ranks: once one has ended for good, the attempt
-    ends with the next failure.
+    ends with the next failure. 4: as 3, but among as many ranks as before only: with a lost or a new host all start
+    again.
     A process that was started again stands as the one before it, until it says otherwise.
     """
-    if kind not in (0, 1, 2, 3):
+    if kind not in (0, 1, 2, 3, 4):
         raise ValueError(
             f"set_restart_policy({kind!r}): 0 is an ordinary process, 1 one to do without, 2 one to wait for, "
-            "3 one to meet again"
+            "3 one to meet again, 4 one to meet again among as many ranks"
         )
     if (counters := _counters()) is not None:
         counters[_RESTART_POLICY] = kind

@@ -8,7 +8,8 @@ optimizers, gradients travel between their steps, so each copies what it is abou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import gc
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from ddp.resilience.copies import copied
 from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
 from ddp.resilience.rank_page import RankPage
+from ddp.torch_internals import buffers_of
 from ddp.world import communicating
 
 __all__ = ["Commits", "OwnState"]
@@ -67,6 +69,11 @@ class Commits:
         """Whether this rank has begun what it cannot undo."""
         return any(part.is_dirty for part in self.parts.values())
 
+    @property
+    def can_deal_over(self) -> bool:
+        """Whether this can go on with another number of ranks."""
+        return all(part.can_deal_over for part in self._samplers)
+
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank.
 
@@ -76,8 +83,8 @@ class Commits:
             raise UnsupportedError(problem)
         given = self._trained()
         own = [part.module for part in self._models.values() if part.is_trained(given)]
-        buffers = [buffer for module in own for buffer in module.buffers()]
-        self._page = RankPage(buffers, None if self._own is None else self._own.own_state)
+        tables = [table for module in own for part in module.modules() if (table := buffers_of(part))]
+        self._page = RankPage(partial(_buffers, tables), None if self._own is None else self._own.own_state)
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
@@ -92,6 +99,7 @@ class Commits:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
         known: list[Any] = [part.wrapper for part in self._models.values()]
         known += [part.optimizer for part in self._optimizers if is_distributed(part.optimizer)]
+        gc.collect()  # wrappers that nobody has any more count on no rank
         wrapped = [each for each in communicating() if isinstance(each, nn.Module | torch.optim.Optimizer)]
         others = [each for each in wrapped if not any(each is one for one in known)]
         if any(each is part.optimizer for each in others for part in self._optimizers):
@@ -250,3 +258,7 @@ class Commits:
             sampler.begin(None if random is None else partial(rng.restore, random))
         self.number = number - 1
         self.take()
+
+
+def _buffers(tables: Sequence[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [buffer for table in tables for buffer in table.values() if buffer is not None]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
-
-from ddp.torch_internals import version_of
+from torch import nn
 
 __all__ = ["ATOMS", "Copies", "copied"]
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
+_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+_Known = dict[_Key, torch.Tensor]
+
+
 class Copies:
-    """Of one state, time after time: a tensor that has not changed is not copied again."""
+    """Of one state, time after time: a tensor in the same place is copied into the memory of its last copy.
+
+    Each is copied every time: nobody can tell whether it has changed, for NumPy and `.data` raise no version.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # by id: itself, its version, its copy
+        self._of: _Known = {}  # copies of tensors, by the place of the original
 
     def of(self, value: Any) -> Any:
+        """Return a copy, which the next one overwrites."""
         before, self._of = self._of, {}
         return _copied(value, before, self._of)
 
@@ -30,15 +38,16 @@ def copied(value: Any) -> Any:
     return value if type(value) in ATOMS else _copied(value, {}, {})
 
 
-_Known = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
-
-
 def _copied(value: Any, before: _Known, now: _Known) -> Any:
     kind = type(value)
     if kind is dict:
         if ATOMS.issuperset(map(type, value.values())):
             return value.copy()
         return {key: item if type(item) in ATOMS else _copied(item, before, now) for key, item in value.items()}
+    if kind is OrderedDict:
+        made = OrderedDict((key, _copied(item, before, now)) for key, item in value.items())
+        vars(made).update(copy.deepcopy(vars(value)))  # a module's has versions there
+        return made
     if kind is list:
         if ATOMS.issuperset(map(type, value)):
             return value.copy()
@@ -48,11 +57,18 @@ def _copied(value: Any, before: _Known, now: _Known) -> Any:
     if kind in ATOMS:
         return value
     if isinstance(value, torch.Tensor):
-        own, version, made = before.get(id(value), (None, 0, value))
-        # One made under inference_mode has no version.
-        if value.is_inference() or own is not value or version != version_of(value):
-            made = value.detach().clone()
-        if not value.is_inference():
-            now[id(value)] = value, version_of(value), made
-        return made
+        return _copied_tensor(value, before, now)
     return copy.deepcopy(value)
+
+
+def _copied_tensor(tensor: torch.Tensor, before: _Known, now: _Known) -> torch.Tensor:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return tensor.detach().clone()
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    made = before.get(key)
+    if made is None or made.is_inference():
+        made = tensor.detach().clone()
+    else:
+        made.copy_(tensor.detach())
+    now[key] = made
+    return made

@@ -31,12 +31,22 @@ class JoinPoint:
         self._changed = threading.Condition()
         self._promised: int | None = None
         self._stops_at: int | None = None
+        self._is_void = False  # `agree` has ended without an agreement
 
     def agree(self, store: Any, rank: int, size: int, commit: Callable[[], int]) -> bool:
         """Exchange the promises of all ranks at a store that nothing else uses; blocks, in a thread of its own.
 
-        Return whether they will stop at a commit: False if one of them has stopped elsewhere, or `is_over`.
+        Return whether they will stop at a commit: False if one of them has stopped elsewhere, or `is_over`. Raises
+        RuntimeError if the store is gone. Whatever the end, `committed` waits no more.
         """
+        try:
+            return self._agree(store, rank, size, commit)
+        finally:
+            with self._changed:
+                self._is_void = self._stops_at is None
+                self._changed.notify_all()
+
+    def _agree(self, store: Any, rank: int, size: int, commit: Callable[[], int]) -> bool:
         with self._changed:
             self._promised = commit() + _AHEAD
         store.set(f"promise/{rank}", str(self._promised))
@@ -47,7 +57,6 @@ class JoinPoint:
             time.sleep(_PAUSE_S)
         with self._changed:
             self._stops_at = max(int(store.get(each)) for each in everybody)
-            self._changed.notify_all()
         return True
 
     def committed(self, number: int) -> None:
@@ -55,7 +64,7 @@ class JoinPoint:
         with self._changed:
             if self._promised is None or number < self._promised:
                 return
-            while self._stops_at is None and not self._is_over():
+            while self._stops_at is None and not self._is_void and not self._is_over():
                 self._changed.wait(_PAUSE_S)
             if self._stops_at is not None and number >= self._stops_at:
                 raise Regroup

@@ -42,7 +42,7 @@ __all__ = ["can_go_on", "is_replacement", "resilient"]
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
-_ORDINARY, _RESILIENT = 0, 3  # restart policies
+_ORDINARY, _RESILIENT, _RESILIENT_AT_SIZE = 0, 3, 4  # restart policies
 _ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost; a lost host so much later than
 _LOST_AFTER = "DTRAIN_LOST_AFTER_S"  # the launcher waits for word of it
 _LOST_CONNECTION = (
@@ -80,7 +80,8 @@ def resilient(function: F) -> F:
     with hosts that come. The function then begins with other ranks: `World`, RANK, WORLD_SIZE and the like are those of
     now, and a `DistributedSampler` in the State deals out the rest of the epoch. What the script made of them before
     the function stays as it was, so compute shares, learning rates and the like inside of it. Where a host joins, the
-    function ends within `commit()`, on every rank at the same one, and begins anew.
+    function ends within `commit()`, on every rank at the same one, and begins anew. With another sampler in the State
+    all start again then.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
     those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and
@@ -162,7 +163,7 @@ class _Loop:
         commits.begin(has_state=has_joined)
         if has_joined:
             commits.attach(_world())
-        set_restart_policy(_RESILIENT)
+        set_restart_policy(_RESILIENT if commits.can_deal_over else _RESILIENT_AT_SIZE)
         regroups = False
         while True:
             is_joining = True

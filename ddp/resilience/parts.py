@@ -224,7 +224,7 @@ class OptimizerPart(Part):
 
 
 class StatefulPart(Part):
-    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; copied as far as it changes."""
+    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; a commit copies its tensors."""
 
     def __init__(self, name: str, stateful: Any) -> None:
         try:
@@ -276,6 +276,11 @@ class SamplerPart(Part):
         if isinstance(self.sampler, DistributedSampler) and before_rest is not None:
             # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
             self.sampler.before_rest(before_rest)
+
+    @property
+    def can_deal_over(self) -> bool:
+        """Whether it can deal out the rest of an epoch to another number of ranks."""
+        return isinstance(self.sampler, DistributedSampler)
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
         """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""

@@ -11,10 +11,12 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
+from ddp.errors import ReplacementError, UnsupportedError
 from ddp.resilience.random_states import RandomStates
 from ddp.torch_internals import foreach_copy
 
@@ -22,8 +24,8 @@ __all__ = ["RankPage"]
 
 _VARIABLE = "DTRAIN_STATE_FILE"
 _RECORDS = 4
-_HEAD = struct.Struct("<QI")  # number + 1, and how long `own` is
-_OWN_BYTES = 16 << 10
+_HEAD = struct.Struct("<QI?")  # number + 1, how long `own` is, and whether buffers had another form
+_OWN_BYTES = 1 << 20  # what is not used takes no memory
 _RANDOM_AT = 64
 _OWN_AT = _RANDOM_AT + RandomStates.size
 _MOST_BUFFER_BYTES = 4 << 20  # larger ones would take too long to copy in each step
@@ -31,15 +33,19 @@ _ALIGN_BYTES = 64
 
 
 class RankPage:
-    """Of this rank. `buffers` are those of its models that it keeps: all, if they are in host memory, and not large.
+    """Of this rank. `buffers` returns those of its models, which it keeps if all are in host memory, and not large.
 
-    `own` returns what else is to be kept, if anything is; more than 16 KiB are not.
+    `own` returns what else is to be kept, if anything is: 1 MiB at most, else UnsupportedError when it is to be kept.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], own: Callable[[], bytes] | None) -> None:
+    def __init__(self, buffers: Callable[[], Sequence[torch.Tensor]], own: Callable[[], bytes] | None) -> None:
         """Raises OSError if the file cannot be mapped."""
-        keeps = all(buffer.is_cpu for buffer in buffers) and sum(map(_room, buffers)) <= _MOST_BUFFER_BYTES
-        self._buffers = [buffer.detach() for buffer in buffers] if keeps else []
+        self._buffers = first = buffers()
+        if not all(buffer.is_cpu for buffer in first) or sum(map(_room, first)) > _MOST_BUFFER_BYTES:
+            self._buffers, buffers = [], lambda: []
+        self._find_buffers = buffers  # a module may assign one anew
+        self._forms = [_form(buffer) for buffer in self._buffers]
+        self._shapes = [shape for shape, _, _ in self._forms]
         state = torch.default_generator.get_state()
         has_device = torch.cuda.is_available()
         devices = [torch.cuda.get_rng_state()] if has_device else []
@@ -82,16 +88,36 @@ class RankPage:
         if (record := self._record_of(step)) is None:
             return None
         place = record * self._stride
-        _, length = _HEAD.unpack_from(self._memory, place)
+        _, length, _ = _HEAD.unpack_from(self._memory, place)
         own = bytes(self._memory[place + _OWN_AT : place + _OWN_AT + length])
         names = ("torch", "cuda")[: len(self._get_states)]
         states = {name: kept.clone() for name, kept in zip(names, self._kept[record], strict=False)}
         return self._random.at(record) | states, own
 
     def restore_buffers(self, step: int) -> None:
-        """Put the buffers back as they were after `step`, if that is known; else they stay as they are."""
-        if (record := self._record_of(step)) is not None and self._buffers:
-            foreach_copy([buffer.data for buffer in self._buffers], self._kept[record][len(self._get_states) :])
+        """Put the buffers back as they were after `step`, if that is known; else they stay as they are.
+
+        Raises ReplacementError if they had, or have, another form than at the beginning.
+        """
+        if (record := self._record_of(step)) is None or not self._forms:
+            return
+        has_changed = _HEAD.unpack_from(self._memory, record * self._stride)[2]
+        if has_changed or not self._look_for_buffers():
+            raise ReplacementError(
+                "a buffer of the model has another shape or dtype than when the resilient function began, so it cannot "
+                "be put back: all start again"
+            )
+        foreach_copy([buffer.data for buffer in self._buffers], self._kept[record][len(self._get_states) :])
+
+    def _look_for_buffers(self) -> bool:
+        """Find the present buffers; whether all have the form that they had at the beginning."""
+        found = self._find_buffers()
+        if len(found) == len(self._buffers) and all(map(is_, found, self._buffers)):
+            return [buffer.shape for buffer in found] == self._shapes  # one may be resized in place
+        if [_form(buffer) for buffer in found] != self._forms:
+            return False
+        self._buffers = found
+        return True
 
     def _record_of(self, step: int) -> int | None:
         for record in (step % 2, 2 + step % 2):
@@ -101,13 +127,24 @@ class RankPage:
 
     def _write(self, record: int, step: int) -> None:
         start = record * self._stride
-        _HEAD.pack_into(self._memory, start, 0, 0)
+        _HEAD.pack_into(self._memory, start, 0, 0, False)
         self._random.keep(record)
-        foreach_copy(self._kept[record], [*(get() for get in self._get_states), *self._buffers])
+        has_buffers = self._look_for_buffers()
+        now = [*(get() for get in self._get_states), *(self._buffers if has_buffers else ())]
+        with torch.no_grad():
+            foreach_copy(self._kept[record][: len(now)], now)
         own = b"" if self._own is None else self._own()
-        if own and len(own) <= _OWN_BYTES:
-            self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
-        _HEAD.pack_into(self._memory, start, step + 1, len(own) if len(own) <= _OWN_BYTES else 0)
+        if len(own) > _OWN_BYTES:
+            raise UnsupportedError(
+                f"what this rank has by itself, such as sums for metrics, takes {len(own)} bytes, and {_OWN_BYTES} can "
+                "come back after a failure: take fewer metrics, or Trainer(resilient=False)"
+            )
+        self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
+        _HEAD.pack_into(self._memory, start, step + 1, len(own), not has_buffers)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -35,7 +35,7 @@ class State:
     own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
     of one rank, as they are.
 
-    A commit copies nothing large, but tensors in the `state_dict()` of other objects that have changed. With several
+    A commit copies nothing large, but the tensors in the `state_dict()` of other objects. With several
     optimizers, each copies its parameters and its state before its step, so that a failure between two of their steps
     costs one commit as well. Modules that no optimizer steps, such as averages of weights, should change only between
     the optimizer's step and the commit.

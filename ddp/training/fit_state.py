@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from ddp.comm.objects import gather_values
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.errors import ArgumentError
-from ddp.resilience.loop import can_go_on
+from ddp.errors import ArgumentError, ReplacementError
+from ddp.monitoring.progress import set_restart_policy
+from ddp.resilience.loop import can_go_on, is_replacement
 from ddp.resilience.state import State
 
 __all__ = ["FitState", "state_of"]
@@ -55,9 +57,36 @@ class FitState:
 
 
 def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
-    """What goes on after a failure in a fit that begins now, or None if nothing does."""
+    """What goes on after a failure in a fit that begins now; None on all replicas if there is an obstacle on one.
+
+    All replicas call it, and those that take no failed one's place block until they have agreed. Of the others it
+    raises ReplacementError where one cannot do what the replicas that are there do.
+    """
     if not (trainer.strategy.comes_back and can_go_on()):
         return None
+    state, problem = None, ""
+    try:
+        state = _state(trainer, loader)
+        problem = state.commits.obstacle()
+    except ArgumentError as error:
+        problem = str(error)
+    except Exception as error:  # whatever a callback's state_dict() raises before its on_fit_begin()
+        problem = f"{type(error).__name__}: {error}"
+    if is_replacement():
+        if problem:
+            set_restart_policy(0)
+            raise ReplacementError(f"the other replicas go on with fit(), which this process cannot: {problem}")
+        return state
+    told = gather_values(problem)
+    if not any(told):
+        return state
+    rank = next(rank for rank, each in enumerate(told) if each)
+    reason = problem or f"rank {rank}: {told[rank]}"
+    warnings.warn(f"after a failure all processes of this fit() will start again: {reason}", stacklevel=3)
+    return None
+
+
+def _state(trainer: Any, loader: ReplicaLoader) -> State:
     parts: dict[str, Any] = {
         "model": trainer.model,
         "optimizer": trainer.optimizer,
@@ -66,9 +95,4 @@ def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
     }
     if trainer.scaler.is_enabled():
         parts["scaler"] = trainer.scaler
-    try:
-        state = State(**parts)
-    except ArgumentError as error:
-        warnings.warn(f"after a failure all processes of this fit() will start again: {error}", stacklevel=3)
-        return None
-    return None if state.commits.obstacle() else state
+    return State(**parts)

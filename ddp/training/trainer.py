@@ -85,7 +85,8 @@ class Trainer(Training):
     - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
     - `resilient`: the first `fit` of a script goes on after a process of it has failed, as `ddp.resilient` says: under
       `dtrain run`, on the CPU, with "all_reduce". Elsewhere, and with what `ddp.resilient` refuses, a
-      failure ends the attempt. See `ddp.callbacks.Callback` for what callbacks see of it.
+      failure ends the attempt; so does a lost host, and with `--grow` a new one, since the rest of an epoch is dealt
+      out among as many ranks as before only. See `ddp.callbacks.Callback` for what callbacks see of it.
 
     Override `train_step` for a loss that needs more than outputs and targets. It may call the one here, once a batch,
     and add a term of its own to what that returns.

@@ -124,13 +124,22 @@ class Chaos:
             self._end(fault, now)
             self._note(recovery_s=now - fault.at)
 
-    def exited(self, exited: Exited) -> None:
-        """Take the end of a worker, whose steps may be lost."""
+    def exited(self, exited: Exited, now: float) -> list[Command]:
+        """Take the end of a worker, whose steps may be lost.
+
+        A stopped one goes on once another has ended well: nobody waits for it any more, so that nobody would notice.
+        """
         fault = self._under_way
         self._training.discard(exited.rank)
         self._unsaved[exited.rank] = (exited.steps, exited.saved, exited.unsaved)
-        if fault is not None and not fault.is_detected and exited.rank == fault.rank and exited.status == 0:
+        if fault is None or fault.rank is None or fault.is_detected or exited.status != 0:
+            return []
+        if exited.rank == fault.rank:
             self._under_way = None  # it had ended before
+        elif self.costs[-1].action == "stop":
+            self._end(fault, now)
+            return [Send(fault.host, KillWorker(rank=fault.rank, attempt=exited.attempt, signum=signal.SIGCONT))]
+        return []
 
     def attempt_begins(self, attempt: AttemptState, now: float) -> None:
         """All processes start again."""

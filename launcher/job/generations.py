@@ -1,6 +1,6 @@
 """The compositions of an attempt, its generations: which ranks meet again after one of them was replaced. Pure.
 
-A resilient process (Exited.restart_policy 3) that fails is replaced as restarts.py has it, while all others of the
+A resilient process (Exited.restart_policy 3 or 4) that fails is replaced as restarts.py has it, while all others of the
 attempt live on and meet its successor. Each such failure begins a generation. Its number goes to every worker at once,
 before the back-off of the successor, which may fail again meanwhile: then the next number follows. Numbers only grow in
 an attempt, and begin at 0 with it. Of failures one right after the other only the newest number is told, for each one
@@ -21,9 +21,10 @@ from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import NextGeneration
 
-__all__ = ["RESILIENT", "Generations"]
+__all__ = ["MEETS_SUCCESSOR", "RESILIENT", "Generations"]
 
 RESILIENT = 3  # of Exited.restart_policy
+MEETS_SUCCESSOR = (RESILIENT, 4)  # the latter only among as many ranks as before
 PAUSE_S = 0.02  # between two numbers that are told
 
 

@@ -260,7 +260,7 @@ class Job:
         known = attempt.failing.pop(exited.rank, None)
         at = state.clock.corrected(exited.time) if known is None else known.at
         attempt.take_exit(state.name, exited, at, now)
-        self._run.chaos.exited(exited)
+        commands = self._run.chaos.exited(exited, now)
         if exited.status == 0:
             self._run.hangs.ended(exited.rank)
         if known is not None and exited.status != 0:
@@ -275,10 +275,10 @@ class Job:
                     return self._run.fail_alone(failure, exited, now)
                 return self._run.fail(failure, now)
         if self.phase is not Phase.RUNNING:
-            return []
+            return commands
         if attempt.finished:
-            return self._run.stop(now)
-        return self._run.finished(exited.rank, now) if exited.status == 0 else []
+            return [*commands, *self._run.stop(now)]
+        return [*commands, *(self._run.finished(exited.rank, now) if exited.status == 0 else [])]
 
     def _store_failed(self, attempt: AttemptState, state: HostState, message: StoreFailed, now: float) -> list[Command]:
         if self.phase is Phase.OPENING_STORE and attempt.number == self.spec.first_attempt:

@@ -23,7 +23,7 @@ from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, misfits
-from launcher.job.generations import RESILIENT, Generations
+from launcher.job.generations import MEETS_SUCCESSOR, Generations
 from launcher.job.hangs import Hangs
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
@@ -265,7 +265,7 @@ class Lifecycle:
 
     def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
         """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
-        attempt, is_resilient = self.current, exited.restart_policy == RESILIENT
+        attempt, is_resilient = self.current, exited.restart_policy in MEETS_SUCCESSOR
         if is_resilient and not self.generations.can_meet(attempt, exited.rank, self.restarts.waiting):
             return self.fail(failure, now)
         commands = self.restarts.failed(attempt, failure, exited, now)

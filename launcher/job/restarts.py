@@ -5,10 +5,11 @@ lives of each rank.
 
 A process says of itself, while it runs, what its failure means (Exited.restart_policy, ddp/monitoring/progress.py): 0,
 it ends the attempt; 1, the others go on without it, as without a worker of an asynchronous run; 2, they wait for its
-successor, as for a parameter server; 3, they meet its successor again, as generations.py has it. A restart of it is one
-of those that the run has (--max-restarts), as another attempt is. Without any left, the others go on without the first
-kind, and the run's end then has that failure as its cause; the other kinds end the attempt, as any failure does. Where
-one of the third kind may have failed only since another process did, the restart of that one counts for both.
+successor, as for a parameter server; 3, they meet its successor again, as generations.py has it; 4, as 3, but never
+with another number of ranks: a lost or new host restarts all. A restart of it is one of those that the run has
+(--max-restarts), as another attempt is. Without any left, the others go on without the first kind, and the run's end
+then has that failure as its cause; the other kinds end the attempt, as any failure does. Where one of the third or
+fourth kind may have failed only since another process did, the restart of that one counts for both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
-from launcher.job.generations import RESILIENT
+from launcher.job.generations import MEETS_SUCCESSOR
 from launcher.job.progress_messages import goes_on_without, left_out, starts_again
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
@@ -169,7 +170,7 @@ class Restarts:
         self._starting.discard(rank)
         made = FailedAttempt(failure, failure.ran_s, exited.saved + exited.steps, free=failure.injected, rank=rank)
         looks_so = looks_like_consequence(failure)
-        may_follow = looks_so and exited.restart_policy == RESILIENT
+        may_follow = looks_so and exited.restart_policy in MEETS_SUCCESSOR
         made = replace(made, may_follow=may_follow, succeeds=attempt.is_successor(rank))
         decision = judge(self._spec, [*self.past, made])
         if decision.again_after_s is not None:

@@ -49,7 +49,7 @@ __all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "StateFile", "Worker", "spawn
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
 _PROGRESS = struct.Struct("<QQQQQ")  # in this order, and why: ddp/monitoring/progress.py
-_ALONE = (1, 2, 3)  # its failure does not end the attempt: the others go on, or wait for its successor
+_ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others go on, or wait for its successor
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
 

@@ -89,3 +89,37 @@ def test_where_not_all_are_resilient_all_start_again(ssh_hosts: SshHosts, tmp_pa
         ssh_hosts.stop(2)
         assert process.wait(LIMIT_S) == 0
         assert b"attempt 1 begins on 1 host, without node2" in process.stderr.read()
+
+
+FIT = """
+import os, time, torch, ddp
+from ddp.callbacks import Callback
+from torch import nn
+
+class Says(Callback):
+    def on_step_end(self, step, logs):
+        place = (os.environ[name] for name in ("WORLD_SIZE", "RANK"))
+        print("at", step, *place, os.getpid(), os.environ["DTRAIN_HOST"], time.monotonic(), flush=True)
+        time.sleep(0.1)
+
+torch.manual_seed(1)
+net = nn.Linear(6, 3)
+data = torch.utils.data.TensorDataset(torch.randn(240, 6), torch.randint(3, (240,)))
+trainer = ddp.Trainer(net, torch.optim.Adam(net.parameters()), nn.CrossEntropyLoss(), callbacks=[Says()])
+trainer.fit(data, epochs=2, global_batch_size=4)
+print("result", trainer.step, flush=True)
+"""
+
+
+def test_all_start_again_where_a_fit_loses_a_host(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text(FIT)
+    argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2")[:-1], str(script)]
+    with started_dtrain(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.stop(2)
+        stderr = seen.end_well()
+    assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
+    assert "generation" not in stderr, "no rank was asked to go on in a smaller world"
+    assert seen.said("result") == {"120"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp.checkpoint import rng
+from ddp.errors import ReplacementError, UnsupportedError
 from ddp.resilience import random_states
 from ddp.resilience.rank_page import RankPage
 
@@ -34,7 +35,7 @@ def test_a_successor_goes_on_with_the_same_numbers_and_buffers(
 ) -> None:
     if not knows_memory:
         monkeypatch.setattr(random_states, "_words_of", lambda _: None)
-    first = RankPage(page, lambda: b"its own")
+    first = RankPage(lambda: page, lambda: b"its own")
     for step in range(4):
         for _ in range(draws):
             drawn()
@@ -42,30 +43,58 @@ def test_a_successor_goes_on_with_the_same_numbers_and_buffers(
         page[0] += 1
         first.sent(step)
         first.commit(step)
-        found = RankPage(page, None).at(step)
+        found = RankPage(lambda: page, None).at(step)
         assert found is not None
         state, own = found
         assert own == b"its own"
         after = drawn()
         rng.restore(state)
         assert drawn() == after
-    assert RankPage(page, None).at(1) is None  # the records of steps 2 and 3 are there instead
+    assert RankPage(lambda: page, None).at(1) is None  # the records of steps 2 and 3 are there instead
     page[0].zero_()
     page[1].zero_()
-    RankPage(page, None).restore_buffers(3)
+    RankPage(lambda: page, None).restore_buffers(3)
     assert page[0].tolist() == [4.0, 5.0, 6.0, 7.0, 8.0]
     assert int(page[1]) == 7
 
 
 def test_what_was_there_when_gradients_left_is_known_until_the_commit(page: list[torch.Tensor]) -> None:
-    first = RankPage(page, None)
+    first = RankPage(lambda: page, None)
     first.commit(0)
     first.sent(1)
     expected = drawn()
-    found = RankPage(page, None).at(1)
+    found = RankPage(lambda: page, None).at(1)
     assert found is not None
     rng.restore(found[0])
     assert drawn() == expected
+
+
+def test_what_is_a_rank_s_own_may_take_up_to_1_mib(page: list[torch.Tensor]) -> None:
+    own = bytes(range(256)) * 4096
+    first = RankPage(lambda: page, lambda: own)
+    first.commit(3)
+    found = RankPage(lambda: page, None).at(3)
+    assert found is not None
+    assert found[1] == own
+    own += b"."
+    with pytest.raises(UnsupportedError, match=r"1048577 bytes.*resilient=False"):
+        first.commit(4)
+    assert RankPage(lambda: page, None).at(4) is None
+
+
+def test_a_buffer_that_is_assigned_anew_comes_back(page: list[torch.Tensor]) -> None:
+    first = RankPage(lambda: list(page), None)
+    page[0] = torch.full((5,), 3.0)
+    first.commit(0)
+    page[0] = torch.zeros(5)
+    first.restore_buffers(0)
+    assert page[0].tolist() == [3.0] * 5
+    page[0].resize_(6)
+    first.commit(1)
+    page[0] = torch.zeros(5)
+    for one in (first, RankPage(lambda: list(page), None)):
+        with pytest.raises(ReplacementError, match="another shape or dtype"):
+            one.restore_buffers(1)
 
 
 def test_generators_memory_is_read_where_it_holds_what_they_tell() -> None:

@@ -36,3 +36,35 @@ def test_a_fit_that_is_told_not_to_starts_again_as_a_whole(tmp_path: Path, undis
     assert "attempt 1 begins" in result.stderr, result
     assert "only this worker restarts" not in result.stderr
     assert said(result, "result").keys() == undisturbed.keys()
+
+
+BEGINS_LATE = """
+import torch, ddp
+from ddp.callbacks import Callback
+from torch import nn
+
+class BeginsLate(Callback):
+    def on_fit_begin(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count if ddp.init().rank else 0}
+
+torch.manual_seed(1)
+net = nn.Linear(6, 3)
+data = torch.utils.data.TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+trainer = ddp.Trainer(net, torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss(), callbacks=[BeginsLate()])
+trainer.fit(data, epochs=1, global_batch_size=4)
+print("steps", trainer.step, flush=True)
+"""
+
+
+def test_where_a_callback_has_no_state_on_one_rank_the_fit_is_an_ordinary_one_on_all(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(BEGINS_LATE)
+    result = run(script, tmp_path)
+    assert said(result, "steps") == {0: "2", 1: "2"}, result
+    words = "after a failure all processes of this fit() will start again: "
+    reason = "AttributeError: 'BeginsLate' object has no attribute 'count'"
+    assert f"{words}{reason}" in result.stderr
+    assert f"{words}rank 1: {reason}" in result.stderr

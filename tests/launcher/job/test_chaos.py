@@ -140,6 +140,19 @@ def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for(
     assert [cost.detection_s for cost in drive.outcome.faults] == [None]
 
 
+def test_a_stopped_worker_goes_on_once_another_has_finished() -> None:
+    drive = running("stop worker every 30s, seed 1", hang=HangPolicy(acts=True))
+    order = fault(drive, 30)
+    other = (order.rank + 1) % 4
+    host = drive.host_of(other)
+    (goes_on,) = messages(drive.say(host, drive.exited(host, other)), KillWorker)
+    assert (goes_on.rank, goes_on.signum) == (order.rank, signal.SIGCONT)
+    for rank in {0, 1, 2, 3} - {other}:
+        drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank))
+    drive.stop_all()
+    assert drive.outcome.exit_code == 0
+
+
 def test_only_workers_that_have_made_a_step_are_stopped() -> None:
     drive = Drive("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
     drive.run()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.job.events import Command, Send, Signalled
@@ -20,8 +21,9 @@ def running(*names: str, **changes: Any) -> Drive:
 
 def fails(drive: Drive, rank: int, status: int = -9, *, after_s: float = 0.0, **changes: Any) -> list[Command]:
     drive.now += after_s
+    changes = {"restart_policy": 3} | changes
     host = drive.host_of(rank)
-    return drive.say(host, drive.exited(host, rank, status, restart_policy=3, **changes))
+    return drive.say(host, drive.exited(host, rank, status, **changes))
 
 
 def starts(drive: Drive, rank: int) -> list[Command]:
@@ -33,9 +35,10 @@ def exits(drive: Drive, rank: int, **changes: Any) -> list[Command]:
     return drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, **changes))
 
 
-def test_every_host_is_told_before_the_worker_starts_again() -> None:
+@pytest.mark.parametrize("policy", [3, 4])
+def test_every_host_is_told_before_the_worker_starts_again(policy: int) -> None:
     drive = running("a", "b", "c", max_restarts=3)
-    commands = fails(drive, 3)
+    commands = fails(drive, 3, restart_policy=policy)
     assert tells(commands) == [
         *(Send(host, NextGeneration(attempt=0, number=1)) for host in "abc"),
         Send("b", RestartWorker(3, 0, restart=1)),
