@@ -58,7 +58,12 @@ class _Package:
             self.wait(wait)
             # Through .data, which has a version counter of its own: a graph of an earlier forward may have
             # saved the buffer, and its backward must not fail because of this copy.
-            foreach_copy([tensor.data for tensor in self.tensors], self.views)
+            data = [tensor.data for tensor in self.tensors]
+            if all(map(_is_plain, data)):
+                foreach_copy(data, self.views)
+            else:
+                for tensor, view in zip(data, self.views, strict=True):
+                    tensor.copy_(view)
 
     def wait(self, wait: Wait) -> None:
         """Wait until the staging tensor is free, or holds what was sent."""
@@ -82,10 +87,8 @@ def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
     """Broadcast one tensor from its own memory if that is in one piece, else through memory that is free afterwards."""
-    first = chunk[0]
-    is_plain = first.is_contiguous() and not (first.is_conj() or first.is_neg())  # a conjugated view has other bytes
-    if len(chunk) == 1 and is_plain:  # on this rank; as bytes it is the same on all
-        flat = first.data.view(-1).view(torch.uint8)
+    if len(chunk) == 1 and chunk[0].is_contiguous() and _is_plain(chunk[0]):  # on this rank; its bytes are those of all
+        flat = chunk[0].data.view(-1).view(torch.uint8)
         wait(_broadcast(group, flat, root), "broadcast of a tensor", device=flat.device)
         return
     package = _Package(chunk)
@@ -93,6 +96,11 @@ def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], ro
     package.finish(group, root, wait)
     if group.rank() == root:
         package.wait(wait)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values; that of a conjugated or negated view holds others."""
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
