@@ -57,11 +57,11 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
 
 
 def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
-    for kind in (1, 2, 3, 0):
+    for kind in (1, 2, 3, 4, 0):
         progress.set_restart_policy(kind)
         assert struct.unpack("<QQQQQ", counters.read_bytes()) == (0, 0, kind, 0, 0)
-    with pytest.raises(ValueError, match=r"set_restart_policy\(4\)"):
-        progress.set_restart_policy(4)
+    with pytest.raises(ValueError, match=r"set_restart_policy\(5\)"):
+        progress.set_restart_policy(5)
 
 
 def test_the_fourth_number_changes_with_each_phase_and_says_which_it_is(counters: Path) -> None:
