@@ -22,6 +22,7 @@ PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
+RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
 HEARTBEATS = 10  # at least so many in the heartbeat timeout
 MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do

@@ -26,6 +26,7 @@ from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
 from launcher.protocol import (
     COMPOSED,
+    RESILIENT,
     Exited,
     Heartbeat,
     KillWorker,
@@ -51,7 +52,6 @@ __all__ = ["Attempt"]
 
 READ_BYTES = 1 << 16
 STEP_LOOK_S = 0.01  # between looks for the first step of a worker
-RESILIENT = 3  # of Worker.restart_policy
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 

@@ -19,12 +19,11 @@ from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import NextGeneration
+from launcher.protocol import RESILIENT, NextGeneration
 
-__all__ = ["MEETS_SUCCESSOR", "RESILIENT", "Generations"]
+__all__ = ["MEETS_SUCCESSOR", "Generations"]
 
-RESILIENT = 3  # of Exited.restart_policy
-MEETS_SUCCESSOR = (RESILIENT, 4)  # the latter only among as many ranks as before
+MEETS_SUCCESSOR = (RESILIENT, 4)  # of Exited.restart_policy; the latter only among as many ranks as before
 PAUSE_S = 0.02  # between two numbers that are told
 
 

@@ -43,7 +43,6 @@ from launcher.job.events import (
 )
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT
-from launcher.job.generations import RESILIENT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
@@ -52,6 +51,7 @@ from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (
     PROTOCOL,
+    RESILIENT,
     Bye,
     Collect,
     Collected,
