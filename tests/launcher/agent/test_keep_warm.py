@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from testbed.another_user import ask_as_another_user
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 
@@ -611,31 +612,11 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(
     runtime.chmod(0o700)
 
 
-CONNECT = """
-import os, socket, sys
-os.setgid(65534); os.setuid(65534)
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.settimeout(60)
-connection.connect(sys.argv[1])
-try:
-    connection.send(b'{"ask": "describe"}')
-    print(connection.recv(1 << 16))
-except ConnectionError:
-    print(b"")
-"""
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
 def test_another_user_is_given_no_answer(server: int) -> None:
     path = next(Path("runtime").glob("dtrain-warm/*"))
-    link = Path("/tmp", f"warm-test-{server}")
-    os.link(path, link)  # as if the folder did not keep others out
-    link.chmod(0o777)
-    try:
-        result = run_program(sys.executable, "-c", CONNECT, str(link), cwd=Path("/"))
-        assert result.stdout == "b''\n", result
-    finally:
-        link.unlink()
+    result = ask_as_another_user(path, '{"ask": "describe"}')
+    assert result.stdout == "b''\n", result
     path.chmod(0o700)
     assert describe()[0]["pid"] == server
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from testbed.another_user import ask_as_another_user
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.terminal import dtrain_on_terminal
 
@@ -333,32 +334,12 @@ def test_a_run_that_is_suspended_says_that_it_does_not_answer(folder: Path) -> N
     assert dtrain("wait", "held").returncode == 143, "it stops once it goes on"
 
 
-ASK = """
-import os, socket, sys
-os.setgid(65534); os.setuid(65534)
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.settimeout(60)
-connection.connect(sys.argv[1])
-try:
-    connection.send(b'{"ask": "stop"}')
-    print(connection.recv(1 << 16))
-except ConnectionError:
-    print(b"")
-"""
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")
 def test_other_users_neither_see_nor_stop_a_run(folder: Path) -> None:
     start("mine")
     (path,) = (each for each in (folder / "state/dtrain").iterdir() if not each.name.startswith("run-"))
     assert (folder / "state/dtrain").stat().st_mode & 0o777 == 0o700
-    link = Path("/tmp", f"runs-test-{os.getpid()}")
-    os.link(path, link)  # as if the folder did not keep others out
-    link.chmod(0o777)
-    try:
-        assert run_program(sys.executable, "-c", ASK, link, cwd=Path("/")).stdout == "b''\n"
-    finally:
-        link.unlink()
+    assert ask_as_another_user(path, '{"ask": "stop"}').stdout == "b''\n"
     assert [each["state"] for each in ps()] == ["running"]
     (folder / "state/dtrain").chmod(0o777)
     result = dtrain("ps")
