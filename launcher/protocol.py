@@ -223,7 +223,7 @@ class Hello(Report):
     python: str
     hostname: str
     pid: int
-    agent_identity: str  # what another agent on this host needs to find what this one leaves; see agent/leftovers.py
+    agent_identity: str  # what another agent on this host needs to find what this one leaves: cleanup/leftovers.py
     time: float  # this host's monotonic clock, as in every `time` below
 
 
@@ -309,7 +309,7 @@ class Exited(Report):
     error: dict[str, str] | None  # type, message, where, inside, failed_ranks; from the file that the worker wrote
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
-    restart_policy: int = 0  # see job/restarts.py; 0: its failure ends the attempt
+    restart_policy: int = 0  # see job/recovery/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
     unsaved: int = 0  # steps since the newest one

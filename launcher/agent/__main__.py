@@ -16,7 +16,7 @@ if "DTRAIN_FILE_LIMIT" in os.environ:
 
 match sys.argv[1:]:
     case ["guard", orders]:
-        from launcher.agent import guard
+        from launcher.agent.cleanup import guard
 
         guard.main_lent(int(orders))
     case ["agent", orders]:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from launcher.agent.cleanup.run_tag import RunTag, clear_folder
 from launcher.agent.kept_copy import KeptCopy
-from launcher.agent.run_tag import RunTag, clear_folder
 from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter

@@ -2,8 +2,8 @@
 
 Started by the controller as `python -m launcher.agent`, on this machine or through SSH, with the protocol's stream on
 its standard input and output. It lives through all attempts of a run. End of its input means that the controller is
-gone: stop everything; so does a lease that has run out (lease.py). Single-threaded, one selector. Its parent is a
-guard: the same program, forked before anything else, which inherits every process of the run when the agent dies,
+gone: stop everything; so does a lease that has run out (cleanup/lease.py). Single-threaded, one selector. Its parent is
+a guard: the same program, forked before anything else, which inherits every process of the run when the agent dies,
 whatever killed it, and ends them.
 """
 
@@ -21,14 +21,14 @@ from typing import NoReturn
 from launcher import __version__
 from launcher.agent.attempt import READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
+from launcher.agent.cleanup.guard import guard, reap
+from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
+from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
+from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.cleanup.run_tag import RunTag, make_folder, mark_unless_nested
 from launcher.agent.evidence import EvidenceRound
-from launcher.agent.guard import guard, reap
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
-from launcher.agent.killed_runs import find_killed_runs, leave_identity
-from launcher.agent.lease import ENDS_WITHIN_S, Lease, Limits
-from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
-from launcher.agent.run_tag import RunTag, make_folder, mark_unless_nested
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.warm.folder import prefix_of

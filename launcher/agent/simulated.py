@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 
-from launcher.agent.guard import reap
+from launcher.agent.cleanup.guard import reap
 from launcher.agent.main import main as run_agent
 from launcher.agent.warm.handover import hand_over
 from launcher.machine import oom  # noqa: F401  # else each agent would import it for its first worker

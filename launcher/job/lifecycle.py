@@ -4,9 +4,9 @@
                                                                              -> stopping -> ended
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
-attempt.py, what the cause was in failure.py, whether there is another, and which processes fail without ending it,
-in restarts.py, whom the others meet again then in generations.py, on which hosts in compositions.py, how the run ends
-in stopping.py and outcome.py.
+attempt.py, what the cause was in failure.py, how the run ends in stopping.py and outcome.py. In recovery/ stands
+whether there is another attempt and which processes fail without ending it (restarts.py), whom the others meet again
+then (generations.py), and on which hosts (compositions.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
-from launcher.job import compositions
 from launcher.job.attempt import AttemptState, choose_members
 from launcher.job.chaos import Chaos
 from launcher.job.events import Command, Notice, Send
@@ -23,13 +22,14 @@ from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, misfits
-from launcher.job.generations import MEETS_SUCCESSOR, Generations
-from launcher.job.hangs import Hangs
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.restarts import Restarts
+from launcher.job.recovery import compositions
+from launcher.job.recovery.generations import MEETS_SUCCESSOR, Generations
+from launcher.job.recovery.hangs import Hangs
+from launcher.job.recovery.restarts import Restarts
 from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec

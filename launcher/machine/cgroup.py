@@ -1,7 +1,7 @@
 """A control group for the workers of this host: what they start stays in it, whatever it does to itself.
 
 Made below the agent's own group of the unified hierarchy (cgroup v2), so that every limit of that still holds. Where
-there is none, or this user may not make one, everything here does nothing: agent/run_tag.py has other ways.
+there is none, or this user may not make one, everything here does nothing: agent/cleanup/run_tag.py has other ways.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
 processes is its last act in every run. Never signals a pid whose start time was not checked just before. Which
-processes belong to a run is agent/run_tag.py's to say.
+processes belong to a run is agent/cleanup/run_tag.py's to say.
 """
 
 from __future__ import annotations

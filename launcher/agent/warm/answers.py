@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping
 
 from launcher import __version__
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.host_facts import find_resources, likely_workers
-from launcher.agent.run_tag import RunTag
 from launcher.agent.warm.folder import prefix_of
 from launcher.agent.warm.kept import describe, stop
 from launcher.agent.warm.surroundings import find_surroundings

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
-_LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as lease.py's Limits begin
+_LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as cleanup/lease.py's Limits begin
 _MESSAGE_BYTES = 1 << 16
 _PROMISE_S = 2.0  # so long this process stays for who was told that it fits
 _QUIET_S = 0.5  # after a run, before anything is prepared for the next: that run's end has the processors first

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.host_facts import find_cores
-from launcher.agent.run_tag import RunTag
 from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import spawn

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import Exited, Failing
 

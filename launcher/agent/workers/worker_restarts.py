@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol import RestartWorker

@@ -20,7 +20,7 @@ import pytest
 from testbed.agent import AgentProcess
 from testbed.processes import wait_until
 
-from launcher.agent.killed_runs import IDENTITY
+from launcher.agent.cleanup.killed_runs import IDENTITY
 from launcher.machine import processes
 from launcher.protocol import (
     Bye,

@@ -2,7 +2,7 @@
 
 import math
 
-from launcher.agent.lease import Lease, Limits
+from launcher.agent.cleanup.lease import Lease, Limits
 
 
 def _lease(duration_s: float = 20.0) -> tuple[Lease, Limits]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testbed.processes import started, wait_until
 
-from launcher.agent import run_tag
-from launcher.agent.leftovers import AgentIdentity, LeftoverSweep
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup import run_tag
+from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup

@@ -6,8 +6,8 @@ import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.errors import PlacementError
-from launcher.job.compositions import numbered
 from launcher.job.job import Phase
+from launcher.job.recovery.compositions import numbered
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol import (
     EndAttempt,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.lease import LATE, LATE_S, Lease, Limits
+from launcher.agent.cleanup.lease import LATE, LATE_S, Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job import fleet as fleet_module
 from launcher.job.events import Open, Send

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from launcher import __version__
-from launcher.agent.lease import Lease, Limits
+from launcher.agent.cleanup.lease import Lease, Limits
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
@@ -46,7 +46,7 @@ from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
-from launcher.job.restarts import is_free
+from launcher.job.recovery.restarts import is_free
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol import (

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.hosts.host import Host, HostKind
 from launcher.job.failure import Failure, FailureKind
-from launcher.job.restarts import LOOP, FailedAttempt, Restarts, failed_attempt, judge
+from launcher.job.recovery.restarts import LOOP, FailedAttempt, Restarts, failed_attempt, judge
 from launcher.job.timers import Timers
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from testbed.processes import Result, run_program, started, wait_until
 
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.machine.processes import Process, Sweep, find, has_variable, related, send
 
@@ -220,7 +220,7 @@ def children(pid: int) -> list[int]:
 def test_a_run_tag_stays_whatever_its_process_does_to_itself() -> None:
     put_on = """
 import os, sys
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup.run_tag import RunTag
 RunTag(sys.argv[1], None).put_on()
 print(flush=True)
 if os.fork() == 0:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
-from launcher.job.generations import MEETS_SUCCESSOR
 from launcher.job.progress_messages import goes_on_without, left_out, starts_again
+from launcher.job.recovery.generations import MEETS_SUCCESSOR
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker

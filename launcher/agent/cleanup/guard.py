@@ -16,8 +16,8 @@ import time
 from functools import partial
 from typing import NoReturn
 
-from launcher.agent.lease import Limits
-from launcher.agent.run_tag import RunTag, mark_unless_nested
+from launcher.agent.cleanup.lease import Limits
+from launcher.agent.cleanup.run_tag import RunTag, mark_unless_nested
 from launcher.agent.warm.lent import await_run, read_orders
 from launcher.machine import processes
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from launcher.agent.run_tag import RunTag
+from launcher.agent.cleanup.run_tag import RunTag
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass

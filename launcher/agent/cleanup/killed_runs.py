@@ -14,8 +14,8 @@ import stat
 import sys
 from collections.abc import Iterator
 
-from launcher.agent.leftovers import AgentIdentity
-from launcher.agent.run_tag import RunTag, folders_for_files
+from launcher.agent.cleanup.leftovers import AgentIdentity
+from launcher.agent.cleanup.run_tag import RunTag, folders_for_files
 from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.processes import Process

@@ -30,11 +30,11 @@ from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, misfits
-from launcher.job.generations import Generations
 from launcher.job.host_state import HostPhase
 from launcher.job.orders import composed_workers, open_store
 from launcher.job.progress_messages import composed
-from launcher.job.restarts import PROGRESS_S, Restarts
+from launcher.job.recovery.generations import Generations
+from launcher.job.recovery.restarts import PROGRESS_S, Restarts
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place_job
