@@ -227,7 +227,7 @@ class StallReport:
         except RuntimeError as error:
             if isinstance(error, DdpError) and not isinstance(error, Lost):
                 raise
-            raise self.error(what, str(error)) from error
+            raise self.error(what, str(error)) from None  # it quotes that one; a second traceback says no more
         finally:
             self._position = before
 

@@ -216,8 +216,8 @@ def _secondary_failures(group: SecondaryFailures) -> str:
 
 
 def _positions(outcome: Outcome, cause: Failure) -> list[str]:
-    """Say where each group of ranks was when the cause was noticed; ranks that failed as well were on their way out."""
-    failed = {failure.rank for failure in outcome.secondary_failures}
+    """Say where each group of ranks was when the cause was noticed; those that failed were on their way out."""
+    failed = {cause.rank, *(failure.rank for failure in outcome.secondary_failures)}
     evidence = [each for each in outcome.evidence if each.rank not in failed]
     found = groups(evidence)
     if not found:

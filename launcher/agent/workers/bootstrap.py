@@ -213,7 +213,8 @@ def _text(error: BaseException) -> str:
 def _position(error: BaseException) -> tuple[str, str]:
     """Return `file:line in function` of the deepest frame of the user's own code, and the function that raised.
 
-    Not the user's own are installed packages, the standard library and what this file belongs to.
+    Not the user's own are installed packages, the standard library and what this file belongs to. Where ddp raised, the
+    function is the one that was called: `backward`, not a part of ddp that nobody knows.
     """
     import sysconfig
     import traceback
@@ -226,9 +227,16 @@ def _position(error: BaseException) -> tuple[str, str]:
     foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
     installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
     own = [f for f in frames if not (f.filename.startswith(foreign) or any(part in f.filename for part in installed))]
-    for frame in reversed(own or frames):
-        return f"{frame.filename}:{frame.lineno} in {frame.name}", frames[-1].name
-    return "", ""
+    if not frames:
+        return "", ""
+    deepest = (own or frames)[-1]
+    below = frames[frames.index(deepest) + 1 :]
+    of_ddp = [frame.filename.startswith(f"{ours}/ddp{os.sep}") for frame in below]
+    inside = frames[-1].name
+    if of_ddp and of_ddp[-1]:
+        called = [frame.name for frame in below[: of_ddp.index(True) + 1] if frame.name[0] not in "_<"]
+        inside = called[-1] if called else inside
+    return f"{deepest.filename}:{deepest.lineno} in {deepest.name}", inside
 
 
 def _end(error: BaseException | None) -> None:

@@ -192,14 +192,23 @@ WHERE = {
     "in the library": ("import json\ndef f(): json.loads('{')\nf()", "script.py:2 in f", "raw_decode"),
     "in an own function": ("def f():\n    1 / 0\nf()", "script.py:2 in f", "f"),
     "in an installed package": ("import installed\ndef f(): installed.fail()\nf()", "script.py:2 in f", "fail"),
-    "in our ddp": ("import ddp\ndef f(): ddp.init()\nf()", "script.py:2 in f", None),  # whatever checks it there
+    "in our ddp": ("import ddp\ndef f(): ddp.init()\nf()", "script.py:2 in f", "init"),  # whatever checks it there
+    "in our ddp, below torch": (
+        "import functools, torch, ddp\nfrom ddp.data_parallel.backward_pass import EndOfBackward\n"
+        "at_the_end = EndOfBackward(functools.partial(ddp.init, 'no backend'), lambda: None)\n"
+        "y = torch.ones(1, requires_grad=True) * 2\n"
+        "y.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(at_the_end))\n"
+        "def f(): y.backward()\nf()",
+        "script.py:6 in f",
+        "backward",
+    ),
     "in no function": ("x = = 1", "script.py:1", ""),
 }
 
 
 @pytest.mark.parametrize(("program", "where", "inside"), WHERE.values(), ids=WHERE.keys())
 def test_facts_name_the_users_own_line_and_the_function_that_raised(
-    tmp_path: Path, program: str, where: str, inside: str | None
+    tmp_path: Path, program: str, where: str, inside: str
 ) -> None:
     write(tmp_path, "script.py", program)
     write(tmp_path, "python/site-packages/installed.py", "def fail(): raise ValueError('x')")
@@ -211,7 +220,7 @@ def test_facts_name_the_users_own_line_and_the_function_that_raised(
     assert run_program(sys.executable, "-u", BOOTSTRAP, "script", "script.py", cwd=tmp_path, env=env).returncode == 1
     facts = json.loads((tmp_path / "0-1.json.facts").read_text())
     assert facts["where"] == f"{tmp_path}/{where}"
-    assert facts["inside"] == inside or (inside is None and facts["inside"] not in ("", "f"))
+    assert facts["inside"] == inside
 
 
 def test_worker_without_an_agent_writes_no_stacks(tmp_path: Path) -> None:

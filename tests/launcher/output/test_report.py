@@ -256,9 +256,16 @@ def test_failure_quotes_where_the_secondary_failures_stood() -> None:
     assert not any("look at rank" in line for line in shown)
 
 
+def test_the_cause_does_not_stand_among_the_others() -> None:
+    shown = lines(outcome(failure(rank=2), evidence=[evidence(2, "load"), evidence(0, "all_reduce")]))
+    at = shown.index("where the other ranks were:")
+    assert shown[at + 1].startswith("rank 0 is at")
+    assert not any("rank 2 is" in line for line in shown)
+
+
 def test_at_most_five_places_are_shown() -> None:
     many = [evidence(rank, "forward", line=100 + rank) for rank in range(9)]
-    shown = lines(outcome(failure(), evidence=many))
+    shown = lines(outcome(failure(rank=9), evidence=many))
     at = shown.index("where the other ranks were:")
     assert shown[at + 6] == "and 4 ranks in 4 other places"
 
