@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from launcher.cli import torchrun
+from launcher.cli.help import Command
 from launcher.cli.options import CONFIG_SOURCE, Listed
 from launcher.errors import UsageError
 
@@ -35,6 +36,8 @@ class ConfigFile:
 
 class Group(click.Group):
     """Commands whose options' defaults come from the config file, and from PET_* variables for dtrain-torchrun."""
+
+    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         config_file = self.read_config_file()

@@ -121,9 +121,9 @@ def cli() -> None:
 def run(options: Options) -> None:
     """Start SCRIPT once for each worker on all hosts, and end with its exit code.
 
-    Options of dtrain come before SCRIPT; everything after it is the script's. Every option that shows an environment
-    variable can also be set by it, or in dtrain.toml or [tool.dtrain] of pyproject.toml. torchrun's options are taken
-    as well.
+    Options of dtrain come before SCRIPT; everything after it is the script's. An option can also be set by a variable
+    (DTRAIN_GRACE_S=10 for --grace-s 10; not those of one run: -m, --no-python, --detach, --print-commands, -q, -v), and
+    in dtrain.toml or [tool.dtrain] of pyproject.toml: flag > variable > file. torchrun's other options are taken too.
     """
     from launcher.cli.run import run_job
 
@@ -206,7 +206,14 @@ def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
     sys.exit(run_warm(request.spec, start=start, stop=stop, as_json=as_json, say=_complain))
 
 
-_RUN = click.argument("run_id", metavar="RUN")
+def _complete_run(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
+    """Return the names of runs that begin so, the newest first, for the shell."""
+    from launcher.runs.registry import entries
+
+    return [name for name in ["last", *(entry.run_id for entry in entries())] if name.startswith(begun)]
+
+
+_RUN = click.argument("run_id", metavar="RUN", shell_complete=_complete_run)
 _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
@@ -300,3 +307,19 @@ def env(as_json: bool) -> None:
     from launcher.cli.env import run_env
 
     sys.exit(run_env(cli.read_config_file().values, as_json=as_json))
+
+
+@cli.command(short_help="Print what makes a shell complete dtrain's words.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the lines that make SHELL complete commands, options and runs, for its start-up file.
+
+    \b
+    bash:  echo 'eval "$(dtrain completion bash)"' >> ~/.bashrc
+    zsh:   echo 'eval "$(dtrain completion zsh)"' >> ~/.zshrc
+    fish:  dtrain completion fish > ~/.config/fish/completions/dtrain.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    if (made := get_completion_class(shell)) is not None:
+        click.echo(made(cli, {}, "dtrain", "_DTRAIN_COMPLETE").source())

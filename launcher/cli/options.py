@@ -17,7 +17,9 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
+from launcher.cli.help import Option
 from launcher.errors import UsageError
 from launcher.machine.numa import MODES
 from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
@@ -32,11 +34,11 @@ _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_F
               "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM")  # fmt: skip
 
 
-class Listed(click.Option):
+class Listed(Option):
     """An option of which the value is a list with commas; in the config file it may be a list."""
 
 
-class _Several(click.Option):
+class _Several(Option):
     """An option that may be given several times; its variable is split as a shell would, so that quotes hold blanks."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
@@ -82,11 +84,8 @@ _torchrun_word = functools.partial(_option, env=False, hidden=True)  # torchrun.
 class Options:
     """What was asked for: flag > environment > config file > default. request.py reads what is a text yet."""
 
-    # Where the workers run
+    # Hosts
     nnodes: tuple[int, int] | None = _option("How many hosts.  [default: all that are named, else 1]", "N|MIN:MAX")
-    nproc_per_node: str | None = _option(
-        "Workers on each host.  [default: the host's slots, else one for each GPU, else 1]", "N|auto|gpu|cpu"
-    )
     hosts: str | None = _option(
         "Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16].", "A[:SLOTS],B,...", cls=Listed
     )
@@ -95,87 +94,25 @@ class Options:
     exclude: str | None = _option("Use all of them but these.", "A[:SLOT,...]@B")
     hosts_script: str | None = _option("Run this program again and again to learn which hosts there are.", "CMD")
     simulate: bool = _flag("Divide this machine's GPUs and cores between --nnodes hosts.")
-    node_rank: int | None = _option("Take part as node K; type the command on every node.", "K")
-    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: found]", "ADDR")
-    master_port: int | None = _option("Port of the rendezvous store.  [default: 29500, or a free one]", "PORT")
-    role: tuple[str, ...] = _several(
-        "Start COUNT processes of this role beside the workers, over all hosts; or name the workers.",
-        "NAME[:COUNT[:COMMAND]]",
+    ssh_config: str | None = _option(
+        "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
     )
-    ends_with: str | None = _option(
-        "End the run when these roles have ended; stop the others.  [default: all]", "ROLE,...", cls=Listed
+    accept_new_host_keys: bool = _flag("Accept and store keys of hosts that are in no known_hosts file.")
+    interface: str | None = _option(
+        "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
     )
-    chief: bool = _flag("Make the first worker TensorFlow's chief.")
-    ps: int = _option("Start N parameter servers, of ddp.strategy; with --chief, of TensorFlow.", "N", default=0)
-    evaluator: bool = _flag("Start one evaluator of TensorFlow.")
-    env_for: str | None = _option(
-        "Also set the variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
+
+    # Workers
+    nproc_per_node: str | None = _option(
+        "Workers on each host.  [default: the host's slots, else one for each GPU, else 1]", "N|auto|gpu|cpu"
     )
-    gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
-    oversubscribe: bool = _flag("Allow more workers than GPUs.")
-    virtual_local_rank: bool = _flag("Let each worker see its own GPU only, and LOCAL_RANK 0.")
-    pass_local_rank: bool = _flag("Pass --local-rank=N to the script, as torch.distributed.launch did.")
     module: bool = _flag("SCRIPT is a module's name, as for python -m.", short="-m", env=False)
     no_python: bool = _flag("SCRIPT is any program.", env=False)
-
-    # How they run, and what is shown
     export: tuple[str, ...] = _several(
         "Set a variable for the workers, or pass on those of this name or glob.", "NAME[=VALUE]", short="-x"
     )
     workdir: str | None = _option("The workers' working directory.  [default: this one]", "DIR")
     python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
-    log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
-    run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
-    keep_runs: int | None = _option(
-        "Of the runs in --log-dir, keep so many, this one too; remove ended ones, the oldest first.", "N"
-    )
-    log_max_size: str | None = _option(
-        "Remove ended runs, the oldest first, until all in --log-dir take no more.", "20G|500M"
-    )
-    detach: bool = _flag(
-        "Print the run's id and return once all workers have started; see dtrain ps, logs, attach, stop.", env=False
-    )
-    start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
-    grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
-    max_restarts: int = _option(
-        "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
-        "N",
-        default=JobSpec.max_restarts,
-        show_default=True,
-    )
-    grow: bool = _flag(
-        "With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined; resilient workers go on."
-    )
-    heartbeat_timeout_s: float = _option(
-        "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
-        "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",
-        default=JobSpec.heartbeat_timeout_s,
-    )
-    stall_timeout_s: float | None = _option(
-        "Time without any output or training step after which the run has failed. Until the first step of ddp, "
-        "no less than --start-timeout-s after the start of the workers."
-    )
-    hang: str = _option(
-        "What to do about a rank for which the others wait and that does nothing, for far longer than it ever took in "
-        "this run: nothing, say so, or take it as failed (auto; at once, if it is stopped). A time is auto with that "
-        "as the least; without it, 2m.",
-        "off|report|auto|TIME",
-        default="report",
-        show_default=True,
-    )
-    chaos: str | None = _option(
-        "Make faults on purpose, and say at the end what each has cost: `kill worker every 30s`, `stop worker every "
-        "5m`, `kill host every 10m` (with --simulate), with commas; `seed 7` to hit the same ones again.",
-        "FAULT every TIME,...",
-    )
-    error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
-    interface: str | None = _option(
-        "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
-    )
-    token_file: str | None = _option(
-        "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
-    )
-    numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
     start_method: str = _option(
         "Fork workers from a process that has imported their packages, where that is safe, or start each by exec; "
         "fork: say why where it is not safe.",
@@ -188,26 +125,101 @@ class Options:
         "runs find it by themselves; with --keep-warm the time starts anew. See dtrain warm.",
         "10m|90s|1h",
     )
-    requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
-    ssh_config: str | None = _option(
-        "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
+
+    # GPUs and processors
+    gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
+    oversubscribe: bool = _flag("Allow more workers than GPUs.")
+    numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
+
+    # Failure
+    max_restarts: int = _option(
+        "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
+        "N",
+        default=JobSpec.max_restarts,
+        show_default=True,
     )
-    accept_new_host_keys: bool = _flag("Accept and store keys of hosts that are in no known_hosts file.")
+    grow: bool = _flag(
+        "With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined; resilient workers go on."
+    )
+    hang: str = _option(
+        "What to do about a rank for which the others wait and that does nothing, for far longer than it ever took in "
+        "this run: nothing, say so, or take it as failed (auto; at once, if it is stopped). A time is auto with that "
+        "as the least; without it, 2m.",
+        "off|report|auto|TIME",
+        default="report",
+        show_default=True,
+    )
+    stall_timeout_s: float | None = _option(
+        "Time without any output or training step after which the run has failed. Until the first step of ddp, "
+        "no less than --start-timeout-s after the start of the workers."
+    )
+    heartbeat_timeout_s: float = _option(
+        "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
+        "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",
+        default=JobSpec.heartbeat_timeout_s,
+    )
+    start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
+    grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
+    requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
+    chaos: str | None = _option(
+        "Make faults on purpose, and say at the end what each has cost: `kill worker every 30s`, `stop worker every "
+        "5m`, `kill host every 10m` (with --simulate), with commas; `seed 7` to hit the same ones again.",
+        "FAULT every TIME,...",
+    )
+
+    # Output and runs
+    quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
+    verbose: bool = _flag(
+        "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
+    )
+    detach: bool = _flag(
+        "Print the run's id and return once all workers have started; see dtrain ps, logs, attach, stop.", env=False
+    )
+    log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
+    run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
+    keep_runs: int | None = _option(
+        "Of the runs in --log-dir, keep so many, this one too; remove ended ones, the oldest first.", "N"
+    )
+    log_max_size: str | None = _option(
+        "Remove ended runs, the oldest first, until all in --log-dir take no more.", "20G|500M"
+    )
+    error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
     only_rank: str | None = _option("Show only the output of these ranks; all of it is kept.", "R,R", cls=Listed)
+    local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
     redirects: str | None = _option(
         "Keep streams off the terminal: 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:N,... such as 0:3,1:1.",
         "STD",
         short="-r",
     )
     tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
-    local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
-    print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
-    quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
-    verbose: bool = _flag(
-        "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
+
+    # Roles, and other frameworks
+    ps: int = _option("Start N parameter servers, of ddp.strategy; with --chief, of TensorFlow.", "N", default=0)
+    role: tuple[str, ...] = _several(
+        "Start COUNT processes of this role beside the workers, over all hosts; or name the workers.",
+        "NAME[:COUNT[:COMMAND]]",
+    )
+    ends_with: str | None = _option(
+        "End the run when these roles have ended; stop the others.  [default: all]", "ROLE,...", cls=Listed
+    )
+    evaluator: bool = _flag("Start one evaluator of TensorFlow.")
+    chief: bool = _flag("Make the first worker TensorFlow's chief.")
+    env_for: str | None = _option(
+        "Also set the variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
     )
 
-    # Torchrun's
+    # Nodes started by hand
+    node_rank: int | None = _option("Take part as node K; type the command on every node.", "K")
+    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: found]", "ADDR")
+    master_port: int | None = _option("Port of the rendezvous store.  [default: 29500, or a free one]", "PORT")
+    token_file: str | None = _option(
+        "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
+    )
+    print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
+
+    # torchrun's
+    virtual_local_rank: bool = _flag("Let each worker see its own GPU only, and LOCAL_RANK 0.")
+    pass_local_rank: bool = _flag("Pass --local-rank=N to the script, as torch.distributed.launch did.")
     rdzv_backend: str | None = _torchrun_word()
     rdzv_endpoint: str | None = _torchrun_word()
     rdzv_id: str | None = _torchrun_word()
@@ -238,6 +250,16 @@ class Options:
 
 
 _DECLARED = tuple(found for found in fields(Options) if found.metadata)
+_GROUPS = {  # in help; by the first option of each
+    "nnodes": "Hosts",
+    "nproc_per_node": "Workers",
+    "gpus_per_proc": "GPUs and processors",
+    "max_restarts": "Failure",
+    "quiet": "Output and runs",
+    "ps": "Roles, and other frameworks",
+    "node_rank": "Nodes started by hand",
+    "virtual_local_rank": "torchrun's",
+}
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -257,10 +279,22 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
         )
         function(options, **values)
 
-    click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")(command)
-    for declared in reversed(_DECLARED):
-        _declare(declared)(command)
+    click.argument(
+        "command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=_complete_file
+    )(command)
+    grouped: list[tuple[Field[Any], str]] = []
+    group = ""
+    for declared in _DECLARED:
+        group = _GROUPS.get(declared.name, group)
+        grouped.append((declared, group))
+    for declared, group in reversed(grouped):
+        _declare(declared, group)(command)
     return command
+
+
+def _complete_file(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Let the shell complete the names of files."""
+    return [CompletionItem(begun, type="file")]
 
 
 def _origin(context: click.Context, name: str) -> str:
@@ -276,12 +310,12 @@ def _origin(context: click.Context, name: str) -> str:
     return ""
 
 
-def _declare(declared: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _declare(declared: Field[Any], group: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     long = f"--{declared.name.replace('_', '-')}"
-    attributes = {**_TYPES[str(declared.type).removesuffix(" | None")], **declared.metadata["click"]}
+    attributes = {"cls": Option, **_TYPES[str(declared.type).removesuffix(" | None")], **declared.metadata["click"]}
     if declared.metadata["env"]:
-        attributes |= {"envvar": _variable(declared), "show_envvar": True}
-    return click.option(*filter(None, (declared.metadata["short"], long)), **attributes)
+        attributes["envvar"] = _variable(declared)
+    return click.option(*filter(None, (declared.metadata["short"], long)), group=group, **attributes)
 
 
 def _variable(declared: Field[Any]) -> str:

@@ -115,7 +115,7 @@ def test_everything_after_the_script_is_the_script_s(folder: Path) -> None:
 def test_help_before_the_script_is_ours(folder: Path) -> None:
     result = run_dtrain("run", "--help", "show.py", cwd=folder)
     assert result.returncode == 0
-    assert "DTRAIN_NPROC_PER_NODE" in result.stdout
+    assert "--nproc-per-node" in result.stdout
     assert "everything after it is the script's" in result.stdout.replace("\n  ", " ")
 
 

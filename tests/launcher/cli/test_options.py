@@ -1,10 +1,15 @@
 """One dataclass holds the options; what the command line makes of nothing is what the dataclass says."""
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 
+from launcher.cli.main import cli
 from launcher.cli.options import Options, takes_options
 from launcher.cli.request import read_request
 from launcher.placement.job_spec import JobSpec
@@ -59,3 +64,41 @@ def test_what_both_have_goes_into_the_job_as_it_is(monkeypatch: pytest.MonkeyPat
     asked = Options(command=("train.py",), grace_s=3.0, stall_timeout_s=7.0, oversubscribe=True, master_port=5)
     spec = read_request(asked).spec
     assert (spec.grace_s, spec.stall_timeout_s, spec.oversubscribe, spec.master_port) == (3.0, 7.0, True, 5)
+
+
+def test_help_lists_every_option_under_a_heading_the_common_ones_first() -> None:
+    text = CliRunner().invoke(cli, ["run", "--help"], terminal_width=110).stdout
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert headings == [
+        "Hosts", "Workers", "GPUs and processors", "Failure", "Output and runs", "Roles, and other frameworks",
+        "Nodes started by hand", "torchrun's", "Options",
+    ]  # fmt: skip
+    listed, rest = text.split("\nOptions:\n")
+    assert rest.split() == ["-h,", "--help", "Show", "this", "message", "and", "exit."]
+    assert listed.index("--hosts ") < listed.index("--nproc-per-node") < listed.index("--node-rank")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_gets_a_completion_that_asks_this_command(shell: str) -> None:
+    script = CliRunner().invoke(cli, ["completion", shell]).stdout
+    assert "_DTRAIN_COMPLETE" in script
+    assert "dtrain" in script
+
+
+def test_words_are_completed() -> None:
+    def completed(*words: str) -> list[str]:
+        return [item.value for item in ShellComplete(cli, {}, "dtrain", "_DTRAIN_COMPLETE").get_completions(
+            list(words[:-1]), words[-1]
+        )]  # fmt: skip
+
+    assert completed("hi") == ["history"]
+    assert completed("run", "--nproc") == ["--nproc-per-node"]
+    assert completed("run", "--start-method", "fo") == ["fork", "forkserver"]
+    files = ShellComplete(cli, {}, "dtrain", "_DTRAIN_COMPLETE").get_completions(["run"], "tr")
+    assert [item.type for item in files] == ["file"]
+
+
+def test_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    items = ShellComplete(cli, {}, "dtrain", "_DTRAIN_COMPLETE").get_completions(["stop"], "")
+    assert [item.value for item in items] == ["last"]
