@@ -2,8 +2,8 @@
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
 4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
-only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, by whose annotations
-decode.py checks what arrives.
+only whole lines on). Only `Output` and `Timings` have a payload. No pickle. Messages are flat dataclasses, by whose
+annotations decode.py checks what arrives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 11
+PROTOCOL = 12
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -316,6 +316,21 @@ class Exited(Report):
 
 
 @dataclass(frozen=True)
+class Timings(Report):
+    """What the workers of a host did with their time since the last such message: timeline/records.py unpacks `data`.
+
+    And what puts this host's clock on the controller's: the newest heartbeat that said when it was sent.
+    """
+
+    attempt: int
+    time: float
+    asked: float = 0.0  # when that heartbeat was sent, by the controller's clock; 0: there was none
+    asked_at: float = 0.0  # when it was received, by this host's
+    lost: int = 0  # records that workers overwrote before they were read
+    data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
 class Failing(Report):
     """A worker has failed, by an exception or an exit code, and its process has not ended yet; Exited follows."""
 
@@ -407,6 +422,7 @@ class Heartbeat(Command, Report):
     longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
     stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
     resilient: bool = False  # whether all of them that run have restart policy 3, so can go on with other hosts
+    sent: float = 0.0  # to an agent: when, by the controller's clock, which Timings repeats
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:
