@@ -7,7 +7,7 @@ monotonic clock; `began` is the same moment by the wall clock.
     ["attempt", number, time, [[rank, host], ...]]        it begins, or goes on with others
     ["host", host, phase, began, ended]                   phase: connect, agent, check, rendezvous
     ["clock", host, offset_s, error_s]                    from its clock to ours; null: it may be wrong by the delay
-    ["start", attempt, rank, ordered, started]
+    ["start", attempt, rank, ordered, started, how]       how: fork (its imports were done before), exec
     ["end", attempt, rank, time, status, text]            of a worker; text: why it is a fault, else empty
     ["event", kind, time, text]                           kind: notice, signal, host lost
     ["steps", attempt, rank, step, steps, ended, [phases_s]]            as StepTimes in records.py
