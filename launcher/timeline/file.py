@@ -111,12 +111,12 @@ class TimelineFile:
                 data = memoryview(_encoded(lines))
                 while data:
                     data = data[file.write(data) or 0 :]
-                if is_last:
-                    return
                 if file.tell() > self._limit_bytes:
                     _thin(self.path, int(THINNED * self._limit_bytes))
                     stack.close()
                     file = stack.enter_context(open(self.path, "ab", buffering=0))
+                if is_last:
+                    return
 
     def _next(self) -> tuple[list[Line], bool]:
         """Wait for lines; return those that are there, and whether they are the last."""

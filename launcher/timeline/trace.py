@@ -66,9 +66,11 @@ def _within(steps: list[_Slice], parts: list[_Slice]) -> Iterator[_Slice]:
         middle = (part.began + part.ended) / 2
         while at < len(steps) and steps[at].ended < middle:
             at += 1
-        part.began = max(part.began, before)
+        part.began = max(part.began, before, steps[at - 1].ended if at else -math.inf)
         if at < len(steps) and steps[at].began <= middle:
             part.began, part.ended = max(part.began, steps[at].began), min(part.ended, steps[at].ended)
+        elif at < len(steps):  # it lies before that step
+            part.ended = min(part.ended, steps[at].began)
         if part.began < part.ended:
             before = part.ended
             yield part
