@@ -2,8 +2,8 @@
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
 4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
-only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, by whose annotations
-decode.py checks what arrives.
+only whole lines on). Only `Output` and `Timings` have a payload. No pickle. Messages are flat dataclasses, by whose
+annotations decode.py checks what arrives.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 11
+PROTOCOL = 12
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
+STEP_TIMES = 10  # of one worker, between two heartbeats
 HEARTBEATS = 10  # at least so many in the heartbeat timeout
 MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do
 # What an agent gets through its environment from who starts it, where that is not the controller.
@@ -85,6 +86,7 @@ class Prepare(Command):
     start_method: str = "auto"  # auto, fork or exec
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     reports_steps: bool = False  # Stepped is sent
+    step_times: int = STEP_TIMES  # of a worker, in a Timings at most
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 
@@ -316,6 +318,21 @@ class Exited(Report):
 
 
 @dataclass(frozen=True)
+class Timings(Report):
+    """What the workers of a host did with their time since the last such message: timeline/records.py unpacks `data`.
+
+    And what puts this host's clock on the controller's: the newest heartbeat that said when it was sent.
+    """
+
+    attempt: int
+    time: float
+    asked: float = 0.0  # when that heartbeat was sent, by the controller's clock; 0: there was none
+    asked_at: float = 0.0  # when it was received, by this host's
+    lost: int = 0  # records that workers overwrote before they were read
+    data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
 class Failing(Report):
     """A worker has failed, by an exception or an exit code, and its process has not ended yet; Exited follows."""
 
@@ -407,6 +424,7 @@ class Heartbeat(Command, Report):
     longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
     stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
     resilient: bool = False  # whether all of them that run have restart policy 3, so can go on with other hosts
+    sent: float = 0.0  # to an agent: when, by the controller's clock, which Timings repeats
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:

@@ -31,8 +31,8 @@ FORK_SERVER = "launcher.agent.workers.fork_server"
 # Top down: each imports only what stands behind it. Packages inside of a package have lines of their own.
 ORDERS = {
     "launcher": [
-        "__main__", "cli", "check", "runs", "controller", "transport", "agent", "output", "job", "placement", "hangs",
-        "hosts", "machine", "protocol", "decode", "frozen", "errors",
+        "__main__", "cli", "check", "runs", "controller", "transport", "agent", "output", "timeline", "job",
+        "placement", "hangs", "hosts", "machine", "protocol", "decode", "frozen", "errors",
     ],
     "ddp": [
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
@@ -40,7 +40,7 @@ ORDERS = {
         "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
         "comm.shm", "comm.shared_memory", "generation", "monitoring.progress",
-        "environment", "torch_internals", "errors",
+        "monitoring.timeline", "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
 

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.signs_of_life import SignsOfLife
+from launcher.agent.step_times import StepTimesReader
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.cores import CoreChooser
+from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.warm_start import ForkServer
-from launcher.agent.workers.worker import BOOTSTRAP, Files, StateFile, Worker, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
@@ -45,7 +48,6 @@ from launcher.protocol import (
 )
 
 if TYPE_CHECKING:
-    from launcher.machine.numa import Topology
     from launcher.machine.oom import OomWatch
 
 __all__ = ["Attempt"]
@@ -76,6 +78,7 @@ class Attempt:
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
+        self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # of which the first step is to be reported
         self._heartbeat_s = prepared.heartbeat_s
@@ -87,7 +90,7 @@ class Attempt:
         self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._generation, self._when = 0, "now"  # the newest that the workers were told of
-        self._states: dict[int, StateFile] = {}  # by rank
+        self._states: dict[int, MemoryFile] = {}  # by rank; what its lives in this attempt leave to each other
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
         self._run_tag = run_tag
@@ -98,8 +101,7 @@ class Attempt:
         self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
-        # And the ids of the GPUs with their NUMA nodes, once they are known.
-        self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
+        self._cores = CoreChooser()
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -277,7 +279,7 @@ class Attempt:
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
-            cores = self._cores(message)
+            cores = self._cores.choose(message)
         except DtrainError as error:
             self._never_started(message.rank, str(error), restart_policy)
             return False
@@ -302,10 +304,12 @@ class Attempt:
         )
         try:
             if message.rank not in self._states:
-                self._states[message.rank] = StateFile(self._folder, self.number, message.rank)
+                path = f"{self._folder}/{self.number}-{message.rank}.state"
+                self._states[message.rank] = MemoryFile("state", path)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
+            env["DTRAIN_TIMELINE_FILE"] = self.step_times.open(message.rank, time.monotonic())
             try:
                 worker = make(start=spawn if by_exec else self._fork_server.fork)
             except OSError as error:
@@ -329,19 +333,6 @@ class Attempt:
         if not by_exec and self._store is not None and self._fork_server.has_torch:
             self._store.serve()  # a forked worker does not import torch, which is what would wake the store
         return True
-
-    def _cores(self, message: StartWorker) -> tuple[int, ...]:
-        """Return the processors that a worker is to be bound to; empty: all that there are."""
-        if not message.numa_binding:
-            return ()
-        from launcher.machine import devices, numa
-
-        if self._topology is None:
-            gpus = devices.find_gpus(os.environ)
-            self._topology = numa.read_topology(devices.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
-        topology, ids, nodes = self._topology
-        own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
-        return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)
 
     def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(
@@ -396,6 +387,7 @@ class Attempt:
             self._drain(worker)
             if not self._writer.holding or self._writer.closed:
                 worker.reported = True
+                self.step_times.send(time.monotonic(), [worker.rank])
                 self._writer.send(worker.exited(self.number))
                 if worker.status != 0 and not worker.provoked and worker.restart_policy:  # the others go on beside it
                     self.worker_restarts.clear(worker)
@@ -414,6 +406,7 @@ class Attempt:
             self._release(worker)
         for state in self._states.values():
             state.close()
+        self.step_times.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)

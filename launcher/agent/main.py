@@ -237,6 +237,8 @@ class Agent:
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
+            if attempt is not None:
+                attempt.step_times.send(now)
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -286,7 +288,9 @@ class Agent:
         attempt = self._attempt
         match message:
             case Heartbeat():
-                self._lease.beat(message.time, time.monotonic())
+                self._lease.beat(message.time, now := time.monotonic())
+                if attempt is not None:
+                    attempt.step_times.asked = (message.sent, now)
             case Prepare():
                 self._prepare(message)
             case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():

@@ -149,6 +149,7 @@ def _control_alone(
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
     from launcher.runs.session import Session
+    from launcher.timeline.recording import Recording
 
     sys.setswitchinterval(switch_s)
     raise_file_limit()
@@ -170,8 +171,10 @@ def _control_alone(
         limits=limits,
         detachment=detachment,
     )
+    recording = Recording(folder, spec.run_id, output.say)
     try:
         with contextlib.ExitStack() as stack:
+            stack.callback(recording.close)
             listener = None
             if node_role is not None:  # there are commands of this run on other nodes
                 from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
@@ -184,6 +187,7 @@ def _control_alone(
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
+                recording=recording,
                 watch=session.watch,
             )
             session.listen(controller)

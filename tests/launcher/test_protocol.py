@@ -148,7 +148,7 @@ def test_what_is_no_message_of_this_version_is_an_error(header: bytes) -> None:
         _decode(_frame(header))
 
 
-def test_only_output_has_a_payload() -> None:
+def test_a_heartbeat_has_no_payload() -> None:
     header = json.dumps({"kind": "heartbeat", "time": 1.0}).encode()
     with pytest.raises(ProtocolError):
         _decode(_frame(header, b"more"))
