@@ -6,13 +6,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from testbed.processes import run_dtrain
+from testbed.warm import HEADER
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 # Ends as soon as it leaves the function, for a fault after that lets all begin again.
-RESILIENT = """\
+RESILIENT = (
+    HEADER
+    + """\
 import os, time
-import torch
-import ddp
 world = ddp.init()
 torch.manual_seed(1)
 net = torch.nn.Linear(6, 3)
@@ -35,11 +39,12 @@ def train(state):
 train(state)
 os._exit(0)
 """
+)
 
-CHECKPOINTS = """\
+CHECKPOINTS = (
+    HEADER
+    + """\
 import os, time
-import torch
-import ddp
 world = ddp.init()
 torch.manual_seed(1)
 model = ddp.DistributedDataParallel(torch.nn.Linear(6, 3))
@@ -59,6 +64,7 @@ while step < 200:
         checkpoint.save(step, model=model, optimizer=optimizer)
 print("ends", step, flush=True)
 """
+)
 
 
 def run(folder: Path, script: str, chaos: str, *options: str) -> tuple[list[dict[str, Any]], str, str]:
