@@ -23,6 +23,7 @@ from testbed.quick import is_heavy, is_quick
 from testbed.require import require
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
+from testbed.warm import WarmProcess
 
 LABS = pytest.StashKey[list[Lab]]()  # that run
 L = TypeVar("L", bound=Lab)
@@ -149,6 +150,18 @@ def slurm(_slurm_lab: SlurmCluster) -> SlurmCluster:
     """A real SLURM cluster of three unequal nodes, node1 ... node3, all idle whatever the last test did to it."""
     _slurm_lab.reset()
     return _slurm_lab
+
+
+@pytest.fixture(scope="session")
+def _warm_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    yield from _run_lab(request, WarmProcess(tmp_path_factory.mktemp("warm")))
+
+
+@pytest.fixture
+def warm(_warm_lab: WarmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the runs of scripts that import what testbed.warm.HEADER does fork their workers from a warm process."""
+    for name, value in _warm_lab.env.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from ddp_worlds.nursery import Nursery
 from testbed.once import once
 from testbed.processes import Result, run_program
 from testbed.require import require
@@ -62,12 +62,12 @@ class Printed(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+def alone(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Printed:
     """A run of one process."""
 
     def run() -> Printed:
         folder = tmp_path_factory.mktemp("alone")
-        return Printed(folder, _train_gpt([sys.executable], folder))
+        return Printed(folder, _run_well(nursery, [GPT, *TINY, *SHORT, "--out", "out/gpt.pt"], folder))
 
     return once(tmp_path_factory, "gpt alone", run)
 
@@ -99,12 +99,12 @@ def test_the_checkpoint_is_whole(alone: Printed) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Printed:
     """A run of one process, with checkpoints that it did not need."""
 
     def run() -> Printed:
         folder = tmp_path_factory.mktemp("uninterrupted")
-        result = _run([sys.executable, str(GPT), *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"], folder)
+        result = _run_well(nursery, [GPT, *TINY, *SHORT, *RESUMING, "--checkpoint-dir", "kept"], folder)
         assert "resuming" not in result.stdout
         return Printed(folder, result)
 
@@ -112,11 +112,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Printed:
 
 
 # Restarts under dtrain, of a world that stays and of one that shrinks: test_resume.py.
-def test_a_killed_run_that_is_restarted_goes_on_to_the_same_bits(uninterrupted: Printed, tmp_path: Path) -> None:
-    argv = [str(GPT), *TINY, *SHORT, *RESUMING]
+def test_a_killed_run_that_is_restarted_goes_on_to_the_same_bits(
+    nursery: Nursery, uninterrupted: Printed, tmp_path: Path
+) -> None:
+    argv = [GPT, *TINY, *SHORT, *RESUMING]
     launcher_says = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    killed = _run_to_death([sys.executable, _dying(tmp_path), "14", *argv], tmp_path, launcher_says)
-    rest = _run([sys.executable, *argv], tmp_path, launcher_says)
+    killed = _run_plainly(nursery, [_dying(tmp_path), "14", *argv], tmp_path, **launcher_says)
+    assert killed.returncode == -signal.SIGKILL, killed
+    assert not (tmp_path / "out").exists()
+    rest = _run_well(nursery, argv, tmp_path, **launcher_says)
     # The last of them is written beside the next steps, and may not be whole yet.
     assert re.search(rf"resuming after step (9|12), from {tmp_path}/runs/gpt-checkpoints/mine/", rest.stdout)
     _assert_same_losses([killed, rest], uninterrupted)
@@ -159,9 +163,8 @@ def test_digits_are_recognised(tmp_path: Path) -> None:
     assert accuracy > 95
 
 
-def test_digits_without_scikit_learn_say_what_to_install(tmp_path: Path) -> None:
-    script = "import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
-    result = run_program(sys.executable, "-c", script, DIGITS, cwd=tmp_path)
+def test_digits_without_scikit_learn_say_what_to_install(nursery: Nursery, tmp_path: Path) -> None:
+    result = _run_plainly(nursery, [DIGITS], tmp_path, before="sys.modules['sklearn'] = None")
     assert result.returncode == 1
     assert "pip install 'dtrain[examples]'" in result.stderr
 
@@ -195,9 +198,9 @@ def _train_gpt(launcher: list[str], folder: Path) -> Result:
     return _run([*launcher, str(GPT), *TINY, *SHORT, "--out", "out/gpt.pt"], folder)
 
 
-def _dying(folder: Path) -> str:
+def _dying(folder: Path) -> Path:
     (folder / "dying.py").write_text(DYING)
-    return str(folder / "dying.py")
+    return folder / "dying.py"
 
 
 def _assert_same_losses(parts: list[Result], whole: Printed) -> None:
@@ -214,28 +217,26 @@ def _assert_same_model(folder: Path, other: Path) -> None:
         assert torch.equal(weight, expected[name])
 
 
-def _run(argv: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Result:
-    result = _run_anyhow(argv, folder, variables or {})
+def _run(argv: list[str], folder: Path) -> Result:
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    result = run_program(*argv, cwd=folder, env={"OMP_NUM_THREADS": "1", **as_root}, timeout=250)
     assert result.returncode == 0, result
     return result
 
 
-def _run_to_death(argv: list[str], folder: Path, variables: Mapping[str, str] | None = None) -> Result:
-    result = _run_anyhow(argv, folder, variables or {})
-    assert result.returncode in (1, -signal.SIGKILL), result  # torchrun says 1 whatever happened
-    assert not (folder / "out").exists()
+def _run_plainly(
+    nursery: Nursery, argv: list[str | Path], folder: Path, *, before: str = "", **variables: str
+) -> Result:
+    """Run a script without a launcher, in a process that has torch imported."""
+    words = [str(word) for word in argv]
+    text = f"import runpy, sys; sys.argv = {words}; {before}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    return nursery.program(text, folder, deadline_s=250, **variables)
+
+
+def _run_well(nursery: Nursery, argv: list[str | Path], folder: Path, **variables: str) -> Result:
+    result = _run_plainly(nursery, argv, folder, **variables)
+    assert result.returncode == 0, result
     return result
-
-
-def _run_anyhow(argv: list[str], folder: Path, variables: Mapping[str, str]) -> Result:
-    folder.mkdir(exist_ok=True)
-    environment: Mapping[str, str] = {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        **variables,
-    }
-    return run_program(*argv, cwd=folder, env=environment, timeout=250)
 
 
 def _losses(result: Result) -> dict[str, float]:

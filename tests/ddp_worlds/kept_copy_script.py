@@ -9,14 +9,16 @@ import threading
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import ddp
-from ddp.checkpoint import copy_memory, kept_copy
+
+dist = torch.distributed
+world = ddp.init()  # what is imported after a call is no matter of testbed.warm
+from ddp.checkpoint import copy_memory, kept_copy  # noqa: E402
 
 what = sys.argv[1]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-world = ddp.init()
+
 torch.manual_seed(5)
 model = ddp.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 7)))
 optimizer = torch.optim.AdamW(model.parameters())

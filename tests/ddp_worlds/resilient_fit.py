@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import ddp
-from ddp import callbacks as cb
-from ddp.callbacks.callback import Callback
+
+torch.manual_seed(0)  # what is imported after this is no matter of testbed.warm
+from torch import nn  # noqa: E402
+from torch.utils.data import TensorDataset  # noqa: E402
+
+from ddp import callbacks as cb  # noqa: E402
+from ddp.callbacks.callback import Callback  # noqa: E402
 
 
 def fail(place: str) -> None:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-import ddp.horovod as hvd
 
-world = ddp.init()
+world = ddp.init()  # what is imported after this is no matter of testbed.warm
+from torch import Tensor, nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+import ddp.horovod as hvd  # noqa: E402
+
 numbers = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(96, 6, generator=numbers), torch.randint(3, (96,), generator=numbers))
 sampler = ddp.DistributedSampler(data)

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import ddp
 
+nn, dist = torch.nn, torch.distributed
 world = ddp.init()
 torch.manual_seed(1)
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))

@@ -10,13 +10,11 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ddp_worlds.checkpoint_cases import listed
-from ddp_worlds.convert_cases import DATA, build, train
 from ddp_worlds.nursery import ROOT, Nursery
 from testbed.processes import run_program
 from torch import nn
@@ -24,9 +22,21 @@ from torch import nn
 import ddp
 from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+    from ddp_worlds.convert_cases import DATA, build, train
+
 CASES = "ddp_worlds.convert_cases"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of dcp.save and load in one process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import here what takes seconds, and what else each process of pytest would when it collects the tests."""
+    global dcp, DATA, build, train
+    import torch.distributed.checkpoint as dcp
+    from ddp_worlds.convert_cases import DATA, build, train
 
 
 def _saved(folder: Path, **values: Any) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:

@@ -9,6 +9,7 @@ from testbed.processes import Result
 from testbed.resilient import run as run_script
 from testbed.resilient import said
 
+pytestmark = pytest.mark.usefixtures("warm")
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_script.py"
 
 

@@ -6,6 +6,7 @@ import pytest
 from testbed.once import once
 from testbed.resilient import run, said
 
+pytestmark = pytest.mark.usefixtures("warm")
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_fit.py"
 
 
@@ -40,8 +41,7 @@ def test_a_fit_that_is_told_not_to_starts_again_as_a_whole(tmp_path: Path, undis
 
 BEGINS_LATE = """
 import torch, ddp
-from ddp.callbacks import Callback
-from torch import nn
+nn, Callback = torch.nn, ddp.callbacks.Callback
 
 class BeginsLate(Callback):
     def on_fit_begin(self):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from testbed.resilient import run, said
 
+pytestmark = pytest.mark.usefixtures("warm")
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_kinds.py"
 
 

@@ -327,7 +327,7 @@ def test_where_a_forked_worker_hangs_is_shown(tmp_path: Path) -> None:
         hang()
         """,
     )
-    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--start-timeout-s", "20", "--grace-s", "1", script)
+    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--start-timeout-s", "15", "--grace-s", "1", script)
     assert FORKED in result.stderr, result
     assert f"{script}:5 in hang" in result.stderr
     assert "fork_server.py" not in result.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from testbed import REPOSITORY
@@ -22,20 +23,23 @@ from launcher.machine.card import Card
 from launcher.machine.devices import vendor_named
 from launcher.machine.packages import TESTED_TORCH, how_tested
 
+if TYPE_CHECKING:
+    from ddp_worlds.nursery import Nursery
+
 LISTS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"))
 
 
 # ---- torch ---------------------------------------------------------------------------------------------------
 
 
-def test_this_machine_s_torch_tells_its_backends() -> None:
+def test_this_machine_s_torch_tells_its_backends(nursery: "Nursery", tmp_path: Path) -> None:
     result = run_dtrain("env", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert report["torch"]["tested"] == how_tested(report["versions"]["torch"])
     assert "ptrace" in report["system"]
     code = "import torch.distributed as d; print(d.is_gloo_available(), d.is_nccl_available(), d.is_mpi_available())"
-    there = run_program(sys.executable, "-c", code).stdout.split()
+    there = nursery.program(code, tmp_path).stdout.split()
     with TorchQuestion(report["versions"]["torch"]) as question:
         answer = question.answer(100.0)  # beside other work torch may take longer than dtrain env waits
     named = [name.split()[0] for name in answer["backends"].split(", ")]
@@ -257,7 +261,8 @@ def test_why_workers_get_no_gpus_is_told(tmp_path: Path, built: str | None, said
     assert (hardware["GPUs"], hardware["GPUs for workers"]) == (["MI300X"], said)
 
 
-def test_nvidia_s_links_are_told(tmp_path: Path) -> None:
+def test_nvidia_s_links_are_told(stand_in: Path, tmp_path: Path) -> None:
+    stand_in.write_text("")
     compiler = shutil.which("cc")
     require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
     argv = [str(compiler), "-shared", "-fPIC", "-o", str(tmp_path / "libnvidia-ml.so.1")]

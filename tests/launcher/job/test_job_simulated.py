@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from testbed import EXHAUSTIVE
 
 from launcher import __version__
 from launcher.agent.cleanup.lease import Lease, Limits
@@ -78,7 +79,7 @@ from launcher.protocol import (
     Swept,
 )
 
-WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000")), 20
+WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000" if EXHAUSTIVE else "500")), 20
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0

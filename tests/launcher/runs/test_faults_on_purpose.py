@@ -6,13 +6,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from testbed.processes import run_dtrain
+from testbed.warm import HEADER
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 # Ends as soon as it leaves the function, for a fault after that lets all begin again.
-RESILIENT = """\
-import os, time
-import torch
-import ddp
+RESILIENT = (
+    HEADER
+    + """\
+import os, sys, time
 world = ddp.init()
 torch.manual_seed(1)
 net = torch.nn.Linear(6, 3)
@@ -23,7 +27,7 @@ state = ddp.State(model=model, optimizer=optimizer, step=0)
 @ddp.resilient
 def train(state):
     while state.step < 200:
-        time.sleep(0.05)
+        time.sleep(float(sys.argv[1]))
         torch.manual_seed(10 * state.step + world.rank)
         model(torch.randn(4, 6)).square().sum().backward()
         optimizer.step()
@@ -35,11 +39,12 @@ def train(state):
 train(state)
 os._exit(0)
 """
+)
 
-CHECKPOINTS = """\
+CHECKPOINTS = (
+    HEADER
+    + """\
 import os, time
-import torch
-import ddp
 world = ddp.init()
 torch.manual_seed(1)
 model = ddp.DistributedDataParallel(torch.nn.Linear(6, 3))
@@ -59,13 +64,16 @@ while step < 200:
         checkpoint.save(step, model=model, optimizer=optimizer)
 print("ends", step, flush=True)
 """
+)
 
 
-def run(folder: Path, script: str, chaos: str, *options: str) -> tuple[list[dict[str, Any]], str, str]:
+def run(
+    folder: Path, script: str, chaos: str, *options: str, step_s: float = 0.05
+) -> tuple[list[dict[str, Any]], str, str]:
     """Return the faults of a run that has ended well, its output and what dtrain said."""
     (folder / "train.py").write_text(script)
     chosen = ["--chaos", chaos] if chaos else []
-    result = run_dtrain("run", *chosen, *options, "--error-json", "end.json", "train.py", cwd=folder)
+    result = run_dtrain("run", *chosen, *options, "--error-json", "end.json", "train.py", str(step_s), cwd=folder)
     assert result.returncode == 0, result.stderr
     faults: list[dict[str, Any]] = json.loads((folder / "end.json").read_text())["faults"]
     return faults, result.stdout, result.stderr
@@ -77,7 +85,7 @@ def results(stdout: str) -> set[str]:
 
 def test_killed_and_stopped_workers_are_replaced_and_no_bit_differs(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "3", "--hang", "auto")
-    none, undisturbed, _ = run(tmp_path, RESILIENT, "", *options)
+    none, undisturbed, _ = run(tmp_path, RESILIENT, "", *options, step_s=0.0)
     assert none == []
     chaos = "kill worker every 2s, stop worker every 5s, seed 7"
     faults, stdout, stderr = run(tmp_path, RESILIENT, chaos, *options)

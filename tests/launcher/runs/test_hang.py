@@ -12,22 +12,26 @@ import psutil
 import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
+from testbed.warm import HEADER
 
-# While torch is imported, which on a busy machine takes longer than these tests have patience. A thread would not do:
-# an import can keep it from running.
-CHATTER = """\
+pytestmark = pytest.mark.usefixtures("warm")
+
+# Says that it lives until all are there, which on a busy machine takes longer than these tests have patience. A thread
+# would not do: an import can keep it from running.
+CHATTER = (
+    HEADER
+    + """\
 import subprocess, time
 chatter = subprocess.Popen(["sh", "-c", "while echo .; do sleep 0.3; done"])
 def quiet():
     chatter.kill()
     chatter.wait()
 """
+)
 
 ONE_MISSING = (
     CHATTER
     + """\
-import torch
-import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 
@@ -66,7 +70,10 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(where: list[str], script: Path) -> None:
-    options = ["--stall-timeout-s", "5", "--start-timeout-s", "30", "--run-id", "r", "--error-json", "e.json"]
+    start_s = (
+        "15" if "--nproc-per-node" in where else "30"
+    )  # which a stall lasts at least; on SSH hosts nothing is warm
+    options = ["--stall-timeout-s", "5", "--start-timeout-s", start_s, "--run-id", "r", "--error-json", "e.json"]
     result = run_dtrain("run", *options, *where, script, cwd=script.parent)
     assert result.returncode == 1, result.stderr
     assert "no rank has made progress for 5 s" in result.stderr
@@ -97,7 +104,7 @@ def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
 def test_a_run_whose_ddp_steps_is_not_stalled_though_it_prints_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        CHATTER + "import torch, ddp\nddp.init()\nmodel = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        CHATTER + "ddp.init()\nmodel = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         "for _ in range(30):\n    model(torch.ones(1, 2)).sum().backward()\n    quiet()\n    time.sleep(0.25)\n"
     )
     result = run_dtrain("run", "--stall-timeout-s", "5", "--nproc-per-node", "2", script, cwd=tmp_path)
@@ -149,8 +156,8 @@ def test_where_the_others_stood_when_one_failed_is_quoted(where: list[str], tmp_
 def test_victims_are_counted_by_what_they_say(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, time\nimport torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "dist.barrier()\nif dist.get_rank() == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        HEADER + "import os, signal\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "if dist.get_rank() == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "while True: dist.all_reduce(torch.ones(4))"
     )
     result = run_dtrain("run", "--nproc-per-node", "4", script, cwd=tmp_path)
@@ -188,12 +195,15 @@ def _stopped() -> list[psutil.Process]:
     return [p for p in ours if p.status() == psutil.STATUS_STOPPED]
 
 
+# A rank hangs that is silent for ten times longer than ever before: on a busy machine that may be a minute.
+LONG_S = 250.0
+
 # ---- --hang ----------------------------------------------------------------------------------------------------
 
-RESILIENT = """\
+RESILIENT = (
+    HEADER
+    + """\
 import os, signal, sys, time
-import torch
-import ddp
 world = ddp.init()
 torch.manual_seed(1)
 net = torch.nn.Linear(6, 3)
@@ -207,7 +217,8 @@ def load():
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
-    time.sleep(0.05)
+    if sys.argv[1] != "well":
+        time.sleep(0.05)
     torch.manual_seed(10 * state.step + world.rank)
     return torch.randn(4, 6)
 
@@ -223,6 +234,7 @@ def train(state):
 train(state)
 print("result", *[f"{value.double().sum().item():.17g}" for value in net.parameters()], flush=True)
 """
+)
 SLEEP = RESILIENT[: RESILIENT.index("time.sleep(600)")].count("\n") + 1
 
 
@@ -238,7 +250,8 @@ def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_diff
     script.write_text(RESILIENT)
     options = ("--nproc-per-node", "3", "--max-restarts", "1")
     well = run_dtrain("run", *options, script, "well", cwd=tmp_path)
-    result = run_dtrain("run", *options, "--hang", "auto" if how == "stop" else "2s", script, how, cwd=tmp_path)
+    hang = "auto" if how == "stop" else "2s"
+    result = run_dtrain("run", *options, "--hang", hang, script, how, cwd=tmp_path, timeout=LONG_S)
     assert (well.returncode, result.returncode) == (0, 0), result.stderr
     if how == "stop":
         assert "a signal has stopped it, and nobody lets it go on, while 2 other ranks run" in result.stderr
@@ -268,23 +281,25 @@ def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Pat
         assert process.returncode == 137
 
 
-SILENT = """\
+SILENT = (
+    HEADER
+    + """\
 import os, time
-import torch
-import torch.distributed as dist
 dist.init_process_group("gloo")
 
 def step(number):
-    if number == 100 and dist.get_rank() == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if number == 50 and dist.get_rank() == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(600)
     dist.all_reduce(torch.ones(4))
 
-for number in range(120):
+for number in range(60):
     time.sleep(0.2)
     step(number)
     print("step", number, flush=True)
 dist.destroy_process_group()
 """
+)
+HANG = SILENT[: SILENT.index("time.sleep(600)")].count("\n") + 1
 
 
 def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) -> None:
@@ -293,5 +308,7 @@ def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) 
     options = ("--nproc-per-node", "3", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")
     result = run_dtrain("run", *options, script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert re.search(rf"rank 2 on \S+ hung after .* at {script}:8 in step, while 2 other ranks wait", result.stderr)
+    assert re.search(
+        rf"rank 2 on \S+ hung after .* at {script}:{HANG} in step, while 2 other ranks wait", result.stderr
+    )
     assert "attempt 1 begins" in result.stderr

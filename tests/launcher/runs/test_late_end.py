@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from testbed.processes import run_dtrain
+from testbed.warm import HEADER
 
 HELD = {
     "by a thread": "import threading; threading.Thread(target=time.sleep, args=(600,)).start()",
@@ -86,12 +87,13 @@ RAISES_IN = {
 }
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("where", RAISES_IN)
 def test_the_rank_that_an_error_of_ddp_tells_of_is_the_cause(tmp_path: Path, where: str) -> None:
     raises, statement = RAISES_IN[where]
     script = tmp_path / "script.py"
     script.write_text(
-        "import time\nimport torch\nimport ddp\nimport ddp.checkpoint.file as files\nrank = ddp.init('gloo').rank\n"
+        HEADER + "import time\nimport ddp.checkpoint.file as files\nrank = ddp.init('gloo').rank\n"
         "def fail(*_):\n    raise ValueError('the cause')\n"
         "model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         f"try:\n    {statement}\n"

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_up
+from testbed.warm import HEADER
 
 from launcher.job.attempt import AttemptState
 from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, place
 from launcher.protocol import Heartbeat
 
-SCRIPT = """
+SCRIPT = (
+    HEADER
+    + """
 import os, time
-import torch, torch.distributed as dist
-import ddp
 world = ddp.init()
 checkpoint = ddp.Checkpoint("saved")
 restored = checkpoint.load()
@@ -35,6 +36,7 @@ while step < before + 1000:
             continue
         break
 """
+)
 # What SLURM says in the only node's batch script, where the job is started for the second time.
 JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1", "SLURM_RESTART_COUNT": "1"}
 
@@ -53,6 +55,7 @@ def _scontrol(folder: Path, state: str = "RUNNING", *, refused: bool = False) ->
     return JOB | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.usefixtures("warm")
 def test_all_ranks_save_in_the_same_step_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     env = {"GO_ON": "1", "OMP_NUM_THREADS": "1"}
