@@ -873,6 +873,8 @@ class World:
         if worker.alive:
             worker.hangs = worker.is_stopped = False
             self.later(1.0, self.finish, agent, worker)
+            if self.resilient and worker.met < worker.generation and worker.when != "later":
+                self.meet(agent, worker, worker.generation, self.now + self.meeting_s)
 
     def kill_worker(self, agent: Agent, order: KillWorker) -> None:
         for worker in agent.node.workers:
