@@ -319,6 +319,31 @@ def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
     return getattr(group, "_device_types", ())
 
 
+def abort_on_devices() -> None:
+    """Abort what this process's groups do on devices, from any thread; they are of no use then. Blocks. 2.6.
+
+    All within one of NCCL's group calls, as torch does it: one communicator may wait for the kernels of another. What
+    torch does not know, of groups or of calls, is left out: then the process does not come back, and is ended.
+    """
+    groups = list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})) or [dist.group.WORLD]
+    backends = [
+        backend_of(group, device)
+        for group in groups
+        if group is not None
+        for device in device_types_of(group)
+        if device.type != "cpu"
+    ]
+    together = len(backends) > 1 and hasattr(backends[0], "_group_start") and hasattr(backends[0], "_group_end")
+    if together:
+        backends[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if together:
+            backends[0]._group_end()
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device, None if its backend does not tell; then defaults apply. 2.0."""
     try:

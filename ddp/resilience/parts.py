@@ -69,6 +69,12 @@ class ModelPart(Part):
         self.module, self.wrapper = module, wrapper
         self._handle: RemovableHandle | None = None
         self.plan: dict[str, Any] | None = None  # of its buckets, in the group that has failed
+        self.keeps_buffers = False  # those on devices: a collective that was ended, of batch normalization, spoils them
+        self._buffers: list[torch.Tensor] = []  # their copies, as at the newest commit
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
 
     @property
     def companion(self) -> Part | None:
@@ -129,9 +135,23 @@ class ModelPart(Part):
         if plan is not None and (reducer := self.reducer) is not None:
             reducer.load_plan_state(plan)
 
+    def keep(self) -> None:
+        if not self.keeps_buffers:
+            return
+        buffers = self._on_devices()
+        if [each.shape for each in self._buffers] != [each.shape for each in buffers]:
+            self._buffers = [torch.empty_like(each) for each in buffers]
+        foreach_copy(self._buffers, buffers)
+
+    def roll_back(self) -> None:
+        if self.keeps_buffers:
+            foreach_copy(self._on_devices(), self._buffers)
+
+    def _on_devices(self) -> list[torch.Tensor]:
+        return [buffer.data for buffer in self.module.buffers() if not buffer.is_cpu]
+
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        tensors = [tensor.detach() for tensor in (*self.module.parameters(), *self.module.buffers())]
-        broadcast_tensors(group, tensors, root)
+        broadcast_tensors(group, [tensor.detach() for tensor in self.tensors], root)
 
 
 class _AfterForward:
@@ -170,11 +190,24 @@ class OptimizerPart(Part):
         self._groups: list[dict[str, Any]] = []
         self._values: list[torch.Tensor] = []  # of the parameters before the first step since the commit
         self._states: list[dict[str, Any] | None] = []
-        optimizer.register_step_pre_hook(self._before_step)
+        self._settle: Callable[[], None] | None = None
+        self._settled = False
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def is_dirty(self) -> bool:
         return self._has_stepped and not self.keeps_tensors
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has begun a step since the newest commit, and knew then that all collectives were done."""
+        return self._has_stepped and self._settled
+
+    def call_before_step(self, settle: Callable[[], None] | None) -> None:
+        """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`."""
+        self._settle = settle
+        self._handle.remove()
+        self._handle = self.optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -188,7 +221,10 @@ class OptimizerPart(Part):
         """Average over the ranks of `group`, from now on, if it is one of `ddp.horovod`."""
         average_over(self.optimizer, group)
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._settle is not None:
+            self._settle()
+            self._settled = len(args) < 2 and kwargs.get("closure") is None  # a closure averages once more
         if self.keeps_tensors and not self._has_stepped:
             parameters = [parameter.detach() for parameter in self.parameters]
             if len(self._values) != len(parameters):
