@@ -319,6 +319,18 @@ def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
     return getattr(group, "_device_types", ())
 
 
+@_unless_lacking
+def number_groups_anew() -> None:
+    """Have the next default group be called as the first one, as torch does when one is destroyed. 2.1.
+
+    One that was not made, since its ranks could not connect, has taken a number all the same. The name is part of the
+    keys by which ranks find each other: without this, those that have tried before would wait elsewhere, for ever.
+    """
+    world: Any = dist.distributed_c10d._world
+    if world.group_count:
+        world.group_count = 0
+
+
 def abort_on_devices() -> None:
     """Abort what this process's groups do on devices, from any thread; they are of no use then. Blocks. 2.6.
 

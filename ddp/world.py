@@ -44,7 +44,7 @@ from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollective
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.monitoring.progress import set_restart_policy
-from ddp.torch_internals import backend_of, device_types_of
+from ddp.torch_internals import backend_of, device_types_of, number_groups_anew
 
 __all__ = ["World", "init"]
 
@@ -360,6 +360,7 @@ def rejoin(
     if not is_pending(dist.group.WORLD):
         member.on_devices.let_go(devices)
     _drop_group()
+    number_groups_anew()  # one that could not connect was none to destroy
     member.on_devices.begin()
     member.generation, member.joining = -1, number
     try:
