@@ -72,8 +72,8 @@ class Commits:
 
     @property
     def can_deal_over(self) -> bool:
-        """Whether this can go on with another number of ranks."""
-        return all(part.can_deal_over for part in self._samplers)
+        """Whether this can go on with another number of ranks; what a lost rank had by itself would be missing."""
+        return self._own is None and all(part.can_deal_over for part in self._samplers)
 
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank.

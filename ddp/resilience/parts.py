@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.broadcast_objects import broadcast_optimizer_state
 from ddp.comm.codec import encode
+from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
@@ -316,17 +317,19 @@ class SamplerPart(Part):
     @property
     def can_deal_over(self) -> bool:
         """Whether it can deal out the rest of an epoch to another number of ranks."""
-        return isinstance(self.sampler, DistributedSampler)
+        return isinstance(self.sampler, DistributedSampler) or type(self.sampler) is ReplicaLoader
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
         """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""
         sampler = self.sampler
-        if not isinstance(sampler, DistributedSampler):
+        if not self.can_deal_over:
             raise UnsupportedError(
                 f"sampler={type(sampler).__name__} cannot deal out the rest of an epoch to {place[1]} ranks instead of "
-                f"{before[1]}: use ddp.DistributedSampler. All start again"
+                f"{before[1]}: use ddp.DistributedSampler, or the loader of a ddp.strategy. All start again"
             )
-        if (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
+        if isinstance(sampler, ReplicaLoader):
+            sampler.deal_over(*place)
+        elif (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
             sampler.rank, sampler.num_replicas = place
 
     def count(self) -> None:
