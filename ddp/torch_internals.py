@@ -319,6 +319,43 @@ def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
     return getattr(group, "_device_types", ())
 
 
+@_unless_lacking
+def number_groups_anew() -> None:
+    """Have the next default group be called as the first one, as torch does when one is destroyed. 2.1.
+
+    One that was not made, since its ranks could not connect, has taken a number all the same. The name is part of the
+    keys by which ranks find each other: without this, those that have tried before would wait elsewhere, for ever.
+    """
+    world: Any = dist.distributed_c10d._world
+    if world.group_count:
+        world.group_count = 0
+
+
+def abort_on_devices() -> None:
+    """Abort what this process's groups do on devices, from any thread; they are of no use then. Blocks. 2.6.
+
+    All within one of NCCL's group calls, as torch does it: one communicator may wait for the kernels of another. What
+    torch does not know, of groups or of calls, is left out: then the process does not come back, and is ended.
+    """
+    groups = list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})) or [dist.group.WORLD]
+    backends = [
+        backend_of(group, device)
+        for group in groups
+        if group is not None
+        for device in device_types_of(group)
+        if device.type != "cpu"
+    ]
+    together = len(backends) > 1 and hasattr(backends[0], "_group_start") and hasattr(backends[0], "_group_end")
+    if together:
+        backends[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if together:
+            backends[0]._group_end()
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device, None if its backend does not tell; then defaults apply. 2.0."""
     try:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -40,10 +40,11 @@ from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
+from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
 from ddp.generation.meeting import REFUSED, meet
-from ddp.generation.pending_group import make_pending_group
+from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.monitoring.progress import set_restart_policy
-from ddp.torch_internals import backend_of, device_types_of
+from ddp.torch_internals import backend_of, device_types_of, number_groups_anew
 
 __all__ = ["World", "init"]
 
@@ -98,6 +99,7 @@ class _Membership:
     generation: int = 0
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
+    on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
     address: tuple[str, ...] = field(default_factory=lambda: _store_address())
 
 
@@ -287,11 +289,19 @@ def current_generation() -> int | None:
     """The generation to which the default group belongs, -1 before a replacement has joined one.
 
     None where there are no generations: the launcher of this process announces none, `init` did not make the group, or
-    it moves tensors on devices, which a step may not have when the host is past it.
+    it moves tensors on devices and nobody could end that (`DeviceCollectives`).
     """
     if _membership is None or not can_replace() or not dist.is_initialized():
         return None
-    return _membership.generation if _words(_membership.backend) <= {"cpu", "gloo", SHM} else None
+    words = _words(_membership.backend)
+    return _membership.generation if words <= {"cpu", "gloo", SHM} or can_be_ended(words) else None
+
+
+def lacks_error_handling() -> bool:
+    """Whether there are no generations only since TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0, on this rank."""
+    if _membership is None or not can_replace() or not dist.is_initialized():
+        return False
+    return current_generation() is None and _words(_membership.backend) == NCCL_BESIDE_GLOO
 
 
 def break_connections() -> None:
@@ -301,12 +311,15 @@ def break_connections() -> None:
     """
     if _membership is None:
         return
+    number, on_devices = _membership.on_devices.number, False
     group = dist.group.WORLD
     if group is not None:
-        for device in device_types_of(group):
-            with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
-                backend_of(group, device).abort()
+        on_devices = any(device.type != "cpu" for device in device_types_of(group))
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
+            backend_of(group, torch.device("cpu")).abort()
     _membership.connections.break_all()
+    if on_devices:
+        _membership.on_devices.end(number)
     if (joining := _membership.joining) >= 0:
         timer = threading.Timer(_CONNECT_S, _end_if_connecting, [_membership, joining])
         timer.daemon = True
@@ -323,16 +336,32 @@ def _end_if_connecting(member: _Membership, number: int) -> None:
         os._exit(1)
 
 
-def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool]) -> bool:
+def settle(devices: Collection[torch.device]) -> None:
+    """Wait for what is queued on the current streams of devices.
+
+    Raises CollectiveError if collectives of this process were ended before, and may have left anything there.
+    """
+    if devices and _membership is not None:
+        _membership.on_devices.settle(devices)
+
+
+def rejoin(
+    number: int, variables: Mapping[str, str], is_over: Callable[[], bool], devices: Collection[torch.device] = ()
+) -> bool:
     """Make the default group anew, as generation `number`; return whether it is made.
 
     `variables` are those of the environment that may be others in it: this rank, the size of the world, where the store
-    is. False once `is_over` says that there is a newer one: call again with that. What communicates over the old group
-    has let it go then. Blocks until all ranks have called it; raises RendezvousError if they do not come.
+    is. `devices` are those on which it will communicate. False once `is_over` says that there is a newer one: call
+    again with that. What communicates over the old group has let it go then. Blocks until all ranks have called it;
+    raises RendezvousError if they do not come.
     """
     member = _membership
     assert member is not None
+    if not is_pending(dist.group.WORLD):
+        member.on_devices.let_go(devices)
     _drop_group()
+    number_groups_anew()  # one that could not connect was none to destroy
+    member.on_devices.begin()
     member.generation, member.joining = -1, number
     try:
         _take_place(member, variables)
@@ -350,6 +379,7 @@ def rejoin(number: int, variables: Mapping[str, str], is_over: Callable[[], bool
             own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         hook = sys.excepthook
         _connect(member, PrefixStore(f"{prefix}/default_pg", own))
+        member.on_devices.connect(devices)
         sys.excepthook = hook  # torch has put its own around it once more
     except DdpError:
         raise

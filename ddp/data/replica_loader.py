@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import default_collate as _default_collate
 
 from ddp.data.permutation import Position, choose
-from ddp.errors import ArgumentError
+from ddp.errors import ArgumentError, UnsupportedError
 
 __all__ = ["ReplicaLoader"]
 
@@ -151,6 +151,18 @@ class ReplicaLoader:
         self._begun, self._behind = False, None
         if not self._size(self._position):
             self._next_epoch()
+
+    def deal_over(self, replica: int, replicas: int) -> None:
+        """Share out global batches of the same size to other replicas, from the next pass on.
+
+        Raises UnsupportedError where these are more than a batch has samples.
+        """
+        if self.global_batch_size < replicas:
+            raise UnsupportedError(
+                f"global_batch_size={self.global_batch_size} is less than one sample for each of the {replicas} "
+                "replicas that there are now. All start again"
+            )
+        self._replica, self._replicas = replica, replicas
 
     def stand_in(self) -> Any:
         """A batch of the data set's first sample, twice, for a model that cannot run on an empty batch."""

@@ -27,7 +27,7 @@ from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
 from ddp.resilience.rank_page import RankPage
 from ddp.torch_internals import buffers_of
-from ddp.world import communicating
+from ddp.world import communicating, settle
 
 __all__ = ["Commits", "OwnState"]
 
@@ -61,6 +61,7 @@ class Commits:
         self._page: RankPage | None = None
         self._place = 0, 1  # the rank and the size of the world
         self._kept: dict[str, Any] = {}
+        self.devices: list[torch.device] = []  # of models and optimizers, without the host
         for optimizer in self._optimizers:
             optimizer.keeps_tensors = len(self._optimizers) > 1
 
@@ -71,8 +72,8 @@ class Commits:
 
     @property
     def can_deal_over(self) -> bool:
-        """Whether this can go on with another number of ranks."""
-        return all(part.can_deal_over for part in self._samplers)
+        """Whether this can go on with another number of ranks; what a lost rank had by itself would be missing."""
+        return self._own is None and all(part.can_deal_over for part in self._samplers)
 
     def begin(self, *, has_state: bool) -> None:
         """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank.
@@ -85,6 +86,13 @@ class Commits:
         own = [part.module for part in self._models.values() if part.is_trained(given)]
         tables = [table for module in own for part in module.modules() if (table := buffers_of(part))]
         self._page = RankPage(partial(_buffers, tables), None if self._own is None else self._own.own_state)
+        tensors = [each for model in self._models.values() for each in model.tensors]
+        tensors += [each for optimizer in self._optimizers for each in optimizer.parameters]
+        self.devices = sorted({each.device for each in tensors if each.device.type != "cpu"}, key=str)
+        for model in self._models.values():
+            model.keeps_buffers = bool(self.devices)
+        for optimizer in self._optimizers:
+            optimizer.call_before_step(self._settle if self.devices else None)
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
@@ -122,6 +130,11 @@ class Commits:
         for part in self._models.values():
             if problem := part.obstacle(given):
                 return problem
+            if part.companion is not None and not all(tensor.is_cpu for tensor in part.tensors):
+                return (
+                    "LocalSGD on a device in a resilient function: an average that a lost rank leaves half done stays "
+                    "in the parameters. Train on the CPU, or without ddp.resilient: then all start again"
+                )
         return ""
 
     def _trained(self) -> set[int]:
@@ -130,9 +143,7 @@ class Commits:
 
     def _check_left_out(self) -> None:
         """Raise for what the script has broadcast before the function, and this process did not get."""
-        tensors = [
-            each for part in self._models.values() for each in (*part.module.parameters(), *part.module.buffers())
-        ]
+        tensors = [each for part in self._models.values() for each in part.tensors]
         known = {tensor.data_ptr() for tensor in tensors} | {id(part.optimizer) for part in self._optimizers}
         for each in left_out:
             if (each.data_ptr() if isinstance(each, torch.Tensor) else id(each)) not in known:
@@ -166,6 +177,8 @@ class Commits:
                 sampler.count()
             return
         assert self.number is not None
+        if self.devices and not (self._optimizers and all(part.is_settled for part in self._optimizers)):
+            self._settle()
         reducers = [model.reducer for model in self._models.values()]
         for reducer in (*reducers, *(part.reducer for part in self._optimizers)):
             if reducer is not None and reducer.last_failed:
@@ -203,11 +216,11 @@ class Commits:
         """
         was_there = self.number == number and not self.is_dirty
         has_state = self.number is not None
+        is_root = group.rank() == root
         if was_there:
             self._roll_back()
-        else:
+        if not was_there or (self.devices and not is_root):  # there, what arrives only in part changes what it had
             self.number = None
-        is_root = group.rank() == root
         for part in self.parts.values():
             part.share(root, group)
         sent = {
@@ -222,7 +235,12 @@ class Commits:
             self._set_values(sent["values"])
         for name, plan in sent["plans"].items():
             self._models[name].load_plan(plan)
+        self._settle()
         self._stand_at(number, group.rank(), has_state=has_state)
+
+    def _settle(self) -> None:
+        """Wait for the devices, to know that the collectives there have done what they were to do."""
+        settle(self.devices)
 
     def _roll_back(self) -> None:
         """Undo what this rank has done since its newest commit."""

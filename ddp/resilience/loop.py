@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -32,6 +33,7 @@ from ddp.world import (
     break_connections,
     current_generation,
     has_finished,
+    lacks_error_handling,
     note_finished,
     own_store,
     refuse,
@@ -94,9 +96,14 @@ def resilient(function: F) -> F:
     a script can be gone on with, so let it have the loop over the epochs in it. Call it on every rank; it blocks at its
     end until all are there.
 
-    Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices, it
-    just runs the function: a failure ends the attempt. UnsupportedError for what a replaced rank would not have:
-    wrapped models that the State does not hold, central storage, compression="auto", communication hooks of your own.
+    Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices but
+    CUDA's, it just runs the function: a failure ends the attempt. On CUDA that takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0
+    in the environment, else torch ends the others when one is lost; it is written by torch's documentation and not yet
+    tested on a GPU. There the host waits for the device before each step of an optimizer, since nothing else tells
+    whether the averages have arrived; a replaced rank gets the buffers of another one; and where a device or a
+    communicator does not come back, its process ends and is replaced. UnsupportedError for what a replaced rank would
+    not have: wrapped models that the State does not hold, central storage, compression="auto", communication hooks of
+    your own.
     Replicas that step by themselves (`ddp.LocalSGD`, made before the function) go on with what one of them had.
     `ddp.Trainer.fit` is such a function by itself.
 
@@ -108,6 +115,12 @@ def resilient(function: F) -> F:
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
             raise ArgumentError(f"{function.__name__}({type(state).__name__}): its first argument must be a ddp.State")
+        if lacks_error_handling():
+            warnings.warn(
+                f"a failure in {function.__name__}() will end the attempt: on CUDA the others can go on only where "
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 is in the environment of all ranks before they start",
+                stacklevel=2,
+            )
         if current_generation() is None or dist.get_world_size() == 1:
             return function(state, *args, **kwargs)
         return _loop_of_process().run(state.commits, lambda: function(state, *args, **kwargs))
@@ -211,7 +224,7 @@ class _Loop:
             if news.when == "at_commit" and self._generation >= 0 and not (point and point.is_agreed):
                 own_store(number).set("at_once", "")  # the others are not to wait for a promise of this rank
             joins = news.when == "at_commit" and commits.number is None
-            if not rejoin(number, news.variables, lambda: self._is_over(number, joins=joins)):
+            if not rejoin(number, news.variables, lambda: self._is_over(number, joins=joins), commits.devices):
                 return
             self._generation = number
             group = _world()

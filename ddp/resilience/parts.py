@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.broadcast_objects import broadcast_optimizer_state
 from ddp.comm.codec import encode
+from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
@@ -69,6 +70,12 @@ class ModelPart(Part):
         self.module, self.wrapper = module, wrapper
         self._handle: RemovableHandle | None = None
         self.plan: dict[str, Any] | None = None  # of its buckets, in the group that has failed
+        self.keeps_buffers = False  # those on devices: a collective that was ended, of batch normalization, spoils them
+        self._buffers: list[torch.Tensor] = []  # their copies, as at the newest commit
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
 
     @property
     def companion(self) -> Part | None:
@@ -129,9 +136,23 @@ class ModelPart(Part):
         if plan is not None and (reducer := self.reducer) is not None:
             reducer.load_plan_state(plan)
 
+    def keep(self) -> None:
+        if not self.keeps_buffers:
+            return
+        buffers = self._on_devices()
+        if [each.shape for each in self._buffers] != [each.shape for each in buffers]:
+            self._buffers = [torch.empty_like(each) for each in buffers]
+        foreach_copy(self._buffers, buffers)
+
+    def roll_back(self) -> None:
+        if self.keeps_buffers:
+            foreach_copy(self._on_devices(), self._buffers)
+
+    def _on_devices(self) -> list[torch.Tensor]:
+        return [buffer.data for buffer in self.module.buffers() if not buffer.is_cpu]
+
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        tensors = [tensor.detach() for tensor in (*self.module.parameters(), *self.module.buffers())]
-        broadcast_tensors(group, tensors, root)
+        broadcast_tensors(group, [tensor.detach() for tensor in self.tensors], root)
 
 
 class _AfterForward:
@@ -170,11 +191,24 @@ class OptimizerPart(Part):
         self._groups: list[dict[str, Any]] = []
         self._values: list[torch.Tensor] = []  # of the parameters before the first step since the commit
         self._states: list[dict[str, Any] | None] = []
-        optimizer.register_step_pre_hook(self._before_step)
+        self._settle: Callable[[], None] | None = None
+        self._settled = False
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def is_dirty(self) -> bool:
         return self._has_stepped and not self.keeps_tensors
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has begun a step since the newest commit, and knew then that all collectives were done."""
+        return self._has_stepped and self._settled
+
+    def call_before_step(self, settle: Callable[[], None] | None) -> None:
+        """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`."""
+        self._settle = settle
+        self._handle.remove()
+        self._handle = self.optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -188,7 +222,10 @@ class OptimizerPart(Part):
         """Average over the ranks of `group`, from now on, if it is one of `ddp.horovod`."""
         average_over(self.optimizer, group)
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._settle is not None:
+            self._settle()
+            self._settled = len(args) < 2 and kwargs.get("closure") is None  # a closure averages once more
         if self.keeps_tensors and not self._has_stepped:
             parameters = [parameter.detach() for parameter in self.parameters]
             if len(self._values) != len(parameters):
@@ -280,17 +317,19 @@ class SamplerPart(Part):
     @property
     def can_deal_over(self) -> bool:
         """Whether it can deal out the rest of an epoch to another number of ranks."""
-        return isinstance(self.sampler, DistributedSampler)
+        return isinstance(self.sampler, DistributedSampler) or type(self.sampler) is ReplicaLoader
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
         """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""
         sampler = self.sampler
-        if not isinstance(sampler, DistributedSampler):
+        if not self.can_deal_over:
             raise UnsupportedError(
                 f"sampler={type(sampler).__name__} cannot deal out the rest of an epoch to {place[1]} ranks instead of "
-                f"{before[1]}: use ddp.DistributedSampler. All start again"
+                f"{before[1]}: use ddp.DistributedSampler, or the loader of a ddp.strategy. All start again"
             )
-        if (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
+        if isinstance(sampler, ReplicaLoader):
+            sampler.deal_over(*place)
+        elif (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
             sampler.rank, sampler.num_replicas = place
 
     def count(self) -> None:

@@ -2,7 +2,8 @@
 
 A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or output. Only those
 workers are watched that have made a step, or, without ddp, have written something at OUTPUTS looks: before that, a
-silence is a start. What it means is for the controller to say (launcher/hangs).
+silence is a start. What it means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step
+takes while a worker meets others again, and waits for one that starts: until its next step none is learned.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class _Signs:
         self.steps = 0
         self.outputs = -1  # looks at which there was new output, or anything; the first one finds what was before
         self.is_stopped = False
+        self.regroups_until = -1  # steps
 
     @property
     def is_watched(self) -> bool:
@@ -63,6 +65,12 @@ class SignsOfLife:
         oldest = min(watched, key=lambda signs: signs.since, default=None)
         self.silent_s, self.silent_in = (0.0, 0) if oldest is None else (now - oldest.since, oldest.phase)
 
+    def regroup(self, workers: Iterable[Worker]) -> None:
+        """Note that workers are about to meet others again; one step may still come to its end before."""
+        for worker in workers:
+            if (signs := self._signs.get(worker.number)) is not None:
+                signs.regroups_until = worker.progress[0] + 1
+
     def of(self, worker: Worker, now: float) -> tuple[float, int, int]:
         """Return how long a worker has been silent, its phase and its steps."""
         signs = self._signs.get(worker.number)
@@ -74,7 +82,7 @@ class SignsOfLife:
         steps, saved = worker.progress
         seen = (steps, saved, worker.phase, worker.output_bytes)
         if seen != signs.seen:
-            if signs.is_watched:
+            if signs.is_watched and signs.steps > signs.regroups_until:
                 self.longest_s[signs.phase] = max(self.longest_s[signs.phase], now - signs.since)
             signs.seen, signs.since, signs.steps = seen, now, steps
             signs.outputs += 1

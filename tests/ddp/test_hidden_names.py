@@ -40,6 +40,7 @@ SILENT = {
         "read of a folder of torch.distributed.checkpoint, which is refused then with the name of the class",
     ),
     "_comm_hooks": "replicas of torch's own class are compared before a save, also under a hook",
+    **dict.fromkeys(("_group_start", "_group_end"), "communicators of NCCL are aborted one after the other"),
     "Future": "torch.futures.Future is asked for, which torch's own futures are",
 }
 

@@ -1,12 +1,14 @@
 """Trains a small model under dtrain while hosts come and go; counts how often each sample of an epoch was trained on.
 
 Each rank prints `at STEP WORLD_SIZE RANK PID HOST TIME` after each commit, and at the end what all must have in common.
-The arguments are the number of epochs and the seconds that a step takes at least.
+The arguments are the number of epochs and the seconds that a step takes at least. With a third one, the size of a
+global batch, the samples come from the loader of a strategy.
 """
 
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,11 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 numbers = torch.Generator().manual_seed(1)
 inputs, labels = torch.randn(SAMPLES, 6, generator=numbers), torch.randint(3, (SAMPLES,), generator=numbers)
 data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), inputs, labels)
-sampler = ddp.DistributedSampler(data)
-loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+strategy = ddp.strategy("all_reduce")
+sampler: ddp.DistributedSampler | ddp.data.replica_loader.ReplicaLoader = ddp.DistributedSampler(data)
+loader: Any = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+if len(sys.argv) > 3:
+    loader = sampler = strategy.loader(data, global_batch_size=int(sys.argv[3]), shuffle=True)
 counts = torch.zeros(epochs, SAMPLES, dtype=torch.int64)
 state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0, counts=counts)
 entered = 0
@@ -41,7 +46,8 @@ def train(state: ddp.State) -> None:
             began = time.monotonic()
             seen = torch.zeros(SAMPLES, dtype=torch.int64)
             seen[which] += 1
-            loss = nn.functional.cross_entropy(model(x), y)
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+            loss = strategy.mean(losses) if sampler is loader else losses.mean()
             loss.backward()
             dist.all_reduce(seen)
             optimizer.step()

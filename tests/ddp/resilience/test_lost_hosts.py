@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen
@@ -61,6 +62,30 @@ def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshH
     assert least == 1
     assert most <= 2
     assert more <= 2, "the rest of an epoch is padded to three equal shares once"
+
+
+def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    """10 samples a step, of which three ranks have 4, 3 and 3, and two ranks 5 each: the same steps in the end."""
+    argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
+    with started_dtrain(*argv, "4", "0.25", "10", cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
+        lost = time.monotonic()
+        ssh_hosts.stop(3)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.start(3)
+        seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
+        stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
+    assert seen.said("counts") == {"1 1 0"}, "each sample once in each epoch"
+    plain = run_dtrain(
+        "run", "--nproc-per-node", "3", SCRIPT, "4", "0", "10", cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}
+    )  # fmt: skip
+    assert plain.returncode == 0, plain
+    steps, *sums = map(float, next(iter(seen.said("result"))).split())
+    assert steps == 4 * 480 / 10
+    (expected,) = {*re.findall(r"\] result \S+ (.*)$", plain.stdout, re.MULTILINE)}
+    assert sums == pytest.approx([float(word) for word in expected.split()], rel=1e-3)
 
 
 def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: SshHosts, tmp_path: Path) -> None:

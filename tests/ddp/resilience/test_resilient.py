@@ -139,3 +139,31 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
     result = run(tmp_path, 2, "1.2.forward.kill", restarts=1, script=script)
     assert result.returncode == 0, result
     assert "attempt 1 begins" not in result.stderr
+
+
+DIES_WHILE_IT_CONNECTS = """\
+from ddp import world as ddp_world
+
+
+def connect(member, store):
+    if member.joining == 1 and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if member.joining == 1 and world.rank == 0:
+        time.sleep(600)  # as gloo waits for a rank that has told where it is to be found, and whose host is off now
+    really_connect(member, store)
+
+
+really_connect, ddp_world._connect = ddp_world._connect, connect
+"""
+
+
+def test_a_rank_that_dies_while_it_connects_is_replaced_and_who_waits_for_it_too(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results]
+) -> None:
+    """Rank 0 waits for what nobody can break, until it ends by itself. Rank 2 has the state meanwhile."""
+    script = changed(tmp_path, ("entered = 0\n", DIES_WHILE_IT_CONNECTS + "entered = 0\n"))
+    result = run(tmp_path, 3, "1.2.forward.kill", restarts=3, backend="gloo", script=script)
+    assert result.returncode == 0, result
+    assert "rank 0 waits for a rank that is gone, and ends" in result.stderr + result.stdout
+    assert result.stderr.count("only this worker restarts") == 3, result.stderr
+    assert said(result, "result") == undisturbed(3, "gloo")

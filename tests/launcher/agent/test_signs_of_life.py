@@ -54,6 +54,30 @@ def test_silence_counts_from_the_last_step_after_the_first_one() -> None:
     assert (looks.look().silent_s, looks.signs.longest_s) == (0, [4, 0, 0])
 
 
+def test_the_wait_for_a_replacement_teaches_nothing() -> None:
+    worker = FakeWorker(0)
+    looks = Looks(worker)
+    worker.progress = (1, 0)
+    looks.look()
+    worker.progress = (20, 0)
+    looks.look()
+    worker.progress = (30, 0)  # nobody has looked since
+    looks.signs.regroup(cast("list[Worker]", [worker]))
+    worker.progress = (31, 0)
+    looks.look()
+    looks.look(after_s=300)
+    worker.output_bytes = 9  # it says that it begins anew
+    looks.look()
+    looks.look(after_s=60)  # its first batch
+    worker.progress = (35, 0)
+    looks.look()
+    assert looks.signs.longest_s == [1, 0, 0]
+    looks.look(after_s=2)
+    worker.progress = (36, 0)
+    looks.look()
+    assert looks.signs.longest_s == [3, 0, 0], "it learns again"
+
+
 def test_each_phase_has_its_longest_silence() -> None:
     worker = FakeWorker(0)
     looks = Looks(worker)

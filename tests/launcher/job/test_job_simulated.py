@@ -214,6 +214,8 @@ class World:
         self.resilient = (
             self.composes or chance.random() < 0.2
         )  # all workers are: the others meet one that failed again
+        # Of a draw of its own, so that all other worlds stay what they were. 4: they go on among as many ranks only.
+        self.policy = 4 if self.resilient and random.Random(f"policy {seed}").random() < 0.2 else RESILIENT
         if self.composes:
             self.p_fail, self.p_peer = chance.choice([0.0, 0.0, 0.3]), 0.0
             self.life_s = chance.choice([30.0, 60.0, 120.0])
@@ -764,7 +766,7 @@ class World:
         assert all(w.rank != rank for w in living), f"two lives of rank {rank} at once: {living}"
         restart_policy = self.restart_policy[attempt, rank] if again else 0
         if self.resilient:
-            restart_policy = RESILIENT if again or fresh or self.composes or chance.random() < 0.95 else 0
+            restart_policy = self.policy if again or fresh or self.composes or chance.random() < 0.95 else 0
         elif chance.random() < self.p_alone:  # later it would say so, but before it fails
             restart_policy = chance.choice([1, 1, 2, 3])
         self.restart_policy[attempt, rank] = restart_policy
@@ -799,13 +801,15 @@ class World:
         self.later(self.life_s + chance.random(), self.finish, agent, worker)
 
     def enter(self, worker: Worker) -> None:
-        worker.restart_policy = RESILIENT
-        self.restart_policy[worker.attempt, worker.rank] = RESILIENT
+        worker.restart_policy = self.restart_policy[worker.attempt, worker.rank] = self.policy
 
     def announce(self, agent: Agent, news: NextGeneration) -> None:
         """Let an agent tell its workers of a generation."""
         number = news.number
         assert number > agent.generation, "generations only grow"
+        assert self.policy == RESILIENT or (news.when, news.variables) == ("now", {}), (
+            "these go on at the same size only"
+        )
         agent.generation, agent.when = number, news.when
         for rank, variables in news.variables.items():
             agent.envs[int(rank)] = {**agent.envs[int(rank)], **variables}
@@ -874,6 +878,8 @@ class World:
         if worker.alive:
             worker.hangs = worker.is_stopped = False
             self.later(1.0, self.finish, agent, worker)
+            if self.resilient and worker.met < worker.generation and worker.when != "later":
+                self.meet(agent, worker, worker.generation, self.now + self.meeting_s)
 
     def kill_worker(self, agent: Agent, order: KillWorker) -> None:
         for worker in agent.node.workers:
@@ -1228,7 +1234,7 @@ class World:
         assert order.attempt == self.attempt
         assert tell.host == self.hosts[order.rank]
         assert key in self.failed
-        assert self.restart_policy[key] in (1, 2, 3)
+        assert self.restart_policy[key] in (1, 2, RESILIENT, 4)
         self.lives[key] = self.lives.get(key, 0) + 1
         self.ordered[order.attempt, order.rank, order.restart] = self.generation
         assert order.restart == order.attempt + self.lives[key] + self.moved.get(key, 0)

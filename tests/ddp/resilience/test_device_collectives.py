@@ -1,0 +1,157 @@
+"""What a failure means where collectives are queued on a device. No GPU: see late_collectives."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from testbed.resilient import run as run_script
+from testbed.resilient import said
+
+from ddp import torch_internals
+from ddp.errors import CollectiveError
+from ddp.generation import device_collectives
+from ddp.generation.device_collectives import DeviceCollectives, can_be_ended
+
+WORLDS = Path(__file__).parents[2] / "ddp_worlds"
+CUDA = torch.device("cuda", 0)
+
+
+def queued_script(folder: Path) -> Path:
+    """The resilient script, with gradients, and a buffer in each forward, that are added up by queued collectives."""
+    text = (WORLDS / "resilient_script.py").read_text()
+    for old, new in (
+        ("import ddp\n", f"import ddp\n\nsys.path.append({str(WORLDS)!r})\nimport late_collectives\n"),
+        ("nn.BatchNorm1d(16), ", ""),
+        ("nn.Dropout(0.3), ", ""),
+        ("torch.manual_seed(10 + world.rank)\nmodel = ddp.DistributedDataParallel(net)\n",
+         "net.register_buffer('seen', torch.zeros(()))\nmodel = net\n"),
+        ("            loss = nn.functional",
+         "            net.seen += y.sum()\n"
+         "            late_collectives.add_up(net.seen)\n"
+         "            loss = nn.functional"),
+        ("            loss.backward()\n",
+         "            loss.backward()\n"
+         "            for p in net.parameters():\n"
+         "                late_collectives.add_up(p.grad)\n"),
+        ("            if state.step % 5 == 0:\n", "            if False:\n"),
+    ):  # fmt: skip
+        assert old in text, old
+        text = text.replace(old, new)
+    script = folder / "queued.py"
+    script.write_text(text)
+    return script
+
+
+def test_a_step_whose_averages_never_came_is_made_again(tmp_path: Path) -> None:
+    """The host comes back from each wait without an error, and with nan: no optimizer steps with that."""
+    script = queued_script(tmp_path)
+    undisturbed = run_script(script, tmp_path, ranks=3, backend="gloo")
+    assert undisturbed.returncode == 0, undisturbed
+    expected = said(undisturbed, "result")
+    assert expected.keys() == {0, 1, 2}
+    assert "nan" not in str(expected)
+    failures = ("1.2.load.kill", "0.4.forward.kill", "2.6.step.kill", "1.9.commit.kill", "0.13.forward.raise")
+    result = run_script(script, tmp_path, *failures, ranks=3, restarts=len(failures), backend="gloo")
+    assert result.returncode == 0, result
+    assert {each.name for each in tmp_path.iterdir()} >= {*failures}, "each rank failed where it was to"
+    assert result.stderr.count("only this worker restarts") == len(failures), result.stderr
+    assert said(result, "result") == expected
+
+
+class Devices:
+    """In the place of a device: `end` is called while the host waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.aborted = 0
+        self.end: Any = lambda: None
+        stream = SimpleNamespace(synchronize=lambda: self.end())
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+        monkeypatch.setattr(device_collectives, "abort_on_devices", self._abort)
+        monkeypatch.setattr(dist, "get_rank", lambda: 3)
+
+    def _abort(self) -> None:
+        self.aborted += 1
+
+
+def test_collectives_that_were_ended_while_the_host_waited_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, collectives = Devices(monkeypatch), DeviceCollectives()
+    collectives.settle([CUDA])
+    devices.end = lambda: collectives.end(0)
+    with pytest.raises(CollectiveError, match="the collectives of rank 3 on its devices were ended"):
+        collectives.settle([CUDA])
+    collectives.end(0)
+    assert devices.aborted == 1
+
+
+def test_the_end_of_one_group_does_not_end_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, collectives = Devices(monkeypatch), DeviceCollectives()
+    collectives.begin()
+    collectives.end(0)
+    collectives.settle([CUDA])
+    assert devices.aborted == 0
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        ("torch.ones = lambda *_, **__: fail()", "does not compute any more: CUDA error"),
+        ("device_collectives.abort_on_devices = lambda: time.sleep(60)", "its collectives on devices do not end"),
+        ("torch.accelerator.synchronize = lambda *_: time.sleep(60)", "cpu does not answer"),
+    ],
+)
+def test_a_process_ends_whose_device_does_not_come_back(breaks: str, says: str) -> None:
+    """As if it had died: the launcher replaces it."""
+    script = f"""if True:
+        import time, torch
+        from ddp.generation import device_collectives
+        def fail(): raise RuntimeError("CUDA error: unspecified launch failure")
+        torch.accelerator.synchronize = lambda *_: None
+        device_collectives.abort_on_devices = lambda: None
+        device_collectives._LIMIT_S = 0.5
+        {breaks}
+        device_collectives.DeviceCollectives().let_go([torch.device("cpu")])
+        print("goes on")"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert says in ended.stderr
+    assert "this process ends, to be replaced" in ended.stderr
+
+
+def test_all_groups_are_aborted_within_one_call_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def backend(name: str) -> Any:
+        return SimpleNamespace(
+            _group_start=lambda: calls.append("start"),
+            _group_end=lambda: calls.append("end"),
+            abort=lambda: calls.append(name),
+        )
+
+    backends = {"one": backend("one"), "other": backend("other")}
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(backends)))
+    monkeypatch.setattr(torch_internals, "device_types_of", lambda group: [torch.device("cpu"), CUDA])
+    monkeypatch.setattr(torch_internals, "backend_of", lambda group, device: backends[group])
+    torch_internals.abort_on_devices()
+    assert calls == ["start", "one", "other", "end"]
+
+
+@pytest.mark.parametrize(
+    ("words", "handling", "can"),
+    [
+        (("cpu", "gloo", "cuda", "nccl"), "0", True),
+        (("cpu", "gloo", "cuda", "nccl"), "1", False),  # torchrun's, and dtrain's
+        (("cpu", "gloo", "cuda", "nccl"), "", False),
+        (("nccl",), "0", False),  # what ranks tell each other would travel on the device
+        (("cpu", "gloo", "xpu", "xccl"), "0", False),
+    ],
+)  # fmt: skip
+def test_nccl_can_be_ended_where_torch_leaves_that_to_others(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], handling: str, can: bool
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
+    assert can_be_ended(words) is can
