@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -48,8 +47,8 @@ def test_a_function_of_a_group_says_which_ranks_call_it(module: str) -> None:
 
 def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
     require(find_spec("pdoc"), "pdoc", "pip install -e '.[dev]'")
-    environment = {**os.environ, "PYTHON": sys.executable}
-    result = run_program(DOCS, "--here", tmp_path / "reference", cwd=tmp_path, env=environment, timeout=200)
+    variables = {"PYTHON": sys.executable}
+    result = run_program(DOCS, "--here", tmp_path / "reference", cwd=tmp_path, env=variables, timeout=200)
     assert result.returncode == 0, result
     page = (tmp_path / "reference" / "ddp.html").read_text()
     modules = {name for name, value in _public(importlib.import_module("ddp")) if inspect.ismodule(value)}
