@@ -1,13 +1,13 @@
 """Data-parallel training: every rank holds the whole model and a share of the data, and gradients are averaged.
 
-Two lines make a single-process script distributed:
+Three lines make a single-process script distributed:
 
     world = ddp.init()  # who this rank is; without a launcher, a world of one
     model = ddp.DistributedDataParallel(model.to(world.device))  # averages gradients during backward
+    sampler = ddp.DistributedSampler(dataset)  # each rank its share of the data
 
-and `ddp.DistributedSampler(dataset)` gives each rank its share of the data. `ddp.Checkpoint(folder)` saves all that a
-run needs to go on, and finds the newest whole one when it starts again. Start the script with `dtrain run`,
-torchrun, mpirun or srun, or alone with plain python.
+`ddp.Checkpoint(folder)` saves all that a run needs to resume, and finds the newest whole one when it starts again.
+Start the script with `dtrain run`, torchrun, mpirun or srun, or alone with plain python.
 
 Other ways to train the same loop are behind `ddp.strategy(name)`; `ddp.Trainer` is the loop already written, with
 `ddp.callbacks`. `ddp.horovod` is for scripts in Horovod's style, `ddp.compression` has the options of `compression=`,

@@ -61,8 +61,9 @@ _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 class World:
     """Who this process is among the ranks of its job; in a resilient function, other ranks may be there later on.
 
-    `device` is where this rank's model and batches belong. `backend` is what the process group was made with.
-    `node_rank` is None where the launcher does not tell.
+    `rank` counts from 0 to `world_size` - 1 over all hosts, `local_rank` from 0 to `local_world_size` - 1 on this one.
+    `node_rank` is this host's index, None where the launcher does not tell. `device` is where this rank's model and
+    batches belong. `backend` is what the process group was made with: "shm", "gloo", "nccl" and so on.
     """
 
     rank: int

@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/quickstart", "scripts/test", "scripts/gpu", "scripts/ordinary_user", "scripts/venv.sh", ".ci/run"],
+    [
+        "scripts/quickstart",
+        "scripts/test",
+        "scripts/gpu",
+        "scripts/docs",
+        "scripts/ordinary_user",
+        "scripts/venv.sh",
+        ".ci/run",
+    ],
 )
 def test_scripts_are_valid_bash(script: str) -> None:
     parsed = subprocess.run(["bash", "-n", ROOT / script], capture_output=True, text=True)

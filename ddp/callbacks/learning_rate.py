@@ -18,6 +18,8 @@ class LearningRateScheduler(Callback):
 
     Or let one of torch's do it: `LearningRateScheduler(scheduler=lambda optimizer: StepLR(optimizer, 30))`, stepped
     after each epoch or step; one that looks at a value, such as ReduceLROnPlateau, gets that of `monitor`.
+
+    Raises ArgumentError unless it is given one of the two; `fit` raises DdpError if the logs have no `monitor`.
     """
 
     def __init__(

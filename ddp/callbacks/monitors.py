@@ -50,10 +50,11 @@ class Monitor:
 
 
 class EarlyStopping(Callback):
-    """Stop when `monitor` was not better for `patience` epochs.
+    """Stop when `monitor`, a name in the logs, was not better for `patience` epochs.
 
-    Better is by more than `min_delta`. With `restore_best`, the model has the weights of the best epoch when `fit`
-    ends, stopped or not; they are kept on the CPU, and in checkpoints.
+    Better is by more than `min_delta`: a larger number with `mode` "max", a smaller one with "min"; "auto" is "max" for
+    names with "acc" in them. With `restore_best`, the model has the weights of the best epoch when `fit` ends, stopped
+    or not; they are kept on the CPU, and in checkpoints. `fit` raises DdpError if the logs have no `monitor`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class EarlyStopping(Callback):
 
     @property
     def best(self) -> float | None:
+        """The best value so far; None before the first."""
         return self._monitor.best
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
@@ -103,7 +105,8 @@ class ModelCheckpoint(Callback):
     It saves after every `every_n_epochs` epochs, every `every_n_steps` steps (0: not), when SIGUSR1 says that the
     job's time is nearly up, and at the end; the last `keep` stay. A run goes on in the middle of an epoch, and in a
     world of any size: in one of the same size to the same bits. With `monitor`, the weights of the epoch with the best
-    value are in `folder`/best.pt besides: a plain `state_dict`, which `torch.load(path, weights_only=True)` reads.
+    value (`mode` as in `EarlyStopping`) are in `folder`/best.pt besides: a plain `state_dict`, which
+    `torch.load(path, weights_only=True)` reads.
 
     The files are those of `ddp.Checkpoint`; see there for what a folder on several hosts must be. The main replica
     writes; under a strategy whose replicas have no process group, it alone also reads.
@@ -132,6 +135,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_path(self) -> Path:
+        """Where the weights of the best epoch are, with `monitor`."""
         return self.folder / "best.pt"
 
     def on_restore(self) -> None:

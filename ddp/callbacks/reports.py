@@ -50,7 +50,10 @@ class History(Callback):
 
 
 class ProgressBar(Callback):
-    """Show on the main replica how far the epoch is, on a terminal; one line for each epoch where there is none."""
+    """Show on the main replica how far the epoch is, on a terminal; one line for each epoch where there is none.
+
+    It writes to `stream`, by default to what `sys.stdout` is then.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -92,7 +95,7 @@ def _formatted(logs: Mapping[str, float]) -> str:
 
 
 class CSVLogger(Callback):
-    """Write the logs of each epoch to a table, from the main replica.
+    """Write the logs of each epoch to a table at `path`, from the main replica: a column for each, the epoch first.
 
     A new training starts a new file. A resumed one goes on in it: rows of epochs that it trains again are taken out.
     """

@@ -21,7 +21,11 @@ __all__ = ["Half"]
 
 @dataclass(frozen=True)
 class Half:
-    """16 bits for each value, summed in float32. `dtype`: torch.bfloat16, or torch.float16 with a GradScaler."""
+    """Send each value in 16 bits, and add up in float32. `dtype`: torch.bfloat16, or torch.float16 with a GradScaler.
+
+    A gradient too large for float16 becomes infinite on every rank, which the GradScaler then skips. Buckets that are
+    of 16 bits already keep their dtype. Raises ArgumentError for another dtype.
+    """
 
     dtype: torch.dtype = torch.bfloat16
 
@@ -30,6 +34,7 @@ class Half:
             raise ArgumentError(f"Half(dtype={self.dtype}): torch.bfloat16 or torch.float16")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> HalfCompressor:
+        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
         return HalfCompressor(group, self.dtype, parameters)
 
 

@@ -26,7 +26,12 @@ __all__ = ["Int8"]
 class Int8:
     """A byte for each value and a scale for each `block` of them; `error_feedback` adds to a step what the last lost.
 
-    A smaller block is more exact: one of 512 takes 0.8 % more bytes for its scale.
+    A smaller block is more exact: one of 512 takes 0.8 % more bytes for its scale. What is to be added takes
+    4 (1 + 1/n) bytes of memory for each gradient in a world of n; `ddp.Checkpoint` saves it. Raises ArgumentError for
+    a `block` that is no multiple of 4 or less than 16.
+
+    Tang et al. 2021, "1-bit Adam", arXiv:2102.02888, algorithm 1, with bytes for bits; it converges by Karimireddy et
+    al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
     """
 
     block: int = 512
@@ -37,6 +42,7 @@ class Int8:
             raise ArgumentError(f"Int8(block={self.block}): a multiple of 4, at least 16")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> Int8Compressor:
+        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
         return Int8Compressor(group, self, parameters)
 
 

@@ -38,7 +38,11 @@ class PowerSGD:
     """Matrices as products of two of rank `rank`, after `start_step` steps of plain averages.
 
     The first steps are the ones that approximation harms most; torch advises a tenth of all steps. A gradient that
-    does not shrink by `min_compression_rate` is sent as it is.
+    does not shrink by `min_compression_rate` is sent as it is. Raises ArgumentError for a `rank` below 1 or a
+    `start_step` below 2.
+
+    Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    arXiv:1905.13727, algorithms 1 and 2.
     """
 
     rank: int = 1
@@ -52,6 +56,7 @@ class PowerSGD:
             raise ArgumentError(f"PowerSGD(start_step={self.start_step}): at least 2, buckets change after the first")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> PowerSGDCompressor:
+        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
         return PowerSGDCompressor(group, self, parameters)
 
 

@@ -23,7 +23,7 @@ from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 __all__ = ["Amount", "gather_metrics", "gather_samples"]
 
-Amount: TypeAlias = "int | float | Tensor"
+Amount: TypeAlias = int | float | Tensor
 
 
 def gather_metrics(

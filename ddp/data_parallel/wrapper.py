@@ -124,7 +124,7 @@ class DistributedDataParallel(TorchSurface):
 
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
-    _end: weakref.finalize[Any, Any] | None = None
+    _end: Callable[[], Any] | None = None
     _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
 
     def __init__(
@@ -255,8 +255,9 @@ class DistributedDataParallel(TorchSurface):
             buffer_hook=self._buffer_hook,
         )
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
-        self._end = weakref.finalize(self, reducer.close)
-        self._end.atexit = False
+        end = weakref.finalize(self, reducer.close)
+        end.atexit = False
+        self._end = end
         before_leaving(self, DistributedDataParallel._let_go)
 
     def _release(self) -> None:

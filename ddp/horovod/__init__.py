@@ -6,9 +6,10 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Operations (`hvd.Sum`) and compressions (`hvd.Compression.fp16`) are passed as in Horovod. Arguments that Horovod takes
-by position beyond the first few go by keyword here. What Horovod has and this module has not raises MissingNameError,
-an AttributeError, which says what to use instead; `hasattr(hvd, name)` is False for it.
+Operations (`hvd.Average`, `Sum`, `Min`, `Max`, `Product`) and compressions (`hvd.Compression.fp16`) are passed as in
+Horovod. Arguments that Horovod takes by position beyond the first few go by keyword here. What Horovod has and this
+module has not raises MissingNameError, an AttributeError, which says what to use instead; `hasattr(hvd, name)` is False
+for it.
 
 A script that also has `import horovod` (to read its version, for `horovod.run` or `horovod.torch.elastic`) must lose
 that line: Horovod need not be installed, and its own functions would not know of the processes that `hvd.init()` here

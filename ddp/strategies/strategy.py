@@ -68,7 +68,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     - "all_reduce": `communication` ("auto": as `ddp.init`; or a backend's name), `compression`, and all other
       arguments of `ddp.DistributedDataParallel`.
     - "local_sgd": `every`, `after`, `outer_lr`, `outer_momentum`, `nesterov` of `ddp.LocalSGD`, and `communication`.
-    - "central_storage", "parameter_server": see strategy.py in ddp/strategies/central_storage and in parameter_server.
+    - "central_storage": those of `ddp.strategies.central_storage.strategy.CentralStorage`.
+    - "parameter_server": those of `ddp.strategies.parameter_server.strategy.ParameterServer`.
     - "tpu" has none.
 
     Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher has
@@ -129,7 +130,11 @@ def _refuse_other_roles(name: str) -> None:
 
 
 class Strategy(ABC):
-    """See the module. `replica` of `replicas` is this process among those that train; `role` is "worker" for them."""
+    """How the replicas train together: what `strategy` returns, and what a training loop calls.
+
+    `replica` of `replicas` is this process among those that train. `role` is "worker" for them, and "ps" or "evaluator"
+    for other processes of a run with parameter servers. `world` has the device.
+    """
 
     name: ClassVar[str]
     has_servers: ClassVar[bool] = False
@@ -149,10 +154,12 @@ class Strategy(ABC):
 
     @property
     def replica(self) -> int:
+        """This process's number among those that train, from 0."""
         return self.world.rank
 
     @property
     def replicas(self) -> int:
+        """How many train; losses and gradients are means over their shares of a batch."""
         return self.world.world_size
 
     @property
@@ -289,7 +296,10 @@ class Strategy(ABC):
             return gather_bytes(payload)
 
     def sync(self) -> None:  # noqa: B027  # most strategies have nothing to do
-        """Bring the model of this replica up to date, before it is evaluated or saved. Every replica must call it."""
+        """Bring the model of this replica up to date, before it is evaluated or saved.
+
+        Every replica must call it; blocks where replicas step by themselves ("local_sgd") or servers have the values.
+        """
 
     def publish(self) -> None:  # noqa: B027  # as above
         """Make what the main replica has put into its model and optimizer that of all. Every replica must call it."""

@@ -1,6 +1,6 @@
 """Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
-    python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1]
+    python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1] [--json]
     python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
     python scripts/bench/recovery.py --lost-host [--pairs 3]
     python scripts/bench/recovery.py --only torchft --torchft PYTHON
@@ -20,6 +20,8 @@ runs are compared bit by bit.
 
 With `--lost-host`, one of three hosts in network namespaces of their own is powered off and on again (root): from that
 to the next commit of the others, beside the heartbeat timeout, and from its return to the first commit with it.
+
+--json: one object a line instead of the first table, for plots.py.
 """
 
 from __future__ import annotations
@@ -148,11 +150,15 @@ def main() -> None:
     parser.add_argument("--torchft", metavar="PYTHON", help="measure torchft as well, which this interpreter has")
     parser.add_argument("--only", choices=(*COMMANDS, "torchft"), help="measure one of them, without ratios")
     parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
+    parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
     if args.lost_host:
         lose_hosts(args.pairs)
         return
-    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
+    if not args.json:
+        print(
+            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers"
+        )
     if args.kills:
         sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
     commands = (*COMMANDS, "torchft") if args.torchft else COMMANDS
@@ -166,14 +172,20 @@ def main() -> None:
                 took_s = recover(argv, args.workers, Path(name, f"{command}{pair}"))
                 if pair:  # the first pair warms the file cache
                     taken.append(took_s)
-    print(f"{'command':9} {'recovery s':>10} {'least':>7} {'most':>7} {'runs':>5}   ratio")
+    if not args.json:
+        print(f"{'command':9} {'recovery s':>10} {'least':>7} {'most':>7} {'runs':>5}   ratio")
     for command, taken in times.items():
+        facts = {"median_s": statistics.median(taken), "least_s": min(taken), "most_s": max(taken)}
         ratio = ""
         if command != "torchrun" and args.only is None:
             both = zip(taken, times["torchrun"], strict=True)
-            ratio = f"   {statistics.median(a / b for a, b in both):.3f}"
+            facts["ratio"] = statistics.median(a / b for a, b in both)
+            ratio = f"   {facts['ratio']:.3f}"
+        if args.json:
+            print(json.dumps({"command": command, **{key: round(value, 3) for key, value in facts.items()}}))
+            continue
         print(
-            f"{command:9} {statistics.median(taken):10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
+            f"{command:9} {facts['median_s']:10.3f} {min(taken):7.3f} {max(taken):7.3f} {len(taken):5}{ratio}",
             flush=True,
         )
 

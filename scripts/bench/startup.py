@@ -1,17 +1,18 @@
 """Start-up beside torchrun: wall time, CPU seconds and memory of whole commands, in turns in one run.
 
-    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh]
+    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh] [--json]
 
 Two scripts: one that does nothing, one that does init_process_group("gloo") and a barrier; that one also as a second
 run on what `--keep-warm` has left, on this machine and on an SSH host on loopback. Ratios are medians over pairs of
 runs next to each other. CPU seconds are those of the command and all that it started and waited for, so of a warm run
 those of dtrain alone. Memory is the largest sum of the proportional share (PSS) of all its processes, sampled in a run
-of its own.
+of its own. --json: one object a line instead of the table, for plots.py, and no warm runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -50,24 +51,30 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
     parser.add_argument("--workers", type=int, default=2, help="workers of each run [%(default)s]")
     parser.add_argument("--no-ssh", action="store_true", help="without a host over SSH")
+    parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers")
-    print(f"{'script':30} {'command':12} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio (wall, CPU)")
+    if not args.json:
+        print(
+            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}; {args.workers} workers"
+        )
+        print(
+            f"{'script':30} {'command':12} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio wall, CPU"
+        )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
         os.environ["XDG_RUNTIME_DIR"] = folder  # where what is kept warm is found
         lab = None
-        if find_sshd() is not None and not args.no_ssh:
+        if find_sshd() is not None and not args.no_ssh and not args.json:
             lab = at_end.enter_context(SshHosts(Path(folder, "lab"), count=1, env={"XDG_RUNTIME_DIR": folder}))
         for name, text in SCRIPTS.items():
             script = Path(folder, "script.py")
             script.write_text(text)
-            compare(name, script, args.pairs, args.workers, Path(folder), lab if text else None, warm=bool(text))
+            compare(name, script, args, Path(folder), lab if text else None, warm=bool(text) and not args.json)
 
 
 def compare(
-    name: str, script: Path, pairs: int, workers: int, folder: Path, lab: SshHosts | None, *, warm: bool
+    name: str, script: Path, args: argparse.Namespace, folder: Path, lab: SshHosts | None, *, warm: bool
 ) -> None:
-    count = str(workers)
+    count = str(args.workers)
     ours = [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), "--nproc-per-node", count]
     theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
     commands = {"torchrun": [*theirs, str(script)], "dtrain": [*ours, str(script)]}
@@ -79,7 +86,7 @@ def compare(
         commands["warm, ssh"] = [*ours, *there, *kept]
     runs: dict[str, list[Run]] = {command: [] for command in commands}
     try:
-        for pair in range(pairs + 1):
+        for pair in range(args.pairs + 1):
             for command, argv in commands.items():
                 # The first of dtrain's must not find what is warm.
                 run = measure(argv, **({"XDG_RUNTIME_DIR": ""} if command == "dtrain" else {}))
@@ -93,16 +100,26 @@ def compare(
     for command, argv in commands.items():
         wall_s = statistics.median(run.wall_s for run in runs[command])
         cpu_s = statistics.median(run.cpu_s for run in runs[command])
+        facts = {"script": name, "workers": args.workers, "command": command, "wall_s": wall_s, "cpu_s": cpu_s}
         memory_mb = agent = ""
         if command in ("dtrain", "torchrun"):
             peak_mb, agent_mb = memory(argv)
             memory_mb, agent = f"{peak_mb:.1f}", f"{agent_mb:.1f}" if command == "dtrain" else ""
+            facts["memory_mb"] = peak_mb
         ratio = ""
         if command != "torchrun":
             both = list(zip(runs[command], runs["torchrun"], strict=True))
             wall = statistics.median(a.wall_s / b.wall_s for a, b in both)
             cpu = statistics.median(a.cpu_s / b.cpu_s for a, b in both)
+            facts |= {"wall_ratio": wall, "cpu_ratio": cpu}
             ratio = f"   {wall:.3f}, {cpu:.3f}"
+        if args.json:
+            print(
+                json.dumps(
+                    {key: round(value, 3) if isinstance(value, float) else value for key, value in facts.items()}
+                )
+            )
+            continue
         print(f"{name:30} {command:12} {wall_s:7.3f} {cpu_s:7.3f} {memory_mb:>8} {agent:>9}{ratio}", flush=True)
     if "warm, ssh" in runs:
         pairs_of = zip(runs["warm, ssh"], runs["second, warm"], strict=True)

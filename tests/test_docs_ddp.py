@@ -1,0 +1,61 @@
+"""What ddp/README.md shows is there: its Python runs, its messages are raised, its lines that resume are tested."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed.processes import run_program
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "ddp" / "README.md").read_text()
+BLOCK = re.compile(r"(?:<!-- (\S+) -->\n)?```python\n(.*?)```", re.DOTALL)
+RUN = """
+import sys
+for number, block in enumerate(sys.stdin.read().split("\\f"), 1):
+    exec(compile(block, f"block {number} of those that import ddp", "exec"), {"__name__": "__main__"})
+    print("ran", number)
+"""
+
+
+def test_its_python_runs_alone(tmp_path: Path) -> None:
+    blocks = [code for program, code in BLOCK.findall(README) if not program]
+    assert all("import ddp" in block for block in blocks)
+    result = run_program(
+        sys.executable, "-c", RUN, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdin="\f".join(blocks)
+    )
+    assert result.returncode == 0, result
+    assert f"ran {len(blocks)}\n" in result.stdout
+    assert "ran 8\n" in result.stdout, "there are examples of most sections"
+
+
+def test_the_lines_that_resume_are_those_of_tested_programs() -> None:
+    shown = {program: code for program, code in BLOCK.findall(README) if program}
+    assert set(shown) == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/full/programs/resume_*.py")}
+    for program, code in shown.items():
+        there = {line.strip() for line in (ROOT / program).read_text().splitlines()}
+        matter = [
+            line.strip() for line in code.splitlines() if re.search(r"ckpt|latest|save_state|resume|exist|Model", line)
+        ]
+        assert len(matter) >= 2, program
+        assert not [line for line in matter if line not in there], program
+
+
+def test_its_messages_are_raised() -> None:
+    section = README.partition("## Troubleshooting by message")[2].partition("\n## ")[0]
+    messages = [" ".join(found.split()) for found in re.findall(r"^- `([^`]+)`:", section, re.MULTILINE)]
+    assert len(messages) > 15
+    raised = set(_texts())
+    unknown = [message for message in messages if not any(message in text for text in raised)]
+    assert not unknown
+
+
+def _texts() -> Iterator[str]:
+    """The texts in ddp, with "..." for what differs."""
+    for path in (ROOT / "ddp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
