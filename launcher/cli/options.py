@@ -26,10 +26,11 @@ __all__ = ["CONFIG_SOURCE", "Listed", "Options", "takes_options", "unknown_varia
 
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
-# Variables that are no option's. The first are for the workers.
+# Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
-              "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM")  # fmt: skip
+              "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM",
+              "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER")  # fmt: skip
 
 
 class Listed(click.Option):
@@ -169,6 +170,11 @@ class Options:
         "FAULT every TIME,...",
     )
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
+    on_end: str | None = _option(
+        "Run this shell command here when the run has ended, however; how it ended is in DTRAIN_RUN, DTRAIN_STATE, "
+        "DTRAIN_EXIT_CODE, DTRAIN_CAUSE and DTRAIN_FOLDER.",
+        "CMD",
+    )
     interface: str | None = _option(
         "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
     )

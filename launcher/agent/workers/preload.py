@@ -8,14 +8,16 @@ a change of os.environ: what is imported after that may depend on it.
 from __future__ import annotations
 
 import ast
+import dis
 import importlib.machinery
 import os
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Found", "find_hidden", "find_preloads", "folder_of"]
+__all__ = ["Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
 
 # They start threads, connect to something or read the worker's rank when they are imported.
 _NEVER = {
@@ -49,12 +51,16 @@ class _EffectError(Exception):
 def find_preloads(kind: str, target: str, own_root: str) -> Found:
     """Read a script, or the module that `python -m` would run, from the working directory.
 
+    Of a function, `target` are the modules that it uses, with commas.
+
     `own_root` is the folder of dtrain's own packages, which count as installed wherever they are.
     """
     found = Found()
     reader = _Reader(found, folder_of(kind, target), own_root)
     try:
-        if kind == "script":
+        if kind == "function":
+            reader.import_all(target.split(","))
+        elif kind == "script":
             reader.read(target, package="")
         else:
             reader.read_module(target)
@@ -65,10 +71,22 @@ def find_preloads(kind: str, target: str, own_root: str) -> Found:
 
 
 def folder_of(kind: str, target: str) -> list[str]:
-    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none."""
-    if getattr(sys.flags, "safe_path", False):
+    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none.
+
+    Nor is there one for a function, which has its own in PYTHONPATH.
+    """
+    if kind == "function" or getattr(sys.flags, "safe_path", False):
         return []
     return [os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()]
+
+
+def imports_of_code(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that a function imports before it does anything else."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            yield step.argval
+        elif step.opname.startswith(("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "FOR_ITER", "YIELD", "STORE_ATTR")):
+            return  # what could have an effect
 
 
 def find_hidden(folder: Sequence[str]) -> str:
@@ -137,6 +155,10 @@ class _Reader:
             if not path:
                 break
         return True
+
+    def import_all(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            self._import(module, ())
 
     def _is_installed(self, origin: str) -> bool:
         path = os.path.realpath(origin)
