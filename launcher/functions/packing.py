@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import inspect
 import io
 import linecache
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import cloudpickle
 
-from launcher.agent.workers.preload import imports_of_code
+from launcher.agent.workers.preload import NAMES_TORCH, imports_of_code
 from launcher.errors import UsageError
 from launcher.output.text import size
 from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Function, Returned, encode
@@ -46,7 +47,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
     """Return what goes to the hosts. Raises UsageError if that cannot be pickled, or is too large."""
     if not callable(function):
         raise UsageError(f"launch() needs a function, not {type(function).__name__}")
-    inner = function
+    inner: Any = function
     while isinstance(inner, partial):
         inner = inner.func
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
@@ -61,16 +62,21 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
             "make what cannot travel inside of the function"
         ) from error
     lines = pickle.dumps({path: found for path in pickler.files if (found := linecache.getlines(path))})
-    data = memoryview(lines + file.getbuffer())
+    data = lines + file.getvalue()
     if len(data) > MAX_FUNCTION_BYTES:
         raise UsageError(
             f"{name} and its arguments take {size(len(data))}, at most {size(MAX_FUNCTION_BYTES)} are sent; "
             "save the data to a file that the workers read"
         )
+    modules = [*pickler.modules]
+    if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:
+        modules += imports_of_code(code)
+    if "torch" in modules and b"optim" in data and not NAMES_TORCH.search(data):
+        modules.append("torch._dynamo")  # which an optimizer's first step imports, in seconds
     pieces = range(0, len(data), MAX_PAYLOAD_BYTES)
     return Packed(
         name=name,
-        modules=tuple(pickler.modules),
+        modules=tuple(dict.fromkeys(modules)),
         path=_own_path(),
         frames=tuple(encode(Function(at, bytes(data[at : at + MAX_PAYLOAD_BYTES]))) for at in pieces),
     )
@@ -88,7 +94,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         """Look at each object; all are pickled as they are."""
         if isinstance(item, CodeType):
             self.files.setdefault(item.co_filename)
-            self.modules.update(dict.fromkeys(imports_of_code(item)))
         elif isinstance(item, ModuleType):
             self.modules.setdefault(item.__name__)
         elif isinstance(item, type) or callable(item):

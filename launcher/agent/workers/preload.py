@@ -17,7 +17,7 @@ import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
+__all__ = ["NAMES_TORCH", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
 
 # They start threads, connect to something or read the worker's rank when they are imported.
 _NEVER = {
@@ -26,7 +26,10 @@ _NEVER = {
     "torchmetrics", "wandb",
 }  # fmt: skip
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
-_TORCH = re.compile(rb"TORCH(?!ELASTIC_)")  # those are the launcher's own, and nothing that torch reads when imported
+NAMES_TORCH = re.compile(
+    rb"TORCH(?!ELASTIC_)"
+)  # those are the launcher's own, and nothing that torch reads when imported
+_EFFECTS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "STORE_ATTR", "FOR_ITER", "YIELD", "POP_JUMP")  # of bytecode
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
@@ -85,8 +88,8 @@ def imports_of_code(code: types.CodeType) -> Iterator[str]:
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
             yield step.argval
-        elif step.opname.startswith(("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "FOR_ITER", "YIELD", "STORE_ATTR")):
-            return  # what could have an effect
+        elif step.opname.startswith(_EFFECTS):
+            return
 
 
 def find_hidden(folder: Sequence[str]) -> str:
@@ -124,7 +127,7 @@ class _Reader:
         except (OSError, SyntaxError, ValueError, RecursionError):
             raise _EffectError from None
         self._found.uses_optimizer |= b"optim" in source
-        self._found.sets_torch |= _TORCH.search(source) is not None
+        self._found.sets_torch |= NAMES_TORCH.search(source) is not None
         for statement in tree.body:
             self._read_statement(statement, package)
 

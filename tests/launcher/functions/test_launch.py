@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -306,10 +307,65 @@ def test_a_host_that_cannot_run_functions_says_why(change: str, told: str, folde
     assert told.format(here, here.rpartition(".")[0]) in str(caught.value)
 
 
+def test_a_module_that_a_worker_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ghost = types.ModuleType("ghost")
+    monkeypatch.setitem(sys.modules, "ghost", ghost)
+
+    def uses() -> types.ModuleType:
+        return ghost
+
+    error = _failure(uses)
+    assert error.type == "FunctionError"
+    assert f"uses cannot be loaded on {error.host}: ModuleNotFoundError: No module named 'ghost'" in error.message
+
+
+def test_modules_of_the_program_s_own_folders_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own").mkdir()
+    (folder / "own/found_there.py").write_text("def where(): return __file__\n")
+    monkeypatch.syspath_prepend(folder / "own")
+    import found_there  # type: ignore[import-not-found]  # written just now
+
+    assert launch(found_there.where) == [str(folder / "own/found_there.py")]
+
+
+def test_a_resilient_function_goes_on_without_a_restart(folder: Path) -> None:
+    program = """
+import os, signal, torch, ddp, launcher
+
+@ddp.resilient
+def train(state):
+    while state.step < 6:
+        if state.step == 3 and ddp.init().rank == 1 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.model(torch.ones(1, 1)).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        state.commit()
+    return state.step
+
+def start():
+    ddp.init()
+    model = ddp.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(ddp.State(model=model, optimizer=optimizer, step=0))
+    return os.getpid(), float(model.module.weight)
+
+found = launcher.launch(start, nproc_per_node=2, max_restarts=2)
+print(len({pid for pid, _ in found}), len({weight for _, weight in found}))
+"""
+    (folder / "program.py").write_text(program)
+    result = run_program(sys.executable, "program.py")
+    assert (result.returncode, result.stdout) == (0, "2 1\n"), result
+    assert "1 restart" in result.stderr
+    assert (folder / "killed").exists()
+
+
 def test_what_a_function_uses_is_imported_before_it_is_forked() -> None:
     program = """
-import launcher, torch
+import launcher
 def total():
+    import torch
     return float(torch.ones(3).sum())
 print(launcher.launch(total, nproc_per_node=2, verbose=True))
 """
