@@ -10,6 +10,8 @@ DtrainError                 exit code 1
 ├── StreamError             the stream to a host broke, whatever carried it
 ├── SocketError             a folder of sockets is not this user's alone, or the process behind one is not usable
 │   └── WarmError           a process that is kept warm cannot be used, or none can be kept
+├── LaunchError             a run of launcher.launch() failed, or was stopped: its report
+│   └── WorkerError         one of its workers failed: host, rank, traceback
 ├── RunError                a run that is named by its id cannot be found, or not be asked (runs/)
 ├── StoreError              the rendezvous store could not be opened, or was lost
 ├── JoinError               this node, started by hand, could not take part in the run (transport/tcp/dial.py)
@@ -22,6 +24,7 @@ from __future__ import annotations
 __all__ = [
     "DtrainError",
     "HostError",
+    "LaunchError",
     "NodeZeroTakenError",
     "PlacementError",
     "ProtocolError",
@@ -31,6 +34,7 @@ __all__ = [
     "StreamError",
     "UsageError",
     "WarmError",
+    "WorkerError",
 ]
 
 
@@ -71,6 +75,35 @@ class SocketError(DtrainError):
 
 class WarmError(SocketError):
     pass
+
+
+class LaunchError(DtrainError):
+    """A run failed, or was stopped, that a Python program had started. The message is the run's report.
+
+    `exit_code` is what `dtrain run` would have ended with.
+    """
+
+    def __init__(self, report: str, *, exit_code: int) -> None:
+        super().__init__(report)
+        self.exit_code = exit_code
+
+
+class WorkerError(LaunchError):
+    """A worker failed. Its own exception is `__cause__`, if that could travel.
+
+    `type` is the name of its class, and `traceback` the whole text that Python printed; both are empty if the process
+    was killed or ended with an exit code.
+    """
+
+    def __init__(
+        self, report: str, *, exit_code: int, host: str, rank: int, type: str, message: str, traceback: str = ""
+    ) -> None:
+        super().__init__(report, exit_code=exit_code)
+        self.host = host
+        self.rank = rank
+        self.type = type
+        self.message = message
+        self.traceback = traceback
 
 
 class RunError(DtrainError):

@@ -2,7 +2,8 @@
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
 4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
-only whole lines on). Only `Output` and `Timings` have a payload. No pickle. Messages are flat dataclasses, by whose
+only whole lines on). The payload is the field `data` of a message that has one. Nothing here is a pickle, nor is a
+payload ever read as one but by a worker and by who called launcher.launch(). Messages are flat dataclasses, by whose
 annotations decode.py checks what arrives.
 """
 
@@ -81,13 +82,21 @@ class Prepare(Command):
     parts: int
     interfaces: list[str]  # the network interfaces of which the first that is up is to be used; empty: by the routes
     through: str = ""  # as in StartWorker; what the workers are likely to run
-    target: str = ""
+    target: str = ""  # of a function, the packages that it uses, with commas
     workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
     start_method: str = "auto"  # auto, fork or exec
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     reports_steps: bool = False  # Stepped is sent
     step_times: int = STEP_TIMES  # of a worker, in a Timings at most
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
+
+
+@dataclass(frozen=True)
+class Function(Command):
+    """A piece of what all workers call, and the position in it; before the first StartWorker that needs it."""
+
+    at: int
+    data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,9 @@ class SharePrefixes(Command):
 class StartWorker(Command):
     rank: int
     attempt: int
-    through: str  # `script` or `module`: the first of argv is run by the agent's own Python; empty: a program
+    # `script` or `module`: the first of argv is run by the agent's own Python; `function`: what came by Function is
+    # called, and argv is as in Prepare.target; empty: a program.
+    through: str
     argv: list[str]
     env: dict[str, str] = field(repr=False)  # it holds the run's key
     defaults: dict[str, str]  # set only where the worker would not inherit a value
@@ -294,6 +305,15 @@ class Output(Report):
 
     rank: int
     stream: int
+    data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class Returned(Report):
+    """A piece of what a worker's function has returned, or raised; in order, and before its Exited."""
+
+    attempt: int
+    rank: int
     data: bytes = field(default=b"", repr=False)
 
 

@@ -40,6 +40,7 @@ from launcher.protocol import (
     Prepare,
     ReservePorts,
     RestartWorker,
+    Returned,
     Started,
     StartWorker,
     Stepped,
@@ -50,7 +51,9 @@ from launcher.protocol import (
 if TYPE_CHECKING:
     from launcher.machine.oom import OomWatch
 
-__all__ = ["Attempt"]
+__all__ = ["FUNCTION", "Attempt"]
+
+FUNCTION = "function"  # the file in the agent's folder with what workers call
 
 READ_BYTES = 1 << 16
 STEP_LOOK_S = 0.01  # between looks for the first step of a worker
@@ -268,9 +271,11 @@ class Attempt:
 
     def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
         """Start a worker, and report that; return whether it runs."""
+        files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         argv = message.argv
         if message.through:
-            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv]
+            more = [f"{self._folder}/{FUNCTION}", str(files.returned)] if message.through == "function" else []
+            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv, *more]
         self._release_ports()
         if self._sockets is None:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
@@ -279,7 +284,6 @@ class Attempt:
         is_first = message.rank not in self._lives
         own["DTRAIN_GENERATION"] = str(message.generation if is_first else self._generation)
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
-        files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
             cores = self._cores.choose(message)
         except DtrainError as error:
@@ -387,6 +391,8 @@ class Attempt:
             if worker.status is None or worker.reported:
                 continue
             self._drain(worker)
+            while not self._writer.holding and (data := worker.read_returned()):
+                self._writer.send(Returned(attempt=self.number, rank=worker.rank, data=data))
             if not self._writer.holding or self._writer.closed:
                 worker.reported = True
                 self.step_times.send(time.monotonic(), [worker.rank])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +30,10 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
     if message.program is not None and workdir.is_dir():
         problems += _program_problems(message.program, workdir)
+    if message.through == "function" and importlib.machinery.PathFinder.find_spec("cloudpickle") is None:
+        problems.append(
+            f"cloudpickle, by which functions travel, is not there: {sys.executable} -m pip install cloudpickle"
+        )
     if message.interfaces:
         try:
             choose_address(message.interfaces, "", None)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import NoReturn
 
 from launcher import __version__
-from launcher.agent.attempt import READ_BYTES, Attempt
+from launcher.agent.attempt import FUNCTION, READ_BYTES, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.cleanup.guard import guard, reap
 from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
@@ -48,6 +48,7 @@ from launcher.protocol import (
     Collect,
     Decoder,
     EndAttempt,
+    Function,
     Heartbeat,
     Hello,
     KillWorker,
@@ -293,6 +294,8 @@ class Agent:
                     attempt.step_times.asked = (message.sent, now)
             case Prepare():
                 self._prepare(message)
+            case Function():
+                self._keep_function(message)
             case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():
                 self._begin(message)
             case RestartWorker() if attempt is not None and self._attempt_end is None:
@@ -313,6 +316,15 @@ class Agent:
                 self._end_attempt(message)
             case Stop():
                 self._exit(message.signum, "")
+
+    def _keep_function(self, message: Function) -> None:
+        try:
+            file = os.open(f"{self._folder}/{FUNCTION}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with open(file, "wb") as function:
+                function.seek(message.at)
+                function.write(message.data)
+        except OSError as error:  # the workers will not find all of it
+            print(f"dtrain agent: the function cannot be written: {error}", file=sys.stderr)
 
     def _vanish(self) -> NoReturn:
         for process in self._run_tag.members(ancestor=os.getpid()):

@@ -28,11 +28,11 @@ __all__ = ["CONFIG_SOURCE", "Listed", "Options", "takes_options", "unknown_varia
 
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
-# Variables that are no option's. The first are for the workers.
+# Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
-              "TIMELINE_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE",
-              "ONE_STEP_FROM")  # fmt: skip
+              "TIMELINE_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM",
+              "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER")  # fmt: skip
 
 
 class Listed(Option):
@@ -185,6 +185,11 @@ class Options:
         "Remove ended runs, the oldest first, until all in --log-dir take no more.", "20G|500M"
     )
     error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
+    on_end: str | None = _option(
+        "Run this shell command here when the run has ended, however; how it ended is in DTRAIN_RUN, DTRAIN_STATE, "
+        "DTRAIN_EXIT_CODE, DTRAIN_CAUSE and DTRAIN_FOLDER.",
+        "CMD",
+    )
     only_rank: str | None = _option("Show only the output of these ranks; all of it is kept.", "R,R", cls=Listed)
     local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
     redirects: str | None = _option(

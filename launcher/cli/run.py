@@ -1,6 +1,6 @@
-"""`dtrain run`, from the options to the exit code: the controller's, or that of a node that joins one.
+"""`dtrain run`, from the options to the exit code: the controller's (control.py), or that of a node that joins one.
 
-Called by main.py. Reads the request, opens what the run's output goes to, and hands both to the controller.
+Called by main.py.
 """
 
 from __future__ import annotations
@@ -10,35 +10,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.cli.control import Caller, Verbosity, control, error_file
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
 from launcher.runs.housekeeping import Limits, hold
-from launcher.transport.connect import start_agents
 
 if TYPE_CHECKING:
-    from launcher.job.outcome import Outcome
-    from launcher.output.writer import OutputThread
     from launcher.runs.detach import Detachment
 
 __all__ = ["run_job"]
-
-_SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
-
-
-@dataclass(frozen=True)
-class Verbosity:
-    """How much dtrain says of itself, by what, and where it writes how the run ended."""
-
-    quiet: bool
-    verbose: bool
-    say: Callable[[str], None]
-    error_json: Path | None
 
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
@@ -54,7 +38,7 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
 
 def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:
-    verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
+    verbosity = Verbosity(options.quiet, options.verbose, say, error_file(options.error_json))
     try:
         if options.print_commands:
             from launcher.cli.print_commands import commands
@@ -102,21 +86,11 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
         raise JoinError(f"{error}{taken}") from error
 
 
-def _error_file(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    path = Path(text).expanduser()
-    if not path.parent.is_dir():
-        raise UsageError(f"--error-json: the folder {path.parent} does not exist; make it, or name a file elsewhere")
-    if path.is_dir():
-        raise UsageError(f"--error-json: {path} is a folder; name a file")
-    return path
-
-
 def _control(
     request: Request, options: Options, limits: Limits, verbosity: Verbosity, detachment: Detachment | None
 ) -> int:
     spec = request.spec
+    caller = Caller(sys.argv[1 if options.as_torchrun else 2 :], detachment=detachment)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(hold(spec.log_dir, spec.run_id))
@@ -125,137 +99,4 @@ def _control(
                 raise NodeZeroTakenError(str(error)) from error
             if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
                 raise
-        return _control_alone(request, options, limits, verbosity, detachment)
-
-
-def _control_alone(
-    request: Request, options: Options, limits: Limits, verbosity: Verbosity, detachment: Detachment | None
-) -> int:
-    spec, node_role = request.spec, request.node_role
-    if node_role is not None:
-        os.environ.update(node_role.agent_environment)
-    early: list[int] = []  # an exception in the middle of an import could be lost
-    if "SIGINT" in spec.signals:
-        signal.signal(signal.SIGINT, lambda signum, _: early.append(signum))
-    # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
-    opened = start_agents(spec) if node_role is None else {}
-    switch_s = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-
-    from launcher.controller.controller import Controller
-    from launcher.machine.processes import raise_file_limit
-    from launcher.output.console import Console
-    from launcher.output.logfiles import LogFiles, set_aside
-    from launcher.output.report import report
-    from launcher.output.writer import OutputThread
-    from launcher.runs.session import Session
-    from launcher.timeline.recording import Recording
-
-    sys.setswitchinterval(switch_s)
-    raise_file_limit()
-    console = Console(out=1 if detachment is None else 2)  # stdout is for the run's id
-    folder = spec.log_dir / spec.run_id
-    if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
-        verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
-    logs = LogFiles(folder, console.say)
-    output = OutputThread(console, logs, output_filter=request.output_filter)
-    output.start()
-    session = Session(
-        spec,
-        output,
-        words=sys.argv[1 if options.as_torchrun else 2 :],
-        script=len(options.command),
-        as_torchrun=options.as_torchrun,
-        options={name: (getattr(options, name), origin) for name, origin in options.origins},
-        folder=folder,
-        limits=limits,
-        detachment=detachment,
-    )
-    recording = Recording(folder, spec.run_id, output.say)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(recording.close)
-            listener = None
-            if node_role is not None:  # there are commands of this run on other nodes
-                from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
-
-                listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
-            controller = Controller(
-                spec if listener is None else replace(spec, master_addr=listener.address),
-                output,
-                show_progress=output.show_status if os.isatty(2) and not verbosity.quiet else lambda _: None,
-                tell_user=output.say,
-                opened=opened,
-                listener=listener,
-                recording=recording,
-                watch=session.watch,
-            )
-            session.listen(controller)
-            outcome = controller.run(early)
-            if listener is not None:
-                line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
-                listener.close(outcome.exit_code, line)  # for the other nodes
-    finally:
-        output.close()
-    _report_end(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
-    session.end(outcome, controller.evidence_file)
-    return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
-
-
-def _report_end(
-    request: Request,
-    verbosity: Verbosity,
-    outcome: Outcome,
-    output: OutputThread,
-    evidence_file: Path | None,
-    folder: Path | None,
-) -> None:
-    from launcher.output.console import takes_colour
-    from launcher.output.report import report
-    from launcher.output.text import count
-    from launcher.output.warm import warm_lines
-
-    spec = request.spec
-    if verbosity.error_json is not None:
-        from launcher.output.error_json import write_error_json
-
-        try:
-            write_error_json(verbosity.error_json, outcome, folder=folder, evidence_file=evidence_file)
-        except OSError as error:
-            verbosity.say(f"--error-json: {verbosity.error_json} cannot be written: {error.strerror}")
-    if verbosity.verbose:
-        workers, hosts = count(outcome.world_size, "worker"), count(outcome.hosts, "host")
-        ran = f"{workers} on {hosts} for {outcome.duration_s:.1f} s"
-        verbosity.say(f"run {spec.run_id}: {ran}")
-        if outcome.forked:
-            were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
-            verbosity.say(f"{were} forked from processes that had imported their packages")
-    if verbosity.verbose or spec.start_method == "fork":
-        for reason in outcome.by_exec:
-            verbosity.say(f"workers were started by exec: {reason}")
-    ranks = request.output_filter.ranks
-    if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
-        named = ",".join(map(str, sorted(ranks)))
-        verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
-    for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
-        if not verbosity.quiet:
-            verbosity.say(line)
-    text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
-    if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
-        failed = outcome.error is not None or outcome.cause is not None
-        first, newline, rest = text.partition("\n")
-        verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if failed and takes_colour(2) else text)
-
-
-def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:
-    """Have SLURM start the job again, unless it was cancelled; return the exit code."""
-    from launcher.hosts.slurm_allocation import is_cancelled, requeue
-
-    if outcome.signum is not None and is_cancelled(os.environ):
-        verbosity.say("the job was cancelled; it is not queued again")
-        return 128 + outcome.signum
-    verbosity.say("queueing the job again")
-    problem = requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
-    if problem is not None:
-        verbosity.say(problem)
-    return outcome.exit_code
+        return control(request, options, limits, verbosity, caller).outcome.exit_code

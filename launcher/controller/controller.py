@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ from launcher.job.job import Job
 from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Exited, RestartWorker, StartWorker
+from launcher.protocol import Exited, RestartWorker, Returned, StartWorker
 from launcher.timeline.recording import Recording
 from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream
@@ -75,7 +75,14 @@ class Controller:
         listener: Listener | None = None,
         recording: Recording | None = None,
         watch: Callable[[Job], None] = lambda _: None,
+        function: Sequence[bytes] = (),
+        take: Callable[[str, Returned | Exited], None] | None = None,
     ) -> None:
+        """`function` are the frames with what the workers call; `take` gets what they return, and how each ended."""
+        self._function = function
+        self._take = take
+        self._has_function: set[Link] = set()
+        self.caught: list[int] = []  # signals that ended the run, and that would have ended this process
         self._spec = spec
         self._opened = opened
         self._output = output
@@ -91,7 +98,7 @@ class Controller:
         self._older: list[Link] = []  # those before, as long as they are not released
 
     def run(self, early_signals: Iterable[int] = ()) -> Outcome:
-        """Run the job to its end. Blocks; must be called from the main thread, for the signals.
+        """Run the job to its end. Blocks. In another thread than the main one, signals do what they did before.
 
         `early_signals` were caught before this one's handlers were there, by one that adds to them.
         """
@@ -99,6 +106,7 @@ class Controller:
         discovery: threading.Thread | None = None
         with self._signals():
             for signum in early_signals:
+                self.caught.append(signum)
                 self._events.put(Signalled(signum))
             try:
                 self._carry_out(self._job.start())
@@ -153,12 +161,12 @@ class Controller:
 
     def _note(self, event: Event) -> None:
         """Let the output side know what it needs: files to write, when nobody may wait for it."""
-        if (
-            isinstance(event, AgentMessage)
-            and isinstance(event.message, Exited)
-            and event.message.error_file is not None
-        ):
-            self._output.error_file(event.message.rank, event.message.attempt, event.message.error_file)
+        if isinstance(event, AgentMessage) and isinstance(event.message, Exited | Returned):
+            said = event.message
+            if isinstance(said, Exited) and said.error_file is not None:
+                self._output.error_file(said.rank, said.attempt, said.error_file)
+            if self._take is not None:
+                self._take(event.host, said)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
 
@@ -189,6 +197,8 @@ class Controller:
                 if isinstance(command.message, StartWorker):
                     start = command.message
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
+                    if start.through == "function":
+                        self._pass_function_on(self._links[command.host])
                 elif isinstance(command.message, RestartWorker):
                     self._output.end_line(command.message.rank)
                 self._links[command.host].tell(command.message)
@@ -201,6 +211,13 @@ class Controller:
             else:
                 assert isinstance(command, SuspendSelf)
                 self._suspend()
+
+    def _pass_function_on(self, link: Link) -> None:
+        """Send the function, once to each agent."""
+        if link not in self._has_function:
+            self._has_function.add(link)
+            for frame in self._function:
+                link.pass_on(frame)
 
     def _open(self, host: Host, number: int) -> None:
         """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
@@ -235,8 +252,13 @@ class Controller:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def enqueue(signum: int, _frame: object) -> None:
+            if signum in STOP_SIGNALS:
+                self.caught.append(signum)
             self._events.put(Signalled(signum))
 
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {}
         for signum in (*STOP_SIGNALS, *OTHER_SIGNALS):
             if signum in CHOSEN and signum.name not in self._spec.signals:

@@ -59,9 +59,12 @@ class Link:
             self._lose(_NO_THREAD)
 
     def tell(self, message: AgentCommand) -> None:
+        self.pass_on(encode(message))
+
+    def pass_on(self, frame: bytes) -> None:
         if self._stream is not None and not self._closed:
             self._queued += 1
-            self._outgoing.put(encode(message))
+            self._outgoing.put(frame)
 
     @property
     def idle(self) -> bool:

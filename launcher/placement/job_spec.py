@@ -58,11 +58,15 @@ class CommandKind(Enum):
     SCRIPT = "script"
     MODULE = "module"
     PROGRAM = "program"  # --no-python
+    FUNCTION = "function"  # of launcher.launch()
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments."""
+    """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments.
+
+    Of a function, `target` are the packages that it uses, with commas, and the only argument is its name.
+    """
 
     kind: CommandKind
     target: str

@@ -4,7 +4,7 @@
     run_id, dtrain, state
                     state: "starting", "running", "restarting", "stopping", and at the end as `ended` in outcome
     command         {as_torchrun, words: what was typed after `dtrain run`, script: how many of them are SCRIPT [ARGS],
-                    folder: where it was typed}; secret values are `***`
+                    folder: where it was typed, is_function: by launcher.launch(), of SCRIPT}; secret values are `***`
     options         {name: {value, from, text}} of all that are not at their default; from: "command line", the
                     variable's or the file's name; text: the variable's, else null
     workdir, python of the workers

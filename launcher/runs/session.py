@@ -34,14 +34,15 @@ CONSOLE_LOG = "console.log"  # what a detached run would show on its terminal
 
 
 class Session:
-    """`words` were typed after `dtrain run`; `script` of them are SCRIPT [ARGS].
+    """`words` were typed after `dtrain run`; `script` of them are SCRIPT [ARGS], or the name of a function.
 
     `options` are the values that are not at their default, each with where it is from.
     """
 
     def __init__(
         self, spec: JobSpec, output: OutputThread, *, words: list[str], script: int, as_torchrun: bool,
-        options: Mapping[str, tuple[Any, str]], folder: Path, limits: Limits, detachment: Detachment | None,
+        is_function: bool, options: Mapping[str, tuple[Any, str]], folder: Path, limits: Limits,
+        detachment: Detachment | None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._output = output
@@ -58,6 +59,7 @@ class Session:
                 "words": kept_words,
                 "script": script,
                 "folder": os.getcwd(),
+                "is_function": is_function,
             },
             "options": {
                 name: {"value": _without_secrets(value), "from": origin, "text": _text_of(origin)}
@@ -94,8 +96,11 @@ class Session:
         )
         self._control.start()
 
-    def end(self, outcome: Outcome, evidence_file: Path | None) -> None:
-        """Write down how the run has ended, and tell who waits for it. Blocks for a while; Ctrl-C ends that early."""
+    def end(self, outcome: Outcome, evidence_file: Path | None) -> str:
+        """Write down how the run has ended, and tell who waits for it; return the state that it has ended in.
+
+        Blocks for a while; Ctrl-C ends that early.
+        """
         how = as_json(outcome, self._folder, evidence_file)
         with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
             if self._control is not None:
@@ -104,6 +109,14 @@ class Session:
             if self._control is not None:
                 self._control.note_end(how["ended"], outcome.exit_code)
             self._record.finish()
+        state: str = how["ended"]
+        return state
+
+    def abandon(self) -> None:
+        """Let go of a run that ends with an exception here, in a process that may go on."""
+        if self._control is not None:
+            self._control.note_end("failed", 1)
+            self._control.close()
 
     def _leave(self) -> None:
         """Let the command return that was typed with --detach."""

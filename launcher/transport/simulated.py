@@ -43,6 +43,10 @@ class SimulatedAgents:
         self._status: int | None = None  # once the process has ended
         threading.Thread(target=self._receive, name="ends of agents", daemon=True).start()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # it was never opened
+            self._control.close()  # not before: another thread may be sending
+
     def start(self, key: str) -> _Agent:
         """Start an agent; the key says what may be kept warm for it. Raises OSError."""
         with self._lock:
@@ -75,7 +79,6 @@ class SimulatedAgents:
 
     def _receive(self) -> None:
         """Pass on how agents ended; in a thread of its own, until the process ends."""
-        # The socket stays open as long as this object lives: another thread may be sending.
         with contextlib.suppress(ConnectionError):
             while said := self._control.recv(_MESSAGE_BYTES):
                 number, _, status = said.partition(b" ")

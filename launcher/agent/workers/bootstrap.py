@@ -1,6 +1,7 @@
 """The first code of a Python worker: runs the script or module as `__main__`, as plain python would.
 
-Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`. Imports nothing of the
+Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`, or `function PACKAGES NAME
+FUNCTION_FILE RESULT_FILE`. Imports nothing of the
 launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
 it writes the error files for an exception that nobody caught, has a crash print where it happened, wakes the
 rendezvous store when torch is about to be imported, and ends the process where a process group of torch is left open.
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _run(kind: str, target: str) -> None:
-    program = _module if kind == "module" else _script
+    program = {"script": _script, "module": _module, "function": _function}[kind]
     try:
         program(target)()
     except SystemExit:
@@ -114,6 +115,19 @@ def _module(name: str) -> Callable[[], object]:
     return lambda: run(name, True)
 
 
+def _function(_: str) -> Callable[[], object]:
+    """Return what calls a function that came from another process; see call_function.py."""
+    _new_main()
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "call_function.py")
+    module = types.ModuleType(
+        "launcher.agent.workers.call_function"
+    )  # not in sys.modules: the script is not to find it
+    importlib.machinery.SourceFileLoader(module.__name__, path).exec_module(module)
+    _own_files.add(path)
+    _keep.append(module)
+    return lambda: module.call_function(*sys.argv[1:])
+
+
 def _new_main() -> types.ModuleType:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None, __cached__=None)
@@ -124,6 +138,7 @@ def _new_main() -> types.ModuleType:
     return module
 
 
+_own_files = {__file__}  # whose frames are in no traceback
 _keep: list[types.ModuleType] = []  # this module must outlive its place in sys.modules
 
 
@@ -144,7 +159,7 @@ def _fail(error: BaseException) -> NoReturn:
     except RuntimeError as reason:  # it just did: this is why the other failed
         error = reason
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _own_files:
         trace = trace.tb_next
     error.__traceback__ = trace
     try:

@@ -8,14 +8,16 @@ a change of os.environ: what is imported after that may depend on it.
 from __future__ import annotations
 
 import ast
+import dis
 import importlib.machinery
 import os
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Found", "find_hidden", "find_preloads", "folder_of"]
+__all__ = ["NAMES_TORCH", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
 
 # They start threads, connect to something or read the worker's rank when they are imported.
 _NEVER = {
@@ -24,7 +26,10 @@ _NEVER = {
     "torchmetrics", "wandb",
 }  # fmt: skip
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
-_TORCH = re.compile(rb"TORCH(?!ELASTIC_)")  # those are the launcher's own, and nothing that torch reads when imported
+NAMES_TORCH = re.compile(
+    rb"TORCH(?!ELASTIC_)"
+)  # those are the launcher's own, and nothing that torch reads when imported
+_EFFECTS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "STORE_ATTR", "FOR_ITER", "YIELD", "POP_JUMP")  # of bytecode
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
@@ -49,12 +54,16 @@ class _EffectError(Exception):
 def find_preloads(kind: str, target: str, own_root: str) -> Found:
     """Read a script, or the module that `python -m` would run, from the working directory.
 
+    Of a function, `target` are the modules that it uses, with commas.
+
     `own_root` is the folder of dtrain's own packages, which count as installed wherever they are.
     """
     found = Found()
     reader = _Reader(found, folder_of(kind, target), own_root)
     try:
-        if kind == "script":
+        if kind == "function":
+            reader.import_all(target.split(","))
+        elif kind == "script":
             reader.read(target, package="")
         else:
             reader.read_module(target)
@@ -65,10 +74,22 @@ def find_preloads(kind: str, target: str, own_root: str) -> Found:
 
 
 def folder_of(kind: str, target: str) -> list[str]:
-    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none."""
-    if getattr(sys.flags, "safe_path", False):
+    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none.
+
+    Nor is there one for a function, which has its own in PYTHONPATH.
+    """
+    if kind == "function" or getattr(sys.flags, "safe_path", False):
         return []
     return [os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()]
+
+
+def imports_of_code(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that a function imports before it does anything else."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            yield step.argval
+        elif step.opname.startswith(_EFFECTS):
+            return
 
 
 def find_hidden(folder: Sequence[str]) -> str:
@@ -106,7 +127,7 @@ class _Reader:
         except (OSError, SyntaxError, ValueError, RecursionError):
             raise _EffectError from None
         self._found.uses_optimizer |= b"optim" in source
-        self._found.sets_torch |= _TORCH.search(source) is not None
+        self._found.sets_torch |= NAMES_TORCH.search(source) is not None
         for statement in tree.body:
             self._read_statement(statement, package)
 
@@ -137,6 +158,10 @@ class _Reader:
             if not path:
                 break
         return True
+
+    def import_all(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            self._import(module, ())
 
     def _is_installed(self, origin: str) -> bool:
         path = os.path.realpath(origin)

@@ -90,6 +90,8 @@ def _why_not(message: Prepare) -> str:
         return "--start-method is exec"
     if not message.through:
         return "there is no fork server"
+    if message.through == "function":
+        return "" if message.target else "the function uses only the standard library"
     return _why_not_script(os.path.join(message.workdir, message.target)) if message.through == "script" else ""
 
 

@@ -41,10 +41,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
-from launcher.protocol import Exited, Failing
+from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Failing
 
 __all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "Worker", "spawn"]
 
@@ -125,6 +126,7 @@ class Files:
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
+        self.returned = Path(f"{self.error}.returned")  # what a function has returned, or raised
         self.variables = {
             "TORCHELASTIC_ERROR_FILE": str(self.error),
             "DTRAIN_PROGRESS_FILE": str(self.progress),
@@ -193,6 +195,7 @@ class Worker:
         self.ended = 0.0
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
         self._stopped = False  # after it had failed
+        self._returned: BinaryIO | None = None
         self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0), 0)
         self._generations = GenerationPipe(files.generations)
@@ -324,8 +327,19 @@ class Worker:
             unsaved=self.unsaved,
         )
 
+    def read_returned(self) -> bytes:
+        """Return the next piece of what its function has returned or raised; empty at the end, or of a script."""
+        if self._returned is None:
+            try:
+                self._returned = open(self.files.returned, "rb")  # noqa: SIM115  # read on as the stream takes it
+            except FileNotFoundError:
+                return b""
+        return self._returned.read(MAX_PAYLOAD_BYTES)
+
     def close(self) -> None:
         """Release its descriptors; nothing can be asked of it afterwards."""
+        if self._returned is not None:
+            self._returned.close()
         for descriptor in [*self.pipes, self._progress]:
             os.close(descriptor)
         self._generations.close()

@@ -34,6 +34,10 @@ def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Call
         raise RunError(f"how run {entry.run_id} was started is not there any more: {entry.folder}/run.json")
     command: Mapping[str, Any] = manifest["command"]
     words: list[str] = command["words"]
+    if command.get("is_function"):
+        raise RunError(
+            f"run {entry.run_id} is of a function that a Python program gave to launcher.launch(); call it there"
+        )
     if withheld := [each for each in words if WITHHELD in each]:
         before = words[words.index(withheld[0]) - 1 : words.index(withheld[0])]
         shown = " ".join([*before, withheld[0]])

@@ -1,0 +1,92 @@
+"""The options of `dtrain run` as keywords of a Python function: read, checked and completed as on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from launcher.cli.config_file import Group, nearest
+from launcher.cli.main import cli
+from launcher.cli.options import Options, takes_options
+from launcher.errors import UsageError
+
+__all__ = ["options_of", "words_of"]
+
+_WAITS = "launch() waits for the end of the run and returns what the workers return"
+_CALLS = "launch() calls a function"
+# Options that have no meaning there: why.
+_NOT_HERE = {
+    "detach": _WAITS,
+    "requeue": _WAITS,
+    "print_commands": _WAITS,
+    "module": _CALLS,
+    "no_python": _CALLS,
+    "run_path": _CALLS,
+    "node_rank": "launch() starts the workers on all hosts by itself",
+}
+
+
+def words_of(keywords: Mapping[str, Any]) -> list[str]:
+    """Return options as they are typed after `dtrain run`.
+
+    None is the default, True a flag; a list is several values, a mapping variables. Raises UsageError for a name that
+    is none.
+
+    >>> words_of({"nnodes": (1, 2), "hosts": ["a", "b"], "simulate": True, "export": {"A": "1"}})
+    ['--nnodes', '1:2', '--hosts', 'a,b', '--simulate', '--export', 'A=1']
+    """
+    known = {
+        param.name: param for param in cli.commands["run"].params if isinstance(param, click.Option) and param.name
+    }
+    words = []
+    for name, value in keywords.items():
+        option = known.get(name)
+        if option is None:
+            raise UsageError(f"launch() has no option {name!r}{nearest(name, known)}")
+        if value is None:
+            continue
+        if option.is_flag != isinstance(value, bool):
+            raise UsageError(
+                f"{name} is {value!r}; it {'must be True or False' if option.is_flag else 'needs a value'}"
+            )
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] * value if option.is_flag else [word for text in _texts(option, value) for word in (flag, text)]
+    return words
+
+
+def _texts(option: click.Option, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        value = [f"{name}={text}" for name, text in value.items()]
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if option.multiple:
+        return [str(each) for each in value]
+    return [(":" if option.name == "nnodes" else ",").join(map(str, value))]
+
+
+def options_of(words: list[str], name: str) -> Options:
+    """Return the options of these words, with what the environment and the config file say besides.
+
+    Raises UsageError where `dtrain run` would end with exit code 2.
+    """
+    found: list[Options] = []
+
+    def keep(options: Options) -> None:
+        found.append(options)
+
+    command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
+    group = Group("dtrain", commands={**cli.commands, "run": command})
+    try:
+        group.main(["run", *words, "--", name], standalone_mode=False)
+    except click.ClickException as error:
+        raise UsageError(error.format_message()) from error
+    (options,) = found
+    for option in _NOT_HERE:
+        value = getattr(options, option)
+        if value is not None and value is not False:
+            origin = dict(options.origins).get(option)
+            where = f" ({origin})" if origin and option not in options.typed else ""
+            raise UsageError(f"launch() takes no {option}{where}: {_NOT_HERE[option]}")
+    return options

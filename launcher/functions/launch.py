@@ -1,0 +1,159 @@
+"""`launcher.launch()`: a run whose workers call a function of this process. The controller is that of `dtrain run`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from launcher.cli.control import Caller, Ended, Verbosity, control, error_file
+from launcher.cli.keywords import options_of, words_of
+from launcher.cli.options import Options, unknown_variables
+from launcher.cli.request import Request, read_request
+from launcher.errors import LaunchError, UsageError, WorkerError
+from launcher.functions.packing import Packed, Returns, pack
+from launcher.functions.streams import program_streams
+from launcher.job.failure import what_happened
+from launcher.machine.processes import restore_file_limit
+from launcher.placement.job_spec import CommandKind, WorkerCommand
+from launcher.runs.housekeeping import Limits, hold
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+
+
+def launch(
+    function: Callable[..., T],
+    /,
+    *args: Any,
+    hosts: str | Sequence[str] | None = None,
+    nproc_per_node: int | str | None = None,
+    **options: Any,
+) -> list[T]:
+    """Call `function(*args)` in every worker of a run, and return what each returned, by rank.
+
+    The workers are processes of their own, started as `dtrain run` starts a script: with ranks, GPUs and a rendezvous
+    store in their environment, on this machine, on `hosts` by SSH, or in a SLURM allocation. What they print appears on
+    sys.stdout and sys.stderr. The run is in `dtrain ps`, has a folder, and can be stopped like others.
+
+    The options are those of `dtrain run` under the same names, with `_`: `nnodes=2, simulate=True, max_restarts=3`.
+    What is not given is read from DTRAIN_* variables, then from the config file. With `max_restarts`, the function is
+    called anew after a failure.
+
+    `function`, its arguments and what it returns travel by cloudpickle: it may be a lambda, a closure, or defined in a
+    notebook. At most 256 MiB go to the hosts, and 1 GiB comes back from each worker. Modules that it uses must be on
+    every host, and so must cloudpickle, with the same minor version of Python.
+
+    Blocks until the run has ended and nothing is left of it, also with an exception, and after Ctrl-C. In the main
+    thread of the process, SIGINT, SIGTERM and SIGHUP end the run, and take effect here after that; in another one they
+    do nothing to it, and `dtrain stop` ends it.
+
+    Raises UsageError before any host is reached, for what `dtrain run` would not take and for what cannot be pickled;
+    HostError and its kind if the run cannot start; WorkerError if a worker failed; LaunchError if the run failed
+    otherwise, or was stopped.
+    """
+    if "DTRAIN_RUN_KEY" in os.environ:
+        raise UsageError(
+            f"launch() was called in rank {os.environ.get('RANK', '?')} of a run; call it in the program that starts "
+            'the run, under `if __name__ == "__main__":`'
+        )
+    packed = pack(function, args)
+    words = words_of({"hosts": hosts, "nproc_per_node": nproc_per_node, **options})
+    settings = options_of(words, packed.name)
+    limits = Limits(settings.keep_runs, settings.log_max_size)
+    to_file = error_file(settings.error_json)
+    request = _request(settings, packed)
+    returns = Returns()
+    try:
+        with program_streams() as (out, err), hold(request.spec.log_dir, request.spec.run_id):
+            verbosity = Verbosity(settings.quiet, settings.verbose, partial(_say, err), to_file)
+            if not verbosity.quiet:
+                for notice in [*unknown_variables(), *request.notices]:
+                    verbosity.say(notice)
+            caller = Caller([*words, "--", packed.name], out, err, function=packed.frames, take=returns.take)
+            ended = control(request, settings, limits, verbosity, caller)
+    finally:
+        restore_file_limit()
+    for signum in ended.caught[:1]:
+        signal.raise_signal(signum)  # as if it came now: for SIGINT, KeyboardInterrupt
+    if ended.outcome.exit_code != 0:
+        _fail(ended, returns)
+    found: list[T] = _results(ended, returns)
+    return found
+
+
+def _request(options: Options, packed: Packed) -> Request:
+    path = f"PYTHONPATH={os.pathsep.join(packed.path)}"
+    request = read_request(replace(options, export=(path, *options.export)), wait=True)
+    if request.node_role is not None:
+        raise UsageError(
+            "launch() starts the workers on all hosts by itself; DTRAIN_NODE_RANK and the like must be unset"
+        )
+    command = WorkerCommand(CommandKind.FUNCTION, ",".join(packed.modules), (packed.name,))
+    return replace(request, spec=replace(request.spec, command=command))
+
+
+def _say(descriptor: int, text: str) -> None:
+    lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(descriptor, lines.encode("utf-8", "backslashreplace"))
+
+
+def _results(ended: Ended, returns: Returns) -> list[Any]:
+    """Return the results by rank; None of a process that ended well without one."""
+    by_rank: dict[int, Any] = {}
+    world_size = 0
+    for process in returns.processes:
+        try:
+            said = returns.read(process)
+        except Exception as error:
+            problem = f"what rank {process} returned cannot be read here: {type(error).__name__}: {error}"
+            raise WorkerError(
+                f"{problem}; the modules that it uses must be here as well",
+                exit_code=1, host=returns.hosts[process], rank=process, type="ResultError", message=problem,
+            ) from error  # fmt: skip
+        if said is not None:
+            by_rank[said.rank] = said.value
+            world_size = max(world_size, said.world_size)
+    return [by_rank.get(rank) for rank in range(world_size or ended.outcome.world_size)]
+
+
+def _fail(ended: Ended, returns: Returns) -> None:
+    outcome, cause = ended.outcome, ended.outcome.cause
+    if outcome.error is not None:
+        raise outcome.error
+    if cause is None or cause.rank is None:
+        raise LaunchError(ended.report, exit_code=outcome.exit_code)
+    raise WorkerError(
+        ended.report,
+        exit_code=outcome.exit_code,
+        host=cause.host,
+        rank=cause.rank,
+        type=cause.error_type,
+        message=cause.message or what_happened(cause),
+        traceback=_traceback(returns, cause.rank),
+    ) from _exception(returns, cause.rank)
+
+
+def _traceback(returns: Returns, rank: int) -> str:
+    """Return what the worker's error file has of it; see launcher/agent/workers/bootstrap.py."""
+    try:
+        text: str = json.loads(returns.error_files[rank] or "")["message"]["extraInfo"]["py_callstack"]
+    except (ValueError, KeyError, TypeError):  # it was killed, or ended by an exit code
+        return ""
+    return text
+
+
+def _exception(returns: Returns, rank: int) -> BaseException | None:
+    """Return the worker's own exception, if it could be pickled and can be read here."""
+    try:
+        said = returns.read(rank)
+    except Exception:
+        return None
+    return said.value if said is not None and isinstance(said.value, BaseException) and not said.ok else None

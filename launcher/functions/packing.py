@@ -1,0 +1,184 @@
+"""A function and its arguments, made ready to travel, and what workers returned, read again.
+
+Pickles go only between processes of one user: this one writes the function, the workers read it; they write what they
+return, and this one reads that at the end of the run. Both ways are the authenticated streams to the run's agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import inspect
+import io
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+from launcher.agent.workers.preload import NAMES_TORCH, imports_of_code
+from launcher.errors import UsageError
+from launcher.output.text import size
+from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Function, Returned, encode
+
+__all__ = ["MAX_FUNCTION_BYTES", "Packed", "Returns", "Said", "pack"]
+
+MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start, and holds heartbeats up
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`modules` are those that the function uses; `path` where those are that are not installed."""
+
+    name: str
+    modules: tuple[str, ...]
+    path: tuple[str, ...]
+    frames: tuple[bytes, ...]
+
+
+def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
+    """Return what goes to the hosts. Raises UsageError if that cannot be pickled, or is too large."""
+    if not callable(function):
+        raise UsageError(f"launch() needs a function, not {type(function).__name__}")
+    inner: Any = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        with _by_value_if_out_of_reach(getattr(inner, "__module__", None)):
+            pickler.dump((function, args))
+    except Exception as error:
+        raise UsageError(
+            f"{name} and its arguments cannot be pickled: {type(error).__name__}: {error}; "
+            "make what cannot travel inside of the function"
+        ) from error
+    lines = pickle.dumps({path: found for path in pickler.files if (found := linecache.getlines(path))})
+    data = lines + file.getvalue()
+    if len(data) > MAX_FUNCTION_BYTES:
+        raise UsageError(
+            f"{name} and its arguments take {size(len(data))}, at most {size(MAX_FUNCTION_BYTES)} are sent; "
+            "save the data to a file that the workers read"
+        )
+    modules = [*pickler.modules]
+    if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:
+        modules += imports_of_code(code)
+    if "torch" in modules and b"optim" in data and not NAMES_TORCH.search(data):
+        modules.append("torch._dynamo")  # which an optimizer's first step imports, in seconds
+    pieces = range(0, len(data), MAX_PAYLOAD_BYTES)
+    return Packed(
+        name=name,
+        modules=tuple(dict.fromkeys(modules)),
+        path=_own_path(),
+        frames=tuple(encode(Function(at, bytes(data[at : at + MAX_PAYLOAD_BYTES]))) for at in pieces),
+    )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Notes which modules will be imported, and from which files the code is that goes along."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: dict[str, None] = {}
+        self.files: dict[str, None] = {}
+
+    def persistent_id(self, item: Any) -> None:
+        """Look at each object; all are pickled as they are."""
+        if isinstance(item, CodeType):
+            self.files.setdefault(item.co_filename)
+        elif isinstance(item, ModuleType):
+            self.modules.setdefault(item.__name__)
+        elif isinstance(item, type) or callable(item):
+            module = getattr(item, "__module__", None)
+            if isinstance(module, str) and module not in ("__main__", "builtins"):
+                self.modules.setdefault(module)
+
+
+@contextmanager
+def _by_value_if_out_of_reach(name: str | None) -> Iterator[None]:
+    """Have what is defined in a module go along that workers cannot import, as one that pytest has loaded by its file.
+
+    What is in `__main__` goes along anyway.
+    """
+    module = sys.modules.get(name or "__main__")
+    if name == "__main__" or module is None or _can_be_imported(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread has done so
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(name: str) -> bool:
+    path: list[str] | None = None
+    for part in name.split("."):
+        spec = importlib.machinery.BuiltinImporter.find_spec(part) if path is None else None
+        spec = spec or importlib.machinery.PathFinder.find_spec(part, path)
+        if spec is None:
+            return False
+        path = list(spec.submodule_search_locations or ())
+    return True
+
+
+def _own_path() -> tuple[str, ...]:
+    """Return where this process finds modules beside those that every Python of this installation finds."""
+    installed = tuple(os.path.realpath(prefix) + os.sep for prefix in {sys.prefix, sys.base_prefix})
+    paths = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+    return tuple(path for path in paths if not os.path.realpath(path).startswith(installed) and os.pathsep not in path)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a worker has returned (`ok`) or raised, under the rank that it had then."""
+
+    ok: bool
+    value: Any
+    rank: int
+    world_size: int
+
+
+class Returns:
+    """What the workers have said, as it comes in: of the newest attempt, and of each rank's newest process.
+
+    Processes are named by their ranks in orders and reports, which RANK may not be where hosts were lost.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, str] = {}
+        self.error_files: dict[int, str | None] = {}
+        self._attempt = -1
+        self._coming: dict[int, bytearray] = {}
+        self._data: dict[int, bytearray] = {}
+
+    @property
+    def processes(self) -> list[int]:
+        return sorted(self._data)
+
+    def take(self, host: str, said: Returned | Exited) -> None:
+        """Take what the agent of a host says, in the order in which it does."""
+        if said.attempt > self._attempt:
+            self._attempt = said.attempt
+            self._coming, self._data, self.error_files = {}, {}, {}
+        elif said.attempt < self._attempt:
+            return
+        if isinstance(said, Returned):
+            self._coming.setdefault(said.rank, bytearray()).extend(said.data)
+        else:
+            self._data[said.rank] = self._coming.pop(said.rank, bytearray())
+            self.hosts[said.rank], self.error_files[said.rank] = host, said.error_file
+
+    def read(self, process: int) -> Said | None:
+        """Return what a process has said, once; None if nothing. Raises what reading a pickle raises."""
+        data = self._data.pop(process, None)
+        return Said(*pickle.loads(data)) if data else None

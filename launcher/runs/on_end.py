@@ -1,0 +1,112 @@
+"""`--on-end CMD`: the user's own command, run here when a run has ended, with how it ended in variables.
+
+DTRAIN_RUN        the run's id, as dtrain logs, history and rerun take it. Not DTRAIN_RUN_ID, which is an option:
+                  a run that the command starts would take the same name
+DTRAIN_STATE      finished, failed, stopped or not started, as in dtrain ps and run.json
+DTRAIN_EXIT_CODE  what dtrain ends with
+DTRAIN_CAUSE      what failed first, in one line; empty where nothing did
+DTRAIN_FOLDER     the run's folder, absolute; empty where its files could not be written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from launcher.job.failure import signal_name, what_happened
+from launcher.job.outcome import Outcome
+from launcher.output.text import printable
+from launcher.runs.secrets import without_secrets
+
+__all__ = ["run_on_end"]
+
+LIMIT_S = 60.0  # for the command
+_NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, and is not to be run for that one again
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _StoppedError(Exception):
+    """The user wants no more to wait; `args` is the signal's number."""
+
+
+def run_on_end(
+    command: str, outcome: Outcome, state: str, folder: Path | None, *,
+    say: Callable[[str], None], out: int = 1, err: int = 2, limit_s: float = LIMIT_S,
+) -> None:  # fmt: skip
+    """Run the command by /bin/sh, and say if it fails, which changes nothing. Blocks, at most `limit_s`.
+
+    It writes to `out` and `err`. What it leaves in the background goes on if it ends in time.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    env |= {
+        "DTRAIN_RUN": outcome.run_id,
+        "DTRAIN_STATE": state,
+        "DTRAIN_EXIT_CODE": str(outcome.exit_code),
+        "DTRAIN_CAUSE": _cause(outcome),
+        "DTRAIN_FOLDER": "" if folder is None else str(folder.absolute()),
+    }
+    try:
+        with _stopped_by_signals():
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait(limit_s)
+            except BaseException:
+                _kill(process)
+                raise
+    except OSError as error:
+        say(f"--on-end: /bin/sh cannot be started: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        say(f"--on-end: the command did not end within {limit_s:g} s and was killed; put what takes longer in the")
+        say("background: CMD &")
+    except _StoppedError as stopped:
+        say(f"--on-end: the command was killed, since dtrain got {signal_name(stopped.args[0])}")
+    else:
+        if status:
+            how = f"ended with exit code {status}" if status > 0 else f"was killed by {signal_name(-status)}"
+            say(f"--on-end: the command {how}")
+
+
+def _cause(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        text = " ".join(str(outcome.error).split())
+    elif outcome.cause is not None:
+        text = what_happened(outcome.cause)
+    else:
+        text = "" if outcome.signum is None else f"stopped by {signal_name(outcome.signum)}"
+    return printable(" ".join(without_secrets(text.split(" "))))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # not waited for yet, so that the group is still its own
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise _StoppedError where a signal would end this process, which still has an exit code to give."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, _: object) -> NoReturn:
+        raise _StoppedError(signum)
+
+    before = {
+        signum: signal.signal(signum, stop) for signum in _STOPS if signal.getsignal(signum) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
