@@ -2,8 +2,8 @@
 
 A stream begins with PREAMBLE in each direction (whatever a login shell prints before it is skipped), then frames:
 4 bytes header length, 4 bytes payload length (big endian), a JSON header, raw payload bytes, a line feed (srun passes
-only whole lines on). Only `Output` has a payload. No pickle. Messages are flat dataclasses, by whose annotations
-decode.py checks what arrives.
+only whole lines on). The payload is the field `data` of messages that have one. No pickle. Messages are flat
+dataclasses, by whose annotations decode.py checks what arrives.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass, field
 
-PROTOCOL = 11
+PROTOCOL = 12
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
+INPUT_BYTES = 1 << 16  # of a rank's standard input that are sent and not taken yet
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
@@ -135,6 +136,20 @@ class StartWorker(Command):
     wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
     generation: int = 0  # the composition of the attempt that it is started for; 0: the first
     restart_policy: int = 0  # as in Exited, until it says its own
+    has_input: bool = False  # its standard input is a pipe, for what Input brings; else it is empty
+
+
+@dataclass(frozen=True)
+class Input(Command):
+    """Bytes for the standard input of a rank that has one, from the INPUT_BYTES that the agent keeps at most.
+
+    `is_end`: no more follow. A process that takes the place of a dead one reads on from what was not written to it.
+    """
+
+    rank: int
+    attempt: int
+    is_end: bool = False
+    data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -293,6 +308,23 @@ class Output(Report):
     rank: int
     stream: int
     data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class InputTaken(Report):
+    """So many bytes of Input are written to the worker: so many more may be sent."""
+
+    rank: int
+    attempt: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Asks(Report):
+    """A worker waits for its standard input behind an unfinished line, a prompt; or does so no longer."""
+
+    rank: int
+    waits: bool
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,21 @@ class Options:
     )
     tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
     local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
+    lines: str | None = _option(
+        "Show equal lines that many ranks write in the same moment once, as [all 8] or [2-7]; or all of them.  "
+        "[default: merge on a terminal, else all]",
+        type=click.Choice(["merge", "all"]),
+    )
+    log_format: str = _option(
+        "What is shown: text, or one JSON object a line.",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+    )
+    stdin: str | None = _option(
+        "The rank that reads the standard input of this command; the others read an empty one.  [default: 0]",
+        "RANK|none",
+    )
     print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
     quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
     verbose: bool = _flag(

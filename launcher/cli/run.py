@@ -33,10 +33,11 @@ _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps,
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much dtrain says of itself, by what, and where it writes how the run ended."""
+    """How much dtrain says of itself, in what form, by what, and where it writes how the run ended."""
 
     quiet: bool
     verbose: bool
+    as_json: bool
     say: Callable[[str], None]
     error_json: Path | None
 
@@ -46,6 +47,25 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
     Blocks; from the main thread only.
     """
+    if options.log_format == "json":
+        from launcher.output.json_lines import message
+
+        try:
+            return _run_job(options, lambda text: _write(message(text)))
+        except DtrainError as error:
+            _write(message(str(error), "error"))
+            return error.exit_code
+    return _run_job(options, say)
+
+
+def _write(data: bytes) -> None:
+    """Write to stderr, if anybody reads that."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _run_job(options: Options, say: Callable[[str], None]) -> int:
     if not options.detach or options.print_commands:
         return _run(options, say)
     from launcher.runs.detach import detached
@@ -54,7 +74,9 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
 
 def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:
-    verbosity = Verbosity(options.quiet, options.verbose, say, _error_file(options.error_json))
+    verbosity = Verbosity(
+        options.quiet, options.verbose, options.log_format == "json", say, _error_file(options.error_json)
+    )
     try:
         if options.print_commands:
             from launcher.cli.print_commands import commands
@@ -128,10 +150,20 @@ def _control(
         return _control_alone(request, options, limits, verbosity, detachment)
 
 
+def _has_no_input() -> bool:
+    """Whether this command's standard input is /dev/null, or was closed, which is the same by now (main.py)."""
+    try:
+        return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    except OSError:
+        return True
+
+
 def _control_alone(
     request: Request, options: Options, limits: Limits, verbosity: Verbosity, detachment: Detachment | None
 ) -> int:
     spec, node_role = request.spec, request.node_role
+    if _has_no_input():
+        spec = replace(spec, stdin=None)
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     early: list[int] = []  # an exception in the middle of an import could be lost
@@ -152,13 +184,15 @@ def _control_alone(
 
     sys.setswitchinterval(switch_s)
     raise_file_limit()
-    console = Console(out=1 if detachment is None else 2)  # stdout is for the run's id
+    out = 1 if detachment is None else 2  # stdout is for the run's id
+    console = Console(out=out, lines=options.lines, as_json=options.log_format == "json")
     folder = spec.log_dir / spec.run_id
     if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
         verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
     logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
+    shows_progress = os.isatty(2) and not verbosity.quiet and not verbosity.as_json
     session = Session(
         spec,
         output,
@@ -180,7 +214,7 @@ def _control_alone(
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
-                show_progress=output.show_status if os.isatty(2) and not verbosity.quiet else lambda _: None,
+                show_progress=output.show_status if shows_progress else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
@@ -239,6 +273,12 @@ def _report_end(
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
         failed = outcome.error is not None or outcome.cause is not None
+        if verbosity.as_json:
+            from launcher.output.error_json import as_json
+            from launcher.output.json_lines import report_line
+
+            _write(report_line(text, as_json(outcome, folder, evidence_file), failed=failed))
+            return
         first, newline, rest = text.partition("\n")
         verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if failed and takes_colour(2) else text)
 
