@@ -146,7 +146,7 @@ class Console:
     def _put_lines(self, rank: int, line: _Line, lines: bytes, *, is_bar: bool) -> None:
         """Show whole lines of a rank; those of a progress bar as they are."""
         now = time.monotonic()
-        if self._merges[line.stream] and not is_bar and self._merger.takes(now):
+        if self._merges[line.stream] and not is_bar and self._merger.takes(lines, now):
             self._merger.add(rank, line.stream, lines.split(b"\n"), now)
             self._put_held(now)
         else:
@@ -160,18 +160,19 @@ class Console:
 
     def _put_held(self, now: float = float("inf")) -> None:
         """Show the held lines whose time has come; by default all."""
-        last, together = 0, b""  # of one stream, so that many lines are one write
+        last, together = 0, bytearray()  # of one stream, so that many lines are one write
         for held in self._merger.leave(now):
             if held.stream != last and together:
-                self._put_now(last, together)
-                together = b""
+                self._put_now(last, bytes(together))
+                together = bytearray()
             prefix = self._lines[held.ranks[0], held.stream].prefix
             if len(held.ranks) > 1:
                 who = f"[{label(held.ranks, self._merger.ranks)}] ".encode()
                 prefix = self._in_colour(held.stream, who, b"1")
-            last, together = held.stream, together + prefix + held.text + b"\n"
+            last = held.stream
+            together += b"%b%b\n" % (prefix, held.text)
         if together:
-            self._put_now(last, together)
+            self._put_now(last, bytes(together))
 
     def end_line(self, rank: int) -> None:
         """Write what a rank left unfinished as it is."""

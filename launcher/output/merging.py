@@ -18,7 +18,8 @@ __all__ = ["HeldLine", "LineMerger", "label"]
 
 PAUSE_S = 0.1
 LONGEST_S = 0.2
-# So many different lines in LONGEST_S are compared, of so many bytes; of a flood the rest passes as it comes.
+# So many different lines in LONGEST_S are compared, of so many bytes. A flood passes as it comes, until one such time
+# had less.
 MOST_LINES = 2000
 MOST_BYTES = 1 << 18
 
@@ -43,21 +44,29 @@ class LineMerger:
         self._newest: dict[int, int] = {}  # by rank, the number of its newest line
         self._number = 0
         self._period_end = 0.0
-        self._lines = self._bytes = 0  # that came in this period and were new
+        self._lines = self._bytes = 0  # that came in this period, and were new
+        self._was_flood = False  # in the one before
 
-    def takes(self, now: float) -> bool:
-        """Whether lines are to be handed in now; else they are to pass at once, after those that are held."""
+    def takes(self, lines: bytes, now: float) -> bool:
+        """Whether lines are to be handed in; else they are to pass at once, after those that are held."""
+        is_flood = self._lines >= MOST_LINES or self._bytes >= MOST_BYTES
         if now >= self._period_end:
-            self._period_end, self._lines, self._bytes = now + LONGEST_S, 0, 0
-        return self.ranks > 1 and self._lines < MOST_LINES and self._bytes < MOST_BYTES
+            self._was_flood = is_flood and now < self._period_end + LONGEST_S
+            self._period_end, self._lines, self._bytes, is_flood = now + LONGEST_S, 0, 0, False
+        if is_flood or self._was_flood:
+            self._lines += lines.count(b"\n") + 1
+            self._bytes += len(lines)
+            return False
+        return self.ranks > 1
 
     def add(self, rank: int, stream: int, texts: Iterable[bytes], now: float) -> None:
         """Take whole lines of a rank, in their order."""
         newest = self._newest.get(rank, 0)
         for text in texts:
-            equal = self._equal.setdefault((stream, text), [])
-            at = bisect_right(equal, newest, key=_number)
-            if at == len(equal):
+            equal = self._equal.get((stream, text))
+            if equal is None:
+                equal = self._equal[stream, text] = []
+            if not equal or equal[-1].number <= newest:
                 self._number += 1
                 self._lines += 1
                 self._bytes += len(text)
@@ -65,7 +74,7 @@ class LineMerger:
                 equal.append(line)
                 self._held.append(line)
             else:
-                line = equal[at]
+                line = equal[bisect_right(equal, newest, key=_number)]
             line.ranks.append(rank)
             line.due = min(now + PAUSE_S, line.until) if len(line.ranks) < self.ranks else now
             newest = line.number

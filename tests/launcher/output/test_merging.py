@@ -74,10 +74,13 @@ def test_lines_of_one_rank_are_never_reordered_lost_or_doubled(seed: int) -> Non
 
 def test_a_flood_is_not_held() -> None:
     lines = merger(2)
-    assert lines.takes(0.0)
-    lines.add(0, 1, [b"%d" % number for number in range(MOST_LINES)], 0.0)
-    assert not lines.takes(0.0)
-    assert lines.takes(LONGEST_S)
+    flood = [b"%d" % number for number in range(MOST_LINES)]
+    assert lines.takes(b"", 0.0)
+    lines.add(0, 1, flood, 0.0)
+    assert not lines.takes(b"", 0.0)
+    assert not lines.takes(b"\n".join(flood), LONGEST_S)  # it goes on
+    assert not lines.takes(b"few", 2 * LONGEST_S)
+    assert lines.takes(b"few", 3 * LONGEST_S)
 
 
 def test_labels() -> None:
