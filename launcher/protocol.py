@@ -22,6 +22,7 @@ PROTOCOL = 12
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
+INPUT_BYTES = 1 << 16  # of a rank's standard input that are sent and not taken yet
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
@@ -148,6 +149,20 @@ class StartWorker(Command):
     wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
     generation: int = 0  # the composition of the attempt that it is started for; 0: the first
     restart_policy: int = 0  # as in Exited, until it says its own
+    has_input: bool = False  # its standard input is a pipe, for what Input brings; else it is empty
+
+
+@dataclass(frozen=True)
+class Input(Command):
+    """Bytes for the standard input of a rank that has one, from the INPUT_BYTES that the agent keeps at most.
+
+    `is_end`: no more follow. A process that takes the place of a dead one reads on from what was not written to it.
+    """
+
+    rank: int
+    attempt: int
+    is_end: bool = False
+    data: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -315,6 +330,23 @@ class Returned(Report):
     attempt: int
     rank: int
     data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class InputTaken(Report):
+    """So many bytes of Input are written to the worker: so many more may be sent."""
+
+    rank: int
+    attempt: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Asks(Report):
+    """A worker waits for its standard input behind an unfinished line, a prompt; or does so no longer."""
+
+    rank: int
+    waits: bool
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.cores import CoreChooser
 from launcher.agent.workers.memory_file import MemoryFile
+from launcher.agent.workers.standard_input import StandardInput
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
@@ -107,6 +108,7 @@ class Attempt:
         self._cores = CoreChooser()
         self._memory: OomWatch | None = None
         self._output_bytes = 0
+        self.input = StandardInput(number, selector, writer)
 
     @property
     def running(self) -> list[Worker]:
@@ -119,8 +121,13 @@ class Attempt:
 
     @property
     def progress(self) -> int:
-        """A number that changes whenever a worker writes something, makes a step or saves."""
-        return self._output_bytes + sum(self._before) + sum(sum(worker.progress) for worker in self.workers.values())
+        """A number that changes whenever a worker writes something, makes a step or saves, or waits for input."""
+        return (
+            self._output_bytes
+            + self.input.waits
+            + sum(self._before)
+            + sum(sum(worker.progress) for worker in self.workers.values())
+        )
 
     def look(self, *, counts: bool) -> None:
         """Look around now and then: for workers that have failed and do not end, that are silent, or stopped, and for
@@ -128,7 +135,8 @@ class Attempt:
 
         What happened long ago is then not taken for the cause of what happens now. `counts`: the workers are to run.
         """
-        self.signs.look(self.running, time.monotonic(), pause_s=self._heartbeat_s, counts=counts)
+        reader = self.input.waiting_rank()
+        self.signs.look(self.running, time.monotonic(), pause_s=self._heartbeat_s, counts=counts, reader=reader)
         if self._memory is not None:
             self._memory.look()
         for worker in self.running:
@@ -153,7 +161,8 @@ class Attempt:
     @property
     def pause_s(self) -> float:
         """How long nothing is to be done."""
-        return min(self.worker_restarts.pause_s, STEP_LOOK_S if self._unstepped else float("inf"))
+        steps_s = STEP_LOOK_S if self._unstepped else float("inf")
+        return min(self.worker_restarts.pause_s, self.input.pause_s, steps_s)
 
     def report_steps(self) -> None:
         """Report the first step of each worker, where that is wanted."""
@@ -222,6 +231,7 @@ class Attempt:
     def start(self, message: StartWorker) -> None:
         """Start a worker, and report that; once the fork server has its imports done, if there is one."""
         self._orders[message.rank] = message
+        self.input.expect(message)
         self._generation = max(self._generation, message.generation)
         if message.through and self._fork_server.is_loading:
             self._fork_server.wait_s(message.wait_s)
@@ -297,6 +307,7 @@ class Attempt:
             from launcher.machine.oom import OomWatch  # only where workers are started
 
             self._memory = OomWatch()
+        stdin: int | None = None
         make = partial(
             Worker,
             message.rank,
@@ -316,18 +327,23 @@ class Attempt:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
             env["DTRAIN_TIMELINE_FILE"] = self.step_times.open(message.rank, time.monotonic())
+            stdin = self.input.open(message.rank)
             try:
-                worker = make(start=spawn if by_exec else self._fork_server.fork)
+                worker = make(stdin=stdin, start=spawn if by_exec else self._fork_server.fork)
             except OSError as error:
                 if by_exec:
                     raise
                 by_exec = f"it cannot be forked: {error}"
-                worker = make(start=spawn)
+                worker = make(stdin=stdin, start=spawn)
         except OSError as error:
             reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
             self._never_started(message.rank, reason, restart_policy)
             return False
+        finally:
+            if stdin is not None:
+                os.close(stdin)
         self.workers[message.rank] = worker
+        self.input.begin(worker)
         if is_first and self._generation > message.generation:  # it takes nobody's place, and joins the others too
             worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
         self._writer.send(
@@ -394,6 +410,7 @@ class Attempt:
             while not self._writer.holding and (data := worker.read_returned()):
                 self._writer.send(Returned(attempt=self.number, rank=worker.rank, data=data))
             if not self._writer.holding or self._writer.closed:
+                self.input.end(worker)
                 worker.reported = True
                 self.step_times.send(time.monotonic(), [worker.rank])
                 self._writer.send(worker.exited(self.number))
@@ -415,6 +432,7 @@ class Attempt:
         for state in self._states.values():
             state.close()
         self.step_times.close()
+        self.input.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)
@@ -460,7 +478,7 @@ class Attempt:
             os.close(descriptor)
             return False
         self._output_bytes += len(data)
-        worker.output_bytes += len(data)
+        worker.wrote(worker.pipes[descriptor], data)
         self._writer.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
         return True
 

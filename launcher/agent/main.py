@@ -51,6 +51,7 @@ from launcher.protocol import (
     Function,
     Heartbeat,
     Hello,
+    Input,
     KillWorker,
     LoseHost,
     Message,
@@ -228,6 +229,7 @@ class Agent:
             if self._attempt_end is None and self._suspension is None and now < self._lease.end:
                 self._attempt.go_on()
                 self._attempt.report_steps()
+                self._attempt.input.look()
         if self._attempt_end is not None and self._leftovers is None and self._attempt_end.step(now):
             self._ended(self._attempt_end)
 
@@ -304,6 +306,8 @@ class Agent:
                 attempt.announce(message)
             case LoseHost():
                 self._vanish()
+            case Input() if attempt is not None and self._attempt_end is None:
+                attempt.input.take(message)
             case KillWorker() if attempt is not None:
                 attempt.kill(message)
             case SignalWorkers() if attempt is not None:

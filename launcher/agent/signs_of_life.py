@@ -2,8 +2,9 @@
 
 A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or output. Only those
 workers are watched that have made a step, or, without ddp, have written something at OUTPUTS looks: before that, a
-silence is a start. What it means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step
-takes while a worker meets others again, and waits for one that starts: until its next step none is learned.
+silence is a start. Nor is one silent that waits for its standard input, for somebody to type. What a silence means is
+for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes while a worker meets others
+again, and waits for one that starts: until its next step none is learned.
 """
 
 from __future__ import annotations
@@ -48,15 +49,20 @@ class SignsOfLife:
         self._signs: dict[int, _Signs] = {}  # by the worker's number
         self._looked_at: float | None = None
 
-    def look(self, workers: Iterable[Worker], now: float, *, pause_s: float, counts: bool = True) -> None:
-        """Look at the workers that run; the time since the last look does not count if they were to be at rest."""
+    def look(
+        self, workers: Iterable[Worker], now: float, *, pause_s: float, counts: bool = True, reader: int | None = None
+    ) -> None:
+        """Look at the workers that run; the time since the last look does not count if they were to be at rest.
+
+        `reader` is the rank that waits for its standard input, if one does.
+        """
         since, self._looked_at = self._looked_at or now, now
         rested_s = now - since if not counts else max(0.0, now - since - LATE * pause_s)
         before, self._signs = self._signs, {}
         self.stopped = []
         for worker in workers:
             signs = self._signs[worker.number] = before.get(worker.number) or _Signs(now)
-            signs.since += rested_s
+            signs.since = now if worker.rank == reader else signs.since + rested_s
             self._read(worker, signs, now)
             was_stopped, signs.is_stopped = signs.is_stopped, counts and signs.is_watched and _is_stopped(worker.pid)
             if was_stopped and signs.is_stopped:

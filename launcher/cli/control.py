@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from launcher.protocol import Exited, Returned
     from launcher.runs.detach import Detachment
 
-__all__ = ["Caller", "Ended", "Verbosity", "control", "error_file"]
+__all__ = ["Caller", "Ended", "Verbosity", "control", "error_file", "write_all"]
 
 _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
 
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much dtrain says of itself, by what, and where it writes how the run ended."""
+    """How much dtrain says of itself, in what form, by what, and where it writes how the run ended."""
 
     quiet: bool
     verbose: bool
+    as_json: bool
     say: Callable[[str], None]
     error_json: Path | None
 
@@ -83,12 +84,21 @@ def error_file(text: str | None) -> Path | None:
     return path
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write the bytes, if anybody reads them."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
 def control(request: Request, options: Options, limits: Limits, verbosity: Verbosity, caller: Caller) -> Ended:
     """Run the job to its end, and --on-end after it.
 
     Blocks. The report is shown, but for that of a failure to a program, which raises it.
     """
     spec, node_role = request.spec, request.node_role
+    if caller.is_program or _has_no_input():
+        spec = replace(spec, stdin=None)
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     with _early_interrupts("SIGINT" in spec.signals) as early:
@@ -109,7 +119,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         sys.setswitchinterval(switch_s)
         raise_file_limit()
         # With --detach, stdout is for the run's id.
-        console = Console(out=caller.out if caller.detachment is None else caller.err, err=caller.err)
+        out = caller.out if caller.detachment is None else caller.err
+        console = Console(out=out, err=caller.err, lines=options.lines, as_json=verbosity.as_json)
         folder = spec.log_dir / spec.run_id
         if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
             verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
@@ -137,7 +148,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
                     listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
-                shows_progress = os.isatty(caller.err) and not verbosity.quiet
+                shows_progress = os.isatty(caller.err) and not verbosity.quiet and not verbosity.as_json
                 controller = Controller(
                     spec if listener is None else replace(spec, master_addr=listener.address),
                     output,
@@ -170,6 +181,14 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
 
             run_on_end(options.on_end, outcome, state, kept, say=verbosity.say, out=caller.out, err=caller.err)
     return Ended(outcome, text, tuple(controller.caught))
+
+
+def _has_no_input() -> bool:
+    """Whether this process's standard input is /dev/null, or was closed, which is the same by now (main.py)."""
+    try:
+        return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    except OSError:
+        return True
 
 
 @contextmanager
@@ -231,6 +250,12 @@ def _report_end(
         return text
     if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
         failed = outcome.error is not None or outcome.cause is not None
+        if verbosity.as_json:
+            from launcher.output.error_json import as_json
+            from launcher.output.json_lines import report_line
+
+            write_all(caller.err, report_line(text, as_json(outcome, folder, evidence_file), failed=failed))
+            return text
         first, newline, rest = text.partition("\n")
         verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if failed and takes_colour(caller.err) else text)
     return text

@@ -24,6 +24,7 @@ _NOT_HERE = {
     "module": _CALLS,
     "no_python": _CALLS,
     "run_path": _CALLS,
+    "stdin": "what launch() calls reads an empty standard input",
     "node_rank": "launch() starts the workers on all hosts by itself",
 }
 

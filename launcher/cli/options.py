@@ -126,6 +126,10 @@ class Options:
         "runs find it by themselves; with --keep-warm the time starts anew. See dtrain warm.",
         "10m|90s|1h",
     )
+    stdin: str | None = _option(
+        "The rank that reads the standard input of this command; the others read an empty one.  [default: 0]",
+        "RANK|none",
+    )
 
     # GPUs and processors
     gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
@@ -198,6 +202,17 @@ class Options:
         short="-r",
     )
     tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
+    lines: str | None = _option(
+        "Show equal lines that many ranks write in the same moment once, as [all 8] or [2-7]; or all of them.  "
+        "[default: merge on a terminal, else all]",
+        type=click.Choice(["merge", "all"]),
+    )
+    log_format: str = _option(
+        "What is shown: text, or one JSON object a line.",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+    )
 
     # Roles, and other frameworks
     ps: int = _option("Start N parameter servers, of ddp.strategy; with --chief, of TensorFlow.", "N", default=0)

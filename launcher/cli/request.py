@@ -6,6 +6,7 @@ Reads files that options name, and looks around on this machine; starts nothing.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from launcher.cli.config_file import current_folder
 from launcher.cli.node_role import NodeRole, find_node_role
 from launcher.cli.options import Options
 from launcher.errors import UsageError
-from launcher.hosts.host import Host
+from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
 from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 from launcher.output.logfiles import attempts_in
@@ -82,6 +83,8 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
     else:
         # Each node says for itself how many workers it takes, and has its user's variables.
         spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
+    if options.log_format == "json" and options.lines == "merge":
+        raise UsageError("--lines merge is for text; --log-format json shows each line with its rank")
     output_filter = OutputFilter(
         ranks=parse_ranks(options.only_rank, "--only-rank"),
         local_ranks=parse_ranks(options.local_ranks_filter, "--local-ranks-filter"),
@@ -156,6 +159,7 @@ def _spec(
         nproc=nproc,
         workdir=_workdir(options.workdir),
         python=options.python or sys.executable,
+        stdin=_stdin(options, hosts),
         export=tuple(parse_exports(options.export, dict(os.environ), remote=travels).items()),
         log_dir=Path(options.log_dir) if options.log_dir else JobSpec.log_dir,
         run_id=options.run_id or new_run_id(),
@@ -173,6 +177,21 @@ def _spec(
         **{name: getattr(options, name) for name in _SHARED},
     )
     return _in_slurm(spec, named=bool(options.run_id))
+
+
+def _stdin(options: Options, hosts: tuple[Host, ...]) -> int | None:
+    """Return the rank that reads this command's standard input."""
+    text = options.stdin
+    if text is not None and text != "none" and not re.fullmatch("[0-9]{1,6}", text):
+        raise UsageError(f"--stdin is {text!r}; write a rank such as 0, or none")
+    has_none = ""
+    if options.detach:
+        has_none = "a detached run"
+    elif any(host.kind in (HostKind.JOINED, HostKind.SRUN) for host in hosts) or in_slurm(os.environ):
+        has_none = "a run of SLURM, or of nodes started by hand,"
+    if has_none and "stdin" in options.typed and text != "none":
+        raise UsageError(f"--stdin {text}: {has_none} has no standard input to pass on; leave it out")
+    return None if has_none or text == "none" else int(text or 0)
 
 
 def _nproc(text: str | None, roles: Roles) -> int | str | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from launcher.cli.control import Caller, Verbosity, control, error_file
+from launcher.cli.control import Caller, Verbosity, control, error_file, write_all
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
@@ -30,6 +30,18 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
     Blocks; from the main thread only.
     """
+    if options.log_format == "json":
+        from launcher.output.json_lines import message
+
+        try:
+            return _run_job(options, lambda text: write_all(2, message(text)))
+        except DtrainError as error:
+            write_all(2, message(str(error), "error"))
+            return error.exit_code
+    return _run_job(options, say)
+
+
+def _run_job(options: Options, say: Callable[[str], None]) -> int:
     if not options.detach or options.print_commands:
         return _run(options, say)
     from launcher.runs.detach import detached
@@ -38,7 +50,8 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
 
 def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:
-    verbosity = Verbosity(options.quiet, options.verbose, say, error_file(options.error_json))
+    as_json = options.log_format == "json"
+    verbosity = Verbosity(options.quiet, options.verbose, as_json, say, error_file(options.error_json))
     try:
         if options.print_commands:
             from launcher.cli.print_commands import commands

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.controller.link import LET_GO_S, Link, close_links
+from launcher.controller.standard_input import StandardInput
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import discover
@@ -40,7 +41,7 @@ from launcher.job.job import Job
 from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Exited, RestartWorker, Returned, StartWorker
+from launcher.protocol import Exited, InputTaken, RestartWorker, Returned, StartWorker
 from launcher.timeline.recording import Recording
 from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream
@@ -92,6 +93,7 @@ class Controller:
         self._tell_user = tell_user
         self._recording = recording
         self._watch = watch  # the job, after each event
+        self._input = None if spec.stdin is None else StandardInput(spec.stdin, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._links: dict[str, Link] = {}  # the newest of each host
@@ -155,6 +157,9 @@ class Controller:
             self._carry_out(self._job.handle(event, now))
             if self._recording is not None:
                 self._recording.heard(event, self._job, now)
+            if self._input is not None:
+                for host, message in self._input.outgoing():
+                    self._links[host].tell(message)
             self._watch(self._job)
         self._show_progress("")
         return self._job.outcome
@@ -167,6 +172,9 @@ class Controller:
                 self._output.error_file(said.rank, said.attempt, said.error_file)
             if self._take is not None:
                 self._take(event.host, said)
+        elif isinstance(event, AgentMessage) and isinstance(event.message, InputTaken):
+            if self._input is not None:
+                self._input.taken(event.host, event.message)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
 
@@ -199,6 +207,8 @@ class Controller:
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
                     if start.through == "function":
                         self._pass_function_on(self._links[command.host])
+                    if self._input is not None:
+                        self._input.worker_starts(command.host, start)
                 elif isinstance(command.message, RestartWorker):
                     self._output.end_line(command.message.rank)
                 self._links[command.host].tell(command.message)
@@ -230,8 +240,9 @@ class Controller:
         deadline = time.monotonic() + (self._spec.start_timeout_s if first else CONNECT_S)
         opened = self._opened.get(name) if first else None
         link = self._links[name] = Link(
-            host, number, python=self._spec.python, events=self._events, output=self._output
-        )
+            host, number, python=self._spec.python, events=self._events, output=self._output,
+            shows_prompts=self._input is not None and self._input.is_terminal,
+        )  # fmt: skip
         link.open(opened or (lambda: self._connector.connect(host, deadline)))
 
     def _keep(self, keep: SaveEvidence) -> None:

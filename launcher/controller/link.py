@@ -17,7 +17,7 @@ from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host
 from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.output.writer import OutputThread
-from launcher.protocol import PREAMBLE, Bye, Decoder, Output, encode
+from launcher.protocol import PREAMBLE, Asks, Bye, Decoder, Output, encode
 from launcher.protocol import Command as AgentCommand
 from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
@@ -34,9 +34,11 @@ class Link:
     """One stream to a host; `number` counts the host's. `python` is what runs the agent there."""
 
     def __init__(
-        self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event], output: OutputThread
-    ) -> None:
+        self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event], output: OutputThread,
+        shows_prompts: bool = False,
+    ) -> None:  # fmt: skip
         self.host = host
+        self._shows_prompts = shows_prompts  # who sits at the terminal can answer them
         self.waiting = False  # the reader waits for the output
         self._number = number
         self._python = python
@@ -146,6 +148,9 @@ class Link:
                     self.waiting = True
                     self._output.write(message.rank, message.stream, message.data)
                     self.waiting = False
+                elif isinstance(message, Asks):
+                    if not self._closed and self._shows_prompts:
+                        (self._output.ask if message.waits else self._output.withdraw)(message.rank)
                 else:
                     # The job ignores what is none of an agent's messages.
                     self._events.put(AgentMessage(self.host.name, self._number, message))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from launcher.cli.control import Caller, Ended, Verbosity, control, error_file
+from launcher.cli.control import Caller, Ended, Verbosity, control, error_file, write_all
 from launcher.cli.keywords import options_of, words_of
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, read_request
@@ -72,7 +71,9 @@ def launch(
     returns = Returns()
     try:
         with program_streams() as (out, err), hold(request.spec.log_dir, request.spec.run_id):
-            verbosity = Verbosity(settings.quiet, settings.verbose, partial(_say, err), to_file)
+            as_json = settings.log_format == "json"
+            say = partial(_say_json if as_json else _say, err)
+            verbosity = Verbosity(settings.quiet, settings.verbose, as_json, say, to_file)
             if not verbosity.quiet:
                 for notice in [*unknown_variables(), *request.notices]:
                     verbosity.say(notice)
@@ -101,8 +102,13 @@ def _request(options: Options, packed: Packed) -> Request:
 
 def _say(descriptor: int, text: str) -> None:
     lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
-    with contextlib.suppress(OSError):  # nobody reads it
-        os.write(descriptor, lines.encode("utf-8", "backslashreplace"))
+    write_all(descriptor, lines.encode("utf-8", "backslashreplace"))
+
+
+def _say_json(descriptor: int, text: str) -> None:
+    from launcher.output.json_lines import message
+
+    write_all(descriptor, message(text))
 
 
 def _results(ended: Ended, returns: Returns) -> list[Any]:

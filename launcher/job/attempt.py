@@ -12,6 +12,9 @@ from launcher.protocol import Evidence, Exited, Heartbeat, PortsReserved, Starte
 
 __all__ = ["AttemptState", "choose_members"]
 
+HUNG_S = 10.0  # without a sign of life; and then HUNG_FACTOR times the longest silence that has ended
+HUNG_FACTOR = 5.0
+
 
 class AttemptState:
     """`members` in the order of their node ranks; the first of them holds the store at first.
@@ -52,6 +55,7 @@ class AttemptState:
         self._start_s = start_s
         self._starts_until = began
         self._has_stepped = False
+        self._progress_at = began
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         # Those that have not finished successfully, and are not left out.
         self._needed = {worker.rank for worker in placement.workers if worker.needed}
@@ -190,8 +194,20 @@ class AttemptState:
         return rank in self._restarts
 
     def made_progress(self, now: float) -> None:
+        self._progress_at = now
         at = now + self._stall_s
         self._timers.set(Timer.STALL, at if self._has_stepped else max(at, self._starts_until))
+
+    def seems_hung(self, now: float) -> bool:
+        """Whether it is worth a look where the ranks stand before they are ended.
+
+        So it is where nobody has shown progress for HUNG_S, or somebody is silent for far longer than anybody ever was.
+        """
+        beats = self._heartbeats.values()
+        longest_s = max((each for beat in beats for each in beat.longest_s), default=0.0)
+        silent_s = max((beat.silent_s for beat in beats), default=0.0)
+        is_silent = silent_s >= max(HUNG_S, HUNG_FACTOR * longest_s)
+        return self.all_started and (is_silent or now - self._progress_at >= HUNG_S)
 
     def take_heartbeat(self, host: str, heartbeat: Heartbeat, now: float) -> bool:
         """Note how far a host's workers are; return whether they have saved more checkpoints than before."""

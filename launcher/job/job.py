@@ -310,8 +310,10 @@ class Job:
                 was_suspended, self._suspended = self._suspended, False
                 return self.fleet.suspend(False, now) if was_suspended else []
         if self._run.stopping is None:
-            return self._told_to_stop(signum, now)
-        return self._run.stopping.hurry(now) if signum == signal.SIGINT else []
+            is_second = self._run.stops_with is not None  # while it is looked where the ranks stand
+            commands = self._told_to_stop(signum, now)
+            return [*commands, *(self._run.hurry(now) if is_second and signum == signal.SIGINT else [])]
+        return self._run.hurry(now) if signum == signal.SIGINT else []
 
     def _warned(self, signum: int, now: float) -> list[Command]:
         """Pass a signal on to the workers; one of both may say that the time of the run is nearly up."""
@@ -330,6 +332,10 @@ class Job:
             attempt.failures, attempt.secondary_failures = [], []  # history; it is the signal that ends the run
         if attempt is None or not attempt.failures:
             self._run.signum = signum
+        if self.phase is Phase.RUNNING and attempt is not None:
+            if attempt.seems_hung(now):
+                return self._run.look_then_stop(now, signum)
+            attempt.evidence = ()  # of a hang that is over
         return self._run.stop(now, signum)
 
     def _ticked(self, now: float) -> list[Command]:

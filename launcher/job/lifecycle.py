@@ -64,6 +64,7 @@ class Lifecycle:
         self.outcome: Outcome | None = None
         self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
         self.signum: int | None = None  # the signal that ends the run
+        self.stops_with: int | None = None  # what the workers get once it is known where they stand
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
         self._began = now
@@ -322,6 +323,8 @@ class Lifecycle:
         attempt = self.current
         if self.evidence.under_way and not self.evidence.over(now):
             return []
+        if self.stops_with is not None:
+            return self.stop(now, self.stops_with)
         commands = self.evidence.end(attempt)
         if attempt.first_root_at is None:
             if not self.timers.over(Timer.ROOT, now):
@@ -369,6 +372,15 @@ class Lifecycle:
         self.gathering.again(attempt.members, now, delay_s)
         return [*notices, *commands, *self._gather(now)]
 
+    def look_then_stop(self, now: float, signum: int) -> list[Command]:
+        """Stop, for which somebody has grown tired of waiting, once it is known where the ranks stand."""
+        attempt = self.current
+        attempt.stopped_at = now
+        self.stops_with = signum
+        commands = self.evidence.end(attempt)
+        self._enter(Phase.EVIDENCE_ROUND)
+        return [*commands, *self.ask_for_evidence(now, asked=False)]
+
     def stop(
         self, now: float, signum: int = signal.SIGTERM, *,
         error: DtrainError | None = None, no_restart_reason: str | None = None,
@@ -384,6 +396,10 @@ class Lifecycle:
         self.gathering.closed = True
         self.stopping = Stopping(self.fleet, self.timers, grace_s=self.spec.grace_s, now=now)
         return [*commands, *self.stopping.begin(signum, now)]
+
+    def hurry(self, now: float) -> list[Command]:
+        """Have everything killed that is being stopped."""
+        return [] if self.stopping is None else self.stopping.hurry(now)
 
     def _end(self, now: float) -> None:
         self.phase = Phase.ENDED

@@ -49,6 +49,7 @@ class Outcome:
     worker_restarts: int = 0  # of single processes, in all attempts
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
+    stdin_rank: int | None = None  # which rank had this command's standard input
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -109,6 +110,7 @@ def build_outcome(
         duration_s=now - began,
         forked=0 if attempt is None else attempt.forked,
         by_exec=() if attempt is None else tuple(attempt.by_exec),
+        stdin_rank=spec.stdin,
         warm=tuple(fleet.byes.items()),
     )
 

@@ -51,7 +51,7 @@ def progress(phase: Phase, fleet: Fleet, attempt: AttemptState | None) -> str:
         started, world = len(attempt.started), attempt.world_size
         return "" if started == world else f"{started} of {world} workers started"
     if phase is Phase.EVIDENCE_ROUND:
-        return "a worker failed; looking where the others stand"
+        return "looking where the ranks stand"
     if phase is Phase.ENDING and attempt is not None:
         waiting = (name for name in attempt.members if name in fleet.busy)
         return f"stopping; waiting for {some(waiting, len(fleet.busy))}"

@@ -1,7 +1,9 @@
 """The terminal: workers' lines with `[host:rank]` before them, progress bars, the status line, dtrain's own words.
 
 Whole lines only, bytes as they came. A `\\r` redraws a line: on a terminal the newest such line lives at the bottom;
-elsewhere only its last state is written, and now and then one between. Used by the output thread alone.
+elsewhere only its last state is written, and now and then one between. On a terminal equal lines of many ranks are
+shown once (merging.py). While a rank asks something of who sits there, its prompt has the terminal alone. Used by the
+output thread alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from launcher.output.json_lines import message, output_head, output_lines
+from launcher.output.merging import LineMerger, label
 from launcher.output.text import size
 
 __all__ = ["Console", "takes_colour"]
@@ -22,6 +26,7 @@ TERMINAL_LINE_BYTES = 1 << 12  # of a longer line a terminal shows the beginning
 REDRAW_S = 0.1
 REPEAT_S = 10.0  # how often an unfinished progress bar is written where there is no terminal
 ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
+PROMPT_BYTES = 1 << 20  # of other output that waits for an answer; what is more is in the log files only
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ERASE = b"\r\x1b[K"
 
@@ -40,14 +45,28 @@ class _Line:
 
 
 class Console:
-    """Writes to the descriptors `out` and `err`. With `impatient` set, one that is not ready is not waited for."""
+    """Writes to the descriptors `out` and `err`. With `impatient` set, one that is not ready is not waited for.
 
-    def __init__(self, *, out: int = 1, err: int = 2, colour: bool = True) -> None:
+    `lines`: "merge" equal ones of many ranks, show "all", or None: merge on a terminal. `as_json`: objects, see
+    json_lines.py.
+    """
+
+    def __init__(
+        self, *, out: int = 1, err: int = 2, colour: bool = True, lines: str | None = "all", as_json: bool = False
+    ) -> None:
         self._fds = {1: out, 2: err}
-        self._terminal = {stream: os.isatty(fd) for stream, fd in self._fds.items()}
-        self._coloured = {stream: colour and takes_colour(fd) for stream, fd in self._fds.items()}
+        self._json = as_json
+        self._terminal = {stream: os.isatty(fd) and not as_json for stream, fd in self._fds.items()}
+        self._coloured = {stream: colour and takes_colour(fd) and not as_json for stream, fd in self._fds.items()}
+        self._choice = lines
+        self._merges = self._find_merges()
+        self._merger = LineMerger()
+        self._asks: int | None = None  # the rank whose prompt waits for an answer
+        self._prompt = (_Line(b"", 0), b"")  # its line, and what that said then
+        self._waiting: list[tuple[int, bytes]] = []  # by stream, what waits for that too
+        self._waiting_bytes = self._unshown_bytes = 0
         self._lines: dict[tuple[int, int], _Line] = {}
-        self._prefixes: dict[int, bytes] = {}  # without colour
+        self._prefixes: dict[int, dict[int, bytes]] = {}  # by rank and stream, without colour
         self._status = ""  # what dtrain is doing
         self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
@@ -57,28 +76,51 @@ class Console:
         self._dropped = False
         self.impatient = False
 
-    @property
-    def pending(self) -> bool:
-        """Whether `refresh` has something to do soon."""
-        return bool(self._changed) or self._status_since is not None
+    def pause_s(self, now: float) -> float | None:
+        """Return how soon `refresh` has something to do; None if there is nothing."""
+        held = self._merger.next_due
+        soon = REDRAW_S if self._changed or self._status_since is not None else None
+        if held is None:
+            return soon
+        return max(0.0, held - now if soon is None else min(soon, held - now))
+
+    def _find_merges(self) -> dict[int, bool]:
+        if self._choice is None:
+            return dict(self._terminal)
+        return dict.fromkeys(self._fds, self._choice == "merge")
 
     def leave_terminal(self, fd: int) -> None:
         """Write to `fd`, a file, from now on."""
+        self._release()
         self._draw(b"")
         self._fds = {1: fd, 2: fd}
         self._terminal = self._coloured = dict.fromkeys(self._fds, False)
+        self._merges = self._find_merges()
         self._closed.clear()
-        for (rank, _), line in self._lines.items():
-            line.prefix = self._prefixes[rank]
+        for (rank, stream), line in self._lines.items():
+            line.prefix = self._prefixes[rank][stream]
 
-    def add_worker(self, rank: int, host: str) -> None:
+    def add_worker(self, rank: int, host: str, *, local_rank: int = 0, attempt: int = 0) -> None:
         """Begin new lines for a rank; `finish` must have written what it left unfinished before."""
-        self._prefixes[rank] = f"[{host}:{rank}] ".encode()
+        self._release(rank)
+        self._put_held()
+        prefix = f"[{host}:{rank}] ".encode()
+        own = self._prefixes[rank] = {
+            stream: output_head(host, rank, local_rank, stream, attempt) if self._json else prefix for stream in (1, 2)
+        }
         for stream in (1, 2):
-            prefix = self._prefixes[rank]
-            if self._coloured[stream]:
-                prefix = b"\x1b[%dm%b\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], prefix[:-1])
-            self._lines[rank, stream] = _Line(prefix, stream)
+            colour = b"%d" % _COLOURS[rank % len(_COLOURS)]
+            self._lines[rank, stream] = _Line(self._in_colour(stream, own[stream], colour), stream)
+        self._merger.ranks = len(self._prefixes)
+
+    def _in_colour(self, stream: int, prefix: bytes, colour: bytes) -> bytes:
+        return b"\x1b[%bm%b\x1b[0m " % (colour, prefix[:-1]) if self._coloured[stream] else prefix
+
+    def begin_attempt(self) -> None:
+        """Finish, and forget the ranks there were."""
+        self.finish()
+        self._lines.clear()
+        self._prefixes.clear()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker; whole lines appear at once."""
@@ -86,29 +128,104 @@ class Console:
         text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
         whole, newline, rest = text.rpartition(b"\n")
         if newline:
-            if b"\r" in whole:
+            is_redrawn = b"\r" in whole
+            if is_redrawn:
                 whole = b"\n".join(_last_state(part) for part in whole.split(b"\n"))
-            self._put(stream, line.prefix + whole.replace(b"\n", b"\n" + line.prefix) + b"\n")
+            self._put_lines(rank, line, whole, is_bar=is_redrawn)
             line.redrawn = False
         if b"\r" in rest:
             line.redrawn = True
             rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         while len(rest) > MAX_LINE_BYTES:
-            self._put(stream, line.prefix + rest[:MAX_LINE_BYTES] + b"\n")
+            self._put(stream, self._written(line.prefix, rest[:MAX_LINE_BYTES]))
             rest = rest[MAX_LINE_BYTES:]
         line.text = rest
         if rest:
             self._changed.setdefault((rank, stream), line)
 
+    def _put_lines(self, rank: int, line: _Line, lines: bytes, *, is_bar: bool) -> None:
+        """Show whole lines of a rank; those of a progress bar as they are."""
+        now = time.monotonic()
+        if self._merges[line.stream] and not is_bar and self._merger.takes(lines, now):
+            self._merger.add(rank, line.stream, lines.split(b"\n"), now)
+            self._put_held(now)
+        else:
+            self._put(line.stream, self._written(line.prefix, lines))
+
+    def _written(self, prefix: bytes, lines: bytes) -> bytes:
+        """Return lines, of which the last has no line feed, as they are shown."""
+        if self._json:
+            return output_lines(prefix, lines)
+        return prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n"
+
+    def _put_held(self, now: float = float("inf")) -> None:
+        """Show the held lines whose time has come; by default all."""
+        last, together = 0, bytearray()  # of one stream, so that many lines are one write
+        for held in self._merger.leave(now):
+            if held.stream != last and together:
+                self._put_now(last, bytes(together))
+                together = bytearray()
+            prefix = self._lines[held.ranks[0], held.stream].prefix
+            if len(held.ranks) > 1:
+                who = f"[{label(held.ranks, self._merger.ranks)}] ".encode()
+                prefix = self._in_colour(held.stream, who, b"1")
+            last = held.stream
+            together += b"%b%b\n" % (prefix, held.text)
+        if together:
+            self._put_now(last, bytes(together))
+
     def end_line(self, rank: int) -> None:
         """Write what a rank left unfinished as it is."""
+        self._release(rank)
         for stream in (1, 2):
             self._end(self._lines[rank, stream])
             self._changed.pop((rank, stream), None)
 
     def say(self, text: str) -> None:
         lines = "".join(f"dtrain: {line}\n" for line in text.splitlines())
-        self._put(2, lines.encode("utf-8", "backslashreplace"))
+        self._put(2, message(text) if self._json else lines.encode("utf-8", "backslashreplace"))
+
+    def ask(self, rank: int) -> None:
+        """Leave the terminal to the unfinished line of a rank that waits for who sits there, until `answer`."""
+        line = next((line for key, line in reversed(self._changed.items()) if key[0] == rank), None)
+        line = line or next((self._lines[rank, stream] for stream in (1, 2) if self._lines[rank, stream].text), None)
+        if self._asks is not None or line is None or not self._terminal[2]:
+            return
+        self._put_held()
+        self._draw(line.prefix + _last_state(line.text))
+        self._changed.clear()
+        self._asks, self._prompt = rank, (line, line.text)
+
+    def answer(self, *, is_line: bool) -> None:
+        """Go on after an answer, which the terminal has shown behind the prompt, with its line feed if it `is_line`."""
+        if self._asks is None:
+            return
+        line, text = self._prompt
+        line.text, line.length = line.text.removeprefix(text), 0
+        self._asks, self._bottom = None, b""
+        if not is_line:
+            self._write(2, b"\n")
+        self._put_waiting()
+
+    def withdraw(self, rank: int) -> None:
+        """Go on without an answer: the rank waits for none any more."""
+        self._release(rank)
+
+    def _release(self, rank: int | None = None) -> None:
+        """Go on with all output if this rank asks, by default if any does."""
+        if self._asks is not None and rank in (None, self._asks):
+            self._asks = None
+            self._put_waiting()
+
+    def _put_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        unshown, self._waiting_bytes, self._unshown_bytes = self._unshown_bytes, 0, 0
+        for stream, data in waiting:
+            self._put_now(stream, data)
+        if unshown:
+            self.say(f"{size(unshown)} of output that came during the prompt are not shown; the log files have all")
+        if self._status:
+            self._draw(f"dtrain: {self._status}".encode())
 
     def show_status(self, text: str) -> None:
         """Show what dtrain is doing, once it has taken a moment; empty to remove it."""
@@ -127,6 +244,7 @@ class Console:
         if self._status_since is not None and now - self._status_since >= REDRAW_S:
             self._status_since = None
             self._draw(f"dtrain: {self._status}".encode())
+        self._put_held(now)
         if not self._changed or now - self._drawn_at < REDRAW_S:
             return
         self._drawn_at = now
@@ -141,13 +259,15 @@ class Console:
                 del self._changed[key]
             elif state != line.shown and now - line.shown_at >= REPEAT_S:
                 if line.shown_at:
-                    self._put(line.stream, line.prefix + state + b"\n")
+                    self._put(line.stream, self._written(line.prefix, state))
                     line.shown = state
                 line.shown_at = now
                 del self._changed[key]
 
     def finish(self) -> None:
         """Write unfinished lines as they are and clear the last line: at the end, and between two attempts."""
+        self._release()
+        self._put_held()
         for line in self._lines.values():
             self._end(line)
         self._changed.clear()
@@ -156,17 +276,30 @@ class Console:
     def _end(self, line: _Line) -> None:
         state = _last_state(line.text)
         if state.strip() and state != line.shown:
-            self._put(line.stream, line.prefix + state + b"\n")
+            self._put(line.stream, self._written(line.prefix, state))
         line.text, line.redrawn, line.length = b"", False, 0
 
     def _put(self, stream: int, data: bytes) -> None:
+        """Show what is no held line, after those that are."""
+        if self._merger.next_due is not None:
+            self._put_held()
+        self._put_now(stream, data)
+
+    def _put_now(self, stream: int, data: bytes) -> None:
+        if self._asks is not None:
+            if self._waiting_bytes + len(data) > PROMPT_BYTES:
+                self._unshown_bytes += len(data)
+            else:
+                self._waiting.append((stream, data))
+                self._waiting_bytes += len(data)
+            return
         if self._bottom:
             self._draw(b"")
         self._write(stream, data)
 
     def _draw(self, text: bytes) -> None:
-        """Replace the terminal's last line."""
-        if not self._terminal[2] or text == self._bottom:
+        """Replace the terminal's last line; not while a prompt is in it."""
+        if not self._terminal[2] or text == self._bottom or self._asks is not None:
             return
         self._write(2, (_ERASE if self._bottom else b"") + self._cut(text))
         self._bottom = text

@@ -71,7 +71,9 @@ def _text(
     if outcome.signum is not None:
         how = f"stopped by {signal_name(outcome.signum)} after {outcome.duration_s:.1f} s"
         stopped = f"{how}; {count(outcome.stopped, 'worker')} stopped{_where(folder)}"
-        return "\n".join([stopped, *_left_out(outcome), *scan])
+        positions = _positions(outcome, None)
+        stacks = [f"stacks of all ranks: {_quote(evidence_file)}"] if positions and evidence_file is not None else []
+        return "\n".join([stopped, *_left_out(outcome), *_indent([*positions, *stacks]), *scan])
     success = f"{_who_succeeded(outcome)} finished successfully after {outcome.duration_s:.1f} s"
     if outcome.stopped:
         success += f", {outcome.stopped} of other roles stopped"
@@ -129,6 +131,7 @@ def _failure(
     if outcome.no_restart_reason:
         after.append(outcome.no_restart_reason)
     after += _scan(outcome)
+    after += _no_input(outcome, cause)
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
@@ -156,6 +159,18 @@ def _exception(cause: Failure) -> list[str]:
         inside = f", inside {cause.inside}" if cause.inside and cause.inside != own else ""
         lines.append(printable(f"at {cause.where}{inside}"))
     return lines
+
+
+def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
+    """Say what to do instead where a rank asked somebody who could not answer."""
+    asked = cause.error_type == "BdbQuit" or (cause.error_type == "EOFError" and "reading a line" in cause.message)
+    if not asked or cause.rank is None or cause.rank == outcome.stdin_rank:
+        return []
+    run = f"dtrain debug {outcome.run_id} --rank {cause.rank}"
+    return [
+        f"nobody can answer rank {cause.rank}: its standard input is empty",
+        f"to have it read the terminal: dtrain run --stdin {cause.rank} ...; to debug it while it runs: {run}",
+    ]
 
 
 def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
@@ -215,18 +230,23 @@ def _secondary_failures(group: SecondaryFailures) -> str:
     return f"{count(group.count, 'other')} {group.how}"
 
 
-def _positions(outcome: Outcome, cause: Failure) -> list[str]:
-    """Say where each group of ranks was when the cause was noticed; those that failed were on their way out."""
-    failed = {cause.rank, *(failure.rank for failure in outcome.secondary_failures)}
+def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
+    """Say where each group of ranks was when the cause was noticed; those that failed were on their way out.
+
+    Without a cause: when somebody stopped a run that seemed to hang.
+    """
+    failed = {failure.rank for failure in [*outcome.secondary_failures, *([] if cause is None else [cause])]}
     evidence = [each for each in outcome.evidence if each.rank not in failed]
     found = groups(evidence)
     if not found:
         return []
-    others = "where each rank is:" if cause.kind is FailureKind.STALLED else "where the other ranks were:"
+    is_hung = cause is None or cause.kind is FailureKind.STALLED
+    others = "where each rank was:" if cause is None else "where the other ranks were:"
+    others = "where each rank is:" if cause is not None and is_hung else others
     lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]
     if more := len(found[GROUPS:]):
         lines.append(f"  and {sum(len(group.ranks) for group in found[GROUPS:])} ranks in {more} other places")
-    if cause.kind is FailureKind.STALLED and (odd := odd_one_out(evidence)):
+    if is_hung and (odd := odd_one_out(evidence)):
         lines.append(printable(odd))
     return lines
 

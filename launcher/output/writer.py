@@ -28,7 +28,6 @@ QUEUE_BYTES = 4 << 20
 ENTRY_BYTES = 256  # of an entry of the queue, whatever it holds: many short lines must not take more than few long ones
 MESSAGES = 1000  # of dtrain's own that wait for the terminal
 TAIL_BYTES = 8192
-STATUS_PAUSE_S = 0.1
 
 
 class OutputThread:
@@ -73,6 +72,18 @@ class OutputThread:
                 self._room.wait()
             self._append(lambda: self._write(rank, stream, data), len(data) + ENTRY_BYTES)
             self._pass_on_room()
+
+    def ask(self, rank: int) -> None:
+        """Leave the terminal to the prompt that a rank has written, and hold all else back, until `answer`."""
+        self._put(lambda: self._console.ask(rank))
+
+    def answer(self, *, is_line: bool) -> None:
+        """Go on, since somebody has typed an answer; if it is a line, the terminal has begun a new one."""
+        self._put(lambda: self._console.answer(is_line=is_line))
+
+    def withdraw(self, rank: int) -> None:
+        """Go on, since a rank waits for no answer any more."""
+        self._put(lambda: self._console.withdraw(rank))
 
     def error_file(self, rank: int, attempt: int, text: str) -> None:
         """Keep the text of a worker's error file."""
@@ -167,7 +178,7 @@ class OutputThread:
         while True:
             with self._lock:
                 if not self._queue and self._status is None and not self._closing:
-                    self._changed.wait(STATUS_PAUSE_S if self._console.pending else None)
+                    self._changed.wait(self._console.pause_s(time.monotonic()))
                 ready, self._queue = self._queue, deque()
                 status, self._status = self._status, None
                 closing = self._closing
@@ -192,11 +203,11 @@ class OutputThread:
         self._local_ranks[rank] = local_rank
         if attempt != self._attempt:
             self._attempt = attempt
-            self._console.finish()
+            self._console.begin_attempt()
             self._logs.begin_attempt(attempt)
         for stream in (1, 2):
             self._tails.pop((rank, stream), None)
-        self._console.add_worker(rank, host)
+        self._console.add_worker(rank, host, local_rank=local_rank, attempt=attempt)
         self._logs.add_worker(rank)
 
     def _keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from testbed.processes import TIMEOUT_S, kill_tree
@@ -65,15 +65,18 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def dtrain_on_terminal(*args: str | Path, cwd: Path) -> Iterator[Terminal]:
-    """Run `dtrain ARGS` as the leader of a session with a terminal; kill its tree if it still runs at the end."""
+def dtrain_on_terminal(*args: str | Path, cwd: Path, program: Sequence[str] = ("-m", "launcher")) -> Iterator[Terminal]:
+    """Run `dtrain ARGS` as the leader of a session with a terminal; kill its tree if it still runs at the end.
+
+    `program` is another one for Python.
+    """
     master, slave = pty.openpty()
 
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "launcher", *map(os.fspath, args)],
+        [sys.executable, *program, *map(os.fspath, args)],
         cwd=cwd, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,
     )  # fmt: skip
     os.close(slave)

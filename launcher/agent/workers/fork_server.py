@@ -158,26 +158,30 @@ def _open_streams() -> None:
     pipe = os.pipe()
     streams = (("stdin", 0, nothing), ("stdout", 1, pipe[1]), ("stderr", 2, pipe[1]))
     for name, descriptor, file in streams:
-        before = getattr(sys, name)
         kept = os.dup(descriptor)
         os.dup2(file, descriptor)
-        raw = open(descriptor, before.mode + "b", buffering=-1 if name == "stdin" else 0, closefd=False)  # noqa: SIM115
-        (raw.raw if name == "stdin" else raw).name = before.name
-        stream = io.TextIOWrapper(
-            raw,
-            encoding=before.encoding,
-            errors=before.errors,
-            line_buffering=before.line_buffering,
-            write_through=before.write_through,
-        )
-        stream.mode = before.mode  # type: ignore[misc]  # as the interpreter does
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        _open_stream(name, descriptor)
         if name != "stdin":
             os.dup2(kept, descriptor)
         os.close(kept)
     for descriptor in (nothing, *pipe):
         os.close(descriptor)
+
+
+def _open_stream(name: str, descriptor: int) -> None:
+    before = getattr(sys, name)
+    raw = open(descriptor, before.mode + "b", buffering=-1 if name == "stdin" else 0, closefd=False)  # noqa: SIM115
+    (raw.raw if name == "stdin" else raw).name = before.name
+    stream = io.TextIOWrapper(
+        raw,
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )
+    stream.mode = before.mode  # type: ignore[misc]  # as the interpreter does
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
 
 
 def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
@@ -335,6 +339,8 @@ def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
+    if order["has_input"]:  # a pipe, which cannot be sought
+        _open_stream("stdin", 0)
     if (threading := sys.modules.get("threading")) is not None:
         threading.main_thread()._set_native_id()  # a fork keeps the old one until Python 3.13
     os.environ.clear()

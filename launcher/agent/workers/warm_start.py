@@ -313,7 +313,9 @@ class ForkServer:
 
         Raises OSError if it cannot be forked, or if the server does not answer, which is ended then.
         """
-        request = _in_memory({"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd})
+        request = _in_memory(
+            {"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd, "has_input": stdin is not None}
+        )
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         go_read, go_write = os.pipe()
         try:

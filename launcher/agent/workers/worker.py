@@ -178,9 +178,12 @@ class Worker:
         run_tag: RunTag,
         cores: Sequence[int] = (),
         restart_policy: int = 0,
+        stdin: int | None = None,
         start: Callable[..., int] = spawn,
     ) -> None:
         """`restart_policy` is that of the worker whose place it takes, until it says its own.
+
+        `stdin` is a descriptor that it reads from; None: nothing.
 
         `start` is `spawn`, or does the same in another way. Raises OSError.
         """
@@ -192,6 +195,7 @@ class Worker:
         self.status: int | None = None
         self.reported = False
         self.output_bytes = 0  # that were read of it
+        self._begun: dict[int, str] = {}  # by stream, what its last line is if it has no end yet: a bar or a prompt
         self.ended = 0.0
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
         self._stopped = False  # after it had failed
@@ -211,6 +215,7 @@ class Worker:
                 cwd=cwd,
                 stdout=out_write,
                 stderr=err_write,
+                stdin=stdin,
                 run_tag=run_tag,
                 number=self.number,
                 cores=cores,
@@ -223,6 +228,18 @@ class Worker:
             os.close(err_write)
         for descriptor in self.pipes:
             os.set_blocking(descriptor, False)
+
+    def wrote(self, stream: int, data: bytes) -> None:
+        """Take note of what was read of it."""
+        self.output_bytes += len(data)
+        _, newline, rest = data.rpartition(b"\n")
+        before = "" if newline else self._begun.get(stream, "")
+        self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before
+
+    @property
+    def has_unfinished_line(self) -> bool:
+        """Whether it has begun a line that is no progress bar."""
+        return "prompt" in self._begun.values()
 
     @property
     def progress(self) -> tuple[int, int]:

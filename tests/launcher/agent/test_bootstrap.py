@@ -148,9 +148,12 @@ def test_data_loader_workers_work(tmp_path: Path) -> None:
 
 def test_input_meets_a_closed_stdin(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "input('name? ')")
-    ours = run_dtrain("run", "--log-dir", tmp_path / "logs", "script.py", cwd=tmp_path, stdin="nobody\n")
+    ours = run_dtrain(
+        "run", "--log-dir", tmp_path / "logs", "--stdin", "none", "script.py", cwd=tmp_path, stdin="nobody\n"
+    )
     assert ours.returncode == 1
     assert "EOFError: EOF when reading a line" in ours.stderr
+    assert "nobody can answer rank 0: its standard input is empty" in ours.stderr
 
 
 def test_script_named_like_our_modules_is_the_users(tmp_path: Path) -> None:

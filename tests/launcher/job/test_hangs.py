@@ -8,7 +8,8 @@ import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.hangs.watch import HangPolicy
-from launcher.job.events import Command, SaveEvidence, Signalled
+from launcher.job.events import Command, SaveEvidence, Signalled, Tick
+from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
 from launcher.protocol import Collect, Collected, EndAttempt, Evidence, Heartbeat, KillWorker, RestartWorker, Stop
@@ -243,3 +244,61 @@ def test_nobody_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
     drive = three()
     drive.lose("c")
     assert told(beats(drive, "ab", stopped=(3,)), Collect) == []
+
+
+def silent(drive: Drive, after_s: float) -> None:
+    """Let so much time pass in which the hosts are heard, and their workers show nothing."""
+    until = drive.now + after_s
+    while drive.now < until:
+        for host in ("a", "b"):
+            drive.say(host, Heartbeat(drive.time(host), steps=50, longest_s=[0.5, 0.0, 0.0]))
+        drive.now += 1.0
+
+
+def test_a_run_that_shows_life_is_stopped_at_once() -> None:
+    drive = running(REPORT)
+    silent(drive, 5.0)
+    assert told(drive.event(Signalled(signal.SIGTERM)), Stop) == ["a", "b"]
+    assert not messages(drive.commands, Collect)
+
+
+def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
+    drive = running(REPORT)
+    silent(drive, 12.0)
+    commands = drive.event(Signalled(signal.SIGTERM))
+    assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
+    commands = seen(drive, stopped=())
+    assert told(commands, Stop) == ["a", "b"]
+    assert [len(command.evidence) for command in commands if isinstance(command, SaveEvidence)] == [4]
+    assert {stop.signum for stop in messages(drive.commands, Stop)} == {signal.SIGTERM}
+
+
+def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
+    drive = running(REPORT)
+    silent(drive, 12.0)
+    drive.event(Signalled(signal.SIGTERM))
+    assert drive.job.deadline() <= drive.now + COLLECT_S
+    assert told(drive.event(Tick(), after_s=COLLECT_S), Stop) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(signal.SIGINT, signal.SIGINT, signal.SIGKILL), (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)],
+)
+def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, expected: int) -> None:
+    drive = running(REPORT)
+    silent(drive, 12.0)
+    assert told(drive.event(Signalled(first)), Stop) == []
+    drive.event(Signalled(second))
+    assert messages(drive.commands, Stop)[-1].signum == expected
+
+
+def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
+    drive = running(REPORT)
+    silent(drive, 12.0)
+    drive.event(Signalled(signal.SIGTERM))
+    drive.say("a", drive.exited("a", 0, 1))
+    seen(drive, stopped=())
+    assert drive.job.phase is Phase.STOPPING
+    assert drive.job.attempt is not None
+    assert not drive.job.attempt.failures

@@ -312,3 +312,22 @@ def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) 
         rf"rank 2 on \S+ hung after .* at {script}:{HANG} in step, while 2 other ranks wait", result.stderr
     )
     assert "attempt 1 begins" in result.stderr
+
+
+def test_a_hung_run_that_is_stopped_shows_where_its_ranks_stood(script: Path) -> None:
+    """After ten seconds without a sign of life; the exit code stays that of the signal."""
+    options = ["--run-id", "r", "--nproc-per-node", "3"]
+    with started_dtrain("run", *options, script, cwd=script.parent) as process:
+        wait_up(process, 3)
+        time.sleep(15)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    text = said.decode()
+    assert "stopped by SIGTERM" in text
+    assert f"rank 1 is at {script}:{LOAD} in load_batch" in text
+    assert f"ranks 0,2 are at {script}:{STEP} in train_step, inside all_reduce" in text
+    assert "look at rank 1 first" in text
+    assert "runs/r/attempt_0/evidence-1.txt" in text

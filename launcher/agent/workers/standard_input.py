@@ -1,0 +1,179 @@
+"""What a worker reads as its standard input, where that comes from the controller: a pipe, and what waits for it.
+
+Owned by attempt.py. A process that takes the place of a dead one gets a new pipe and reads on. At most INPUT_BYTES wait
+here, since the controller sends no more than was taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import struct
+import termios
+from fcntl import ioctl
+
+from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.worker import Worker
+from launcher.protocol import Asks, Input, InputTaken, StartWorker
+
+__all__ = ["StandardInput"]
+
+LOOK_S = 0.05  # after a worker has begun a line, until it is seen whether it waits for an answer; then ever rarer
+RARELY_S = 0.5
+_READ = {"x86_64": b"0", "aarch64": b"63"}.get(os.uname().machine)  # the number of that system call
+_GONE = (errno.EPIPE, errno.ECONNRESET)
+
+
+class StandardInput:
+    """Of one attempt; of its one rank that has an input here, if there is one."""
+
+    def __init__(self, attempt: int, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
+        self.waits = 0  # heartbeats at which it was waited for
+        self._rank = -1
+        self._attempt = attempt
+        self._selector = selector
+        self._writer = writer
+        self._unwritten = bytearray()
+        self._is_end = False
+        self._write_end: int | None = None
+        self._watched = False
+        self._worker: Worker | None = None
+        self._asks = False
+        self._pause_s, self._seen_bytes = LOOK_S, 0
+
+    def expect(self, order: StartWorker) -> None:
+        """Take note of a worker that is to be started: its input may come before it runs."""
+        if order.has_input:
+            self._rank = order.rank
+
+    def open(self, rank: int) -> int | None:
+        """Return what the next process of a rank is to read from, for the caller to close. Raises OSError."""
+        if rank != self._rank:
+            return None
+        self.close()
+        read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        return read_end
+
+    def begin(self, worker: Worker) -> None:
+        """Write to this process, if it has the pipe, what waits for it."""
+        if worker.rank == self._rank:
+            self._worker = worker
+            self._write()
+
+    def take(self, message: Input) -> None:
+        """Take what the worker is to read; an order of no sense is ignored."""
+        if (message.rank, message.attempt) == (self._rank, self._attempt):
+            self._unwritten += message.data
+            self._is_end |= message.is_end
+            self._note(asks=False)
+            self._write()
+
+    def end(self, worker: Worker) -> None:
+        """Let go of this process, if it is the one that reads."""
+        if worker is self._worker:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the process that reads."""
+        self._note(asks=False)
+        self._worker = None
+        self._close_pipe()
+
+    def waiting_rank(self) -> int | None:
+        """Return which rank waits for its input, if one does; asked at each heartbeat."""
+        waits = self._is_waited_for
+        self.waits += waits
+        return self._rank if waits else None
+
+    @property
+    def pause_s(self) -> float:
+        """How soon `look` may find something."""
+        return self._pause_s if self._asks or self._may_ask else float("inf")
+
+    def look(self) -> None:
+        """See whether it has written a prompt and waits."""
+        worker = self._worker
+        if worker is None or not (self._asks or self._may_ask):
+            return
+        is_new, self._seen_bytes = self._seen_bytes != worker.output_bytes, worker.output_bytes
+        self._pause_s = LOOK_S if is_new else min(RARELY_S, 1.2 * self._pause_s)
+        self._note(asks=self._may_ask and self._is_waited_for)
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._worker is not None and self._write_end is not None and self._worker.has_unfinished_line
+
+    @property
+    def _is_waited_for(self) -> bool:
+        """Whether one of the process's threads is in a read of it, as far as the kernel says.
+
+        A worker that waits in another way, or in a child of its own, is seen as any other.
+        """
+        worker = self._worker
+        if worker is None or worker.status is not None or self._write_end is None or self._unread():
+            return False
+        try:
+            threads = os.listdir(f"/proc/{worker.pid}/task")
+        except OSError:  # ended meanwhile
+            return False
+        return any(_reads(f"/proc/{worker.pid}/task/{thread}/syscall") for thread in threads)
+
+    def _note(self, *, asks: bool) -> None:
+        if asks != self._asks:
+            self._asks = asks
+            self._writer.send(Asks(rank=self._rank, waits=asks))
+
+    def _unread(self) -> int:
+        """Return how many bytes the process has not read yet."""
+        assert self._write_end is not None
+        unread: int = struct.unpack("i", ioctl(self._write_end, termios.FIONREAD, b"\0" * 4))[0]
+        return unread
+
+    def _write(self) -> None:
+        """Write as much as the pipe takes now. To a process that has ended or closed it, nothing: that is no error."""
+        if self._write_end is None or self._worker is None:
+            return
+        taken = 0
+        try:
+            while self._unwritten:
+                written = os.write(self._write_end, self._unwritten)
+                del self._unwritten[:written]
+                taken += written
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self._close_pipe()
+        if taken:
+            self._writer.send(InputTaken(rank=self._rank, attempt=self._attempt, count=taken))
+        if self._is_end and not self._unwritten:
+            self._close_pipe()
+        else:
+            self._watch(bool(self._unwritten))
+
+    def _close_pipe(self) -> None:
+        self._watch(False)
+        if self._write_end is not None:
+            os.close(self._write_end)
+            self._write_end = None
+
+    def _watch(self, wanted: bool) -> None:
+        if wanted != self._watched and self._write_end is not None:
+            if wanted:
+                self._selector.register(self._write_end, selectors.EVENT_WRITE, self._write)
+            else:
+                self._selector.unregister(self._write_end)
+            self._watched = wanted
+
+
+def _reads(path: str) -> bool:
+    """Whether a thread is in read(0, ...)."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            words = (file.read(64) or b"").split()[:2]
+    except OSError:  # ended meanwhile, or not for us to read
+        return False
+    return words == [_READ, b"0x0"]

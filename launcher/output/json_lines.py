@@ -1,0 +1,65 @@
+"""`--log-format json`: what the terminal would show, as one JSON object a line, in UTF-8 whatever bytes come. Pure.
+
+Every object has `kind` and `time` (ISO 8601, UTC).
+
+    kind "output"   a line of a worker: host, rank, local_rank, stream ("stdout", "stderr"), attempt, text
+    kind "message"  dtrain's own words: level ("info", "error"), text
+    kind "report"   the end of the run: level, text, and as `outcome` what --error-json writes
+
+Each is on that one of stdout and stderr where its text would be. Bytes that are no UTF-8 are written as `\\xNN`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from launcher.output.logfiles import STREAM_NAMES
+
+__all__ = ["message", "output_head", "output_lines", "report_line"]
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def output_head(host: str, rank: int, local_rank: int, stream: int, attempt: int) -> bytes:
+    """Return what is the same in all objects of a worker's stream."""
+    fields = {
+        "host": host,
+        "rank": rank,
+        "local_rank": local_rank,
+        "stream": STREAM_NAMES[stream],
+        "attempt": attempt,
+    }
+    return _plain(_encode(fields)[1:-1]).encode()
+
+
+def output_lines(head: bytes, lines: bytes) -> bytes:
+    """Return an object for each line, of which the last has no line feed; `head` is of `output_head`."""
+    before = b'{"kind":"output","time":"%b",%b,"text":' % (_now().encode(), head)
+    texts = lines.decode("utf-8", "backslashreplace").split("\n")
+    return b"".join(before + _encode(text).encode() + b"}\n" for text in texts)
+
+
+def message(text: str, level: str = "info") -> bytes:
+    return _line({"kind": "message", "time": _now(), "level": level, "text": _plain(text)})
+
+
+def report_line(text: str, outcome: Mapping[str, Any], *, failed: bool) -> bytes:
+    """`outcome` is that of error_json.py."""
+    level = "error" if failed else "info"
+    return _line({"kind": "report", "time": _now(), "level": level, "text": _plain(text), "outcome": outcome})
+
+
+def _line(fields: Mapping[str, Any]) -> bytes:
+    return _encode(fields).encode("utf-8", "replace") + b"\n"  # half of a surrogate pair, in a path
+
+
+def _plain(text: str) -> str:
+    """Return a text that UTF-8 can hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

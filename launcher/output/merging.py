@@ -1,0 +1,107 @@
+"""Equal lines that many ranks write in the same moment become one. Pure: no clock, no file; used by console.py.
+
+A line waits PAUSE_S after the last rank that wrote it, LONGEST_S at most, and no longer than until all ranks have.
+Lines leave in the order in which they came first, so those of one rank are never reordered: a rank joins a line only if
+that came after its own newest one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from launcher.output.text import ranges
+
+__all__ = ["HeldLine", "LineMerger", "label"]
+
+PAUSE_S = 0.1
+LONGEST_S = 0.2
+# So many different lines in LONGEST_S are compared, of so many bytes. A flood passes as it comes, until one such time
+# had less.
+MOST_LINES = 2000
+MOST_BYTES = 1 << 18
+
+
+@dataclass
+class HeldLine:
+    number: int
+    stream: int
+    text: bytes
+    until: float  # at the latest
+    due: float
+    ranks: list[int] = field(default_factory=list)
+
+
+class LineMerger:
+    """`ranks` is how many there are: what all of them have written waits no longer."""
+
+    def __init__(self) -> None:
+        self.ranks = 0
+        self._held: deque[HeldLine] = deque()
+        self._equal: dict[tuple[int, bytes], list[HeldLine]] = {}
+        self._newest: dict[int, int] = {}  # by rank, the number of its newest line
+        self._number = 0
+        self._period_end = 0.0
+        self._lines = self._bytes = 0  # that came in this period, and were new
+        self._was_flood = False  # in the one before
+
+    def takes(self, lines: bytes, now: float) -> bool:
+        """Whether lines are to be handed in; else they are to pass at once, after those that are held."""
+        is_flood = self._lines >= MOST_LINES or self._bytes >= MOST_BYTES
+        if now >= self._period_end:
+            self._was_flood = is_flood and now < self._period_end + LONGEST_S
+            self._period_end, self._lines, self._bytes, is_flood = now + LONGEST_S, 0, 0, False
+        if is_flood or self._was_flood:
+            self._lines += lines.count(b"\n") + 1
+            self._bytes += len(lines)
+            return False
+        return self.ranks > 1
+
+    def add(self, rank: int, stream: int, texts: Iterable[bytes], now: float) -> None:
+        """Take whole lines of a rank, in their order."""
+        newest = self._newest.get(rank, 0)
+        for text in texts:
+            equal = self._equal.get((stream, text))
+            if equal is None:
+                equal = self._equal[stream, text] = []
+            if not equal or equal[-1].number <= newest:
+                self._number += 1
+                self._lines += 1
+                self._bytes += len(text)
+                line = HeldLine(self._number, stream, text, until=now + LONGEST_S, due=0.0)
+                equal.append(line)
+                self._held.append(line)
+            else:
+                line = equal[bisect_right(equal, newest, key=_number)]
+            line.ranks.append(rank)
+            line.due = min(now + PAUSE_S, line.until) if len(line.ranks) < self.ranks else now
+            newest = line.number
+        self._newest[rank] = newest
+
+    @property
+    def next_due(self) -> float | None:
+        """When the first line is to leave; None if none waits."""
+        return self._held[0].due if self._held else None
+
+    def leave(self, now: float) -> list[HeldLine]:
+        """Return the lines whose time has come, in order, and hold them no longer."""
+        left = []
+        while self._held and self._held[0].due <= now:
+            line = self._held.popleft()
+            equal = self._equal[line.stream, line.text]
+            equal.pop(0)  # a line leaves before those that are equal and came later
+            if not equal:
+                del self._equal[line.stream, line.text]
+            left.append(line)
+        return left
+
+
+def _number(line: HeldLine) -> int:
+    return line.number
+
+
+def label(ranks: list[int], count: int) -> str:
+    """Say who has written a line, of `count` ranks: `all 8`, or `2-7`."""
+    return f"all {count}" if len(ranks) == count else ranges(ranks)
